@@ -1,0 +1,127 @@
+"""Every exception that remesh raises on purpose, in one tree.
+
+::
+
+    RemeshError
+    ├── StateError (ValueError)            the state handed to save or load is not usable
+    │   ├── UnsupportedValueError          a value has no safe encoding; names its path and type
+    │   ├── NameCollisionError             two entries of the state have the same stored name
+    │   ├── DivergedReplicaError           ranks disagree about something they should agree on
+    │   └── CoverageError                  the boxes of a tensor leave a hole or overlap
+    ├── MismatchError (ValueError)         state and checkpoint do not fit; carries the lists
+    ├── CheckpointError                    something is wrong with a checkpoint
+    │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   ├── CheckpointExistsError (FileExistsError)
+    │   ├── CorruptCheckpointError         bytes differ from what was written
+    │   └── FormatVersionError             written by a newer remesh
+    ├── StorageError (OSError)             storage refused or failed
+    │   └── NoSpaceError                   too little room, found before writing or while writing
+    ├── ExchangeError (RuntimeError)       ranks could not talk to each other
+    └── RankFailedError (RuntimeError)     another rank failed with an exception of its own kind
+
+A collective call that fails raises on every rank. Exceptions of this tree arrive on the other
+ranks as the same class with the same message and `rank` set to where they came from; any other
+exception arrives as `RankFailedError`.
+"""
+
+from __future__ import annotations
+
+
+class RemeshError(Exception):
+    """Base of all errors that remesh raises on purpose.
+
+    Attributes:
+        rank: The rank on which the error arose, or None if it arose here or outside a
+            collective call.
+    """
+
+    rank: int | None = None
+
+
+class StateError(RemeshError, ValueError):
+    """The state handed to `save` or `load` cannot be used as it is."""
+
+
+class UnsupportedValueError(StateError):
+    """A value has no safe encoding, or a tensor is of a kind that cannot be stored."""
+
+
+class NameCollisionError(StateError):
+    """Two different entries of the state would be stored under one name."""
+
+
+class DivergedReplicaError(StateError):
+    """Ranks hold different values where one common value was expected."""
+
+
+class CoverageError(StateError):
+    """The boxes that ranks hold of a tensor leave a hole, overlap or leave its bounds."""
+
+
+class MismatchError(RemeshError, ValueError):
+    """What the state asks for and what the checkpoint holds do not fit.
+
+    Nothing has been changed in the state when this is raised.
+
+    Attributes:
+        missing: Names that the state asks for and the checkpoint lacks.
+        unexpected: Names that the checkpoint holds and the state does not ask for (filled only
+            if the caller asked for an error on them).
+        conflicts: One line for each name whose shape, dtype or kind differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        conflicts: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.conflicts = conflicts
+
+
+class CheckpointError(RemeshError):
+    """Something is wrong with a checkpoint as a whole."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at the given place."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """There is a committed checkpoint already, and overwriting was not asked for."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes are missing or differ from what was written."""
+
+
+class FormatVersionError(CheckpointError):
+    """The checkpoint was written in a format version that this remesh does not know."""
+
+
+class StorageError(RemeshError, OSError):
+    """The storage refused or failed an operation."""
+
+
+class NoSpaceError(StorageError):
+    """The storage has too little room."""
+
+
+class ExchangeError(RemeshError, RuntimeError):
+    """Ranks could not exchange messages: a peer died, or a deadline passed."""
+
+
+class RankFailedError(RemeshError, RuntimeError):
+    """Another rank failed with an exception that is not remesh's own.
+
+    Attributes:
+        error_type: The qualified name of the exception's type on the rank where it arose.
+    """
+
+    def __init__(self, message: str, error_type: str = "") -> None:
+        super().__init__(message)
+        self.error_type = error_type

@@ -1,0 +1,13 @@
+"""Messages between the ranks of one job, and the rule that an error on one rank reaches all.
+
+An `Exchange` moves bytes: gather, scatter, broadcast, all-gather. What the bytes mean is the
+caller's business. All methods are collective: every rank of the group calls the same methods in
+the same order, which the engine guarantees by running every step that may fail through
+`run_on_all` or `run_on_one`. There a rank that fails still takes part, sending its error in place
+of its result, and every rank raises it.
+"""
+
+from remesh.exchange.alone import Alone
+from remesh.exchange.protocol import Exchange, run_on_all, run_on_one
+
+__all__ = ["Alone", "Exchange", "run_on_all", "run_on_one"]

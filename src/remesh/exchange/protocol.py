@@ -1,0 +1,133 @@
+"""The protocol of exchanges, and error propagation on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from remesh import errors
+from remesh.errors import MismatchError, RankFailedError, RemeshError
+
+
+class Exchange(Protocol):
+    """Collective transport of bytes between the ranks of a group.
+
+    Every method may raise `ExchangeError` if a peer is gone or a deadline passes.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        ...
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, in rank order, on every rank."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Everybody's bytes, in rank order, on rank 0; None elsewhere."""
+        ...
+
+    def scatter(self, data: list[bytes] | None) -> bytes:
+        """This rank's item of the list that rank 0 gives (others give None)."""
+        ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The bytes that rank 0 gives (others give None)."""
+        ...
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    """An exception on its way to other ranks."""
+
+    rank: int
+    class_name: str
+    message: str
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
+_OK, _FAILED = b"+", b"-"
+
+
+def _encode_failure(rank: int, error: Exception) -> bytes:
+    kind = type(error)
+    if isinstance(error, RemeshError) and hasattr(errors, kind.__name__):
+        class_name = kind.__name__
+        rank = rank if error.rank is None else error.rank
+    else:
+        class_name = f"{kind.__module__}.{kind.__qualname__}"
+    lists = (
+        (error.missing, error.unexpected, error.conflicts)
+        if isinstance(error, MismatchError)
+        else ((), (), ())
+    )
+    return _FAILED + msgspec.msgpack.encode(_Failure(rank, class_name, str(error), *lists))
+
+
+def _decode_failure(data: bytes) -> RemeshError:
+    failure = msgspec.msgpack.decode(data[1:], type=_Failure)
+    kind = getattr(errors, failure.class_name, None)
+    message = f"{failure.message} [raised on rank {failure.rank}]"
+    error: RemeshError
+    if kind is MismatchError:
+        error = MismatchError(message, failure.missing, failure.unexpected, failure.conflicts)
+    elif kind is None:
+        error = RankFailedError(f"{failure.class_name}: {message}", failure.class_name)
+    else:
+        error = kind(message)
+    error.rank = failure.rank
+    return error
+
+
+def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
+    """Run a local step; what to send, and the error if it failed."""
+    try:
+        return _OK + action(), None
+    except Exception as error:  # noqa: BLE001 - it is raised again once every rank knows of it
+        return _encode_failure(exchange.rank, error), error
+
+
+def _raise_first(replies: list[bytes], own: Exception | None) -> None:
+    """Raise the failure of the lowest failed rank; the rank itself raises its own exception."""
+    if own is not None:
+        raise own
+    for reply in replies:
+        if reply.startswith(_FAILED):
+            raise _decode_failure(reply)
+
+
+def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
+    """Run a step on every rank and share the results; an error anywhere is raised everywhere.
+
+    Returns:
+        What `action` returned on each rank, in rank order.
+
+    Raises:
+        Exception: On the rank where `action` failed, its own exception.
+        RemeshError: On the others, the same exception if it is one of remesh's, else
+            `RankFailedError`, with `rank` set.
+    """
+    reply, own = _attempt(exchange, action)
+    replies = exchange.all_gather(reply)
+    _raise_first(replies, own)
+    return [data[1:] for data in replies]
+
+
+def run_on_one(exchange: Exchange, action: Callable[[], bytes]) -> bytes:
+    """Run a step on rank 0 only and give every rank its result; an error is raised everywhere."""
+    own: Exception | None = None
+    reply: bytes | None = None
+    if exchange.rank == 0:
+        reply, own = _attempt(exchange, action)
+    answer = exchange.broadcast(reply)
+    _raise_first([answer], own)
+    return answer[1:]

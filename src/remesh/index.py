@@ -1,0 +1,343 @@
+"""The index: which named tensors a checkpoint holds, cut into which pieces, at which bytes.
+
+An index may have many millions of pieces, so it is columns of integers, not objects: one row for
+each tensor (`TensorTable`), one row for each box (`BoxTable`), and for stored pieces the file and
+the byte at which each begins (`Index`). Boxes are padded to a common number of dims as
+`remesh.geometry` describes. Rows of a tensor lie together, so its pieces are a slice.
+
+The same tables describe what each rank holds before anything is stored (`BoxTable` with a role for
+each row), and the same encoding carries them between ranks and into `index.safetensors`.
+
+A piece is stored row-major, without gaps, at `position` of its file. Digests belong to files: each
+file is cut into blocks of `block_size` bytes (the last may be shorter), and every block has an
+xxh3-128 digest. Checkpoints of other systems have no digests; `block_size` is 0 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
+from remesh.errors import CorruptCheckpointError
+from remesh.geometry import Box, IntArray, pad_dims, row_products
+from remesh.safetensors_file import decode_header, encode_header
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+_COLUMN_CODES = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
+_COLUMN_DTYPES = {code: np.dtype(text) for text, code in _COLUMN_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTable:
+    """Named global tensors, a row each.
+
+    Attributes:
+        names: Stored names.
+        dtypes: Number of each dtype in `remesh.dtypes.DTYPES`.
+        ndims: Number of dims of each tensor.
+        shapes: (rows, d) global shapes, padded with 1.
+    """
+
+    names: tuple[str, ...]
+    dtypes: IntArray
+    ndims: IntArray
+    shapes: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, str, Sequence[int]]]) -> TensorTable:
+        """A table of (name, dtype name, global shape) rows."""
+        num_dims = max((len(shape) for _, _, shape in rows), default=1)
+        return cls(
+            tuple(name for name, _, _ in rows),
+            np.array([CODE[dtype] for _, dtype, _ in rows], dtype=np.int64),
+            np.array([len(shape) for _, _, shape in rows], dtype=np.int64),
+            pad_dims([shape for _, _, shape in rows], max(num_dims, 1), 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def dtype(self, row: int) -> DType:
+        """Element type of a row."""
+        return DTYPES[int(self.dtypes[row])]
+
+    def shape(self, row: int) -> tuple[int, ...]:
+        """Global shape of a row."""
+        return tuple(self.shapes[row, : self.ndims[row]].tolist())
+
+    @property
+    def itemsizes(self) -> IntArray:
+        """Bytes of an element, row by row."""
+        return ITEMSIZES[self.dtypes]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """This table as named columns."""
+        encoded = [name.encode() for name in self.names]
+        return {
+            "tensor.name_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+            "tensor.name_ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
+            "tensor.dtype": self.dtypes,
+            "tensor.ndim": self.ndims,
+            "tensor.shape": self.shapes,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Columns) -> TensorTable:
+        """The table of what `columns` gave."""
+        text = columns["tensor.name_bytes"].tobytes()
+        ends = columns["tensor.name_ends"].tolist()
+        starts = [0, *ends[:-1]]
+        names = tuple(text[a:b].decode() for a, b in zip(starts, ends, strict=False))
+        return cls(
+            names, columns["tensor.dtype"], columns["tensor.ndim"], columns["tensor.shape"]
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxTable:
+    """Boxes of named tensors, a row each.
+
+    Attributes:
+        tensors: The tensors.
+        tensor: Row in `tensors` of each box.
+        offsets: (rows, d) offsets, padded with 0.
+        extents: (rows, d) shapes, padded with 1; d as in `tensors.shapes`.
+    """
+
+    tensors: TensorTable
+    tensor: IntArray
+    offsets: IntArray
+    extents: IntArray
+
+    @classmethod
+    def of(cls, tensors: TensorTable, rows: Sequence[tuple[int, Box]]) -> BoxTable:
+        """A table of (row in `tensors`, box) rows."""
+        num_dims = tensors.shapes.shape[1]
+        return cls(
+            tensors,
+            np.array([row for row, _ in rows], dtype=np.int64),
+            pad_dims([box.offset for _, box in rows], num_dims, 0),
+            pad_dims([box.shape for _, box in rows], num_dims, 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def box(self, row: int) -> Box:
+        """The box of a row, without padding."""
+        ndim = self.tensors.ndims[self.tensor[row]]
+        return Box(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.extents[row, :ndim].tolist())
+        )
+
+    @property
+    def num_bytes(self) -> IntArray:
+        """Bytes of each box."""
+        sizes: IntArray = row_products(self.extents) * self.tensors.itemsizes[self.tensor]
+        return sizes
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """This table as named columns."""
+        return {
+            **self.tensors.columns(),
+            "box.tensor": self.tensor,
+            "box.offset": self.offsets,
+            "box.shape": self.extents,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Columns) -> BoxTable:
+        """The table of what `columns` gave."""
+        return cls(
+            TensorTable.from_columns(columns),
+            columns["box.tensor"],
+            columns["box.offset"],
+            columns["box.shape"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored box: row-major bytes at `position` of the file `path`."""
+
+    box: Box
+    path: str
+    position: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of an index, for reading; `Index.pieces` gives what it is cut into."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_pieces: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A data file: its path relative to the checkpoint, and its size in bytes."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index(Mapping[str, StoredTensor]):
+    """What a checkpoint holds: a mapping from names to stored tensors, aliases included.
+
+    Attributes:
+        boxes: The pieces, sorted by tensor.
+        file: Row in `files` of each piece.
+        position: First byte of each piece in its file.
+        files: The data files.
+        aliases: Further names of tensors (tied weights): alias → name.
+        block_size: Bytes of a digest block; 0 if there are no digests.
+        digests: (blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files.
+        first_block: Row in `digests` of the first block of each file, and their total.
+    """
+
+    boxes: BoxTable
+    file: IntArray
+    position: IntArray
+    files: tuple[StoredFile, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    block_size: int = 0
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    first_block: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    _rows: dict[str, int] = field(init=False, repr=False)
+    _first_piece: IntArray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tensors = self.boxes.tensors
+        rows = {name: row for row, name in enumerate(tensors.names)}
+        rows.update({alias: rows[name] for alias, name in self.aliases.items()})
+        object.__setattr__(self, "_rows", rows)
+        counts = np.bincount(self.boxes.tensor, minlength=len(tensors))
+        object.__setattr__(self, "_first_piece", np.concatenate(([0], np.cumsum(counts))))
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        row = self._rows[name]
+        start, stop = self.piece_range(row)
+        tensors = self.boxes.tensors
+        shape = tensors.shape(row)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * tensors.dtype(row).itemsize
+        return StoredTensor(name, tensors.dtype(row).name, shape, stop - start, num_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def row(self, name: str) -> int:
+        """Row of a tensor in `boxes.tensors`; aliases lead to the tensor itself."""
+        return self._rows[name]
+
+    def piece_range(self, row: int) -> tuple[int, int]:
+        """First and one past the last piece of a tensor, as rows of `boxes`."""
+        return int(self._first_piece[row]), int(self._first_piece[row + 1])
+
+    def pieces(self, name: str) -> list[Piece]:
+        """What a tensor is cut into."""
+        start, stop = self.piece_range(self._rows[name])
+        sizes = self.boxes.num_bytes[start:stop].tolist()
+        return [
+            Piece(
+                self.boxes.box(piece),
+                self.files[self.file[piece]].path,
+                int(self.position[piece]),
+                num_bytes,
+            )
+            for piece, num_bytes in zip(range(start, stop), sizes, strict=True)
+        ]
+
+    def encode(self) -> bytes:
+        """The stored form: a safetensors file of integer columns."""
+        metadata = {
+            "remesh.files": msgspec.json.encode(
+                [[file.path, file.num_bytes] for file in self.files]
+            ).decode(),
+            "remesh.aliases": msgspec.json.encode(dict(self.aliases)).decode(),
+            "remesh.block_size": str(self.block_size),
+        }
+        columns = {
+            **self.boxes.columns(),
+            "piece.file": self.file,
+            "piece.position": self.position,
+            "block.digest": self.digests,
+            "block.first": self.first_block,
+        }
+        return encode_columns(columns, metadata)
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Index:
+        """The index of its stored form.
+
+        Raises:
+            CorruptCheckpointError: If the bytes are not a stored index.
+        """
+        columns, metadata = decode_columns(data, where)
+        try:
+            files = msgspec.json.decode(metadata["remesh.files"], type=list[tuple[str, int]])
+            return cls(
+                BoxTable.from_columns(columns),
+                columns["piece.file"],
+                columns["piece.position"],
+                tuple(StoredFile(path, num_bytes) for path, num_bytes in files),
+                msgspec.json.decode(metadata["remesh.aliases"], type=dict[str, str]),
+                int(metadata["remesh.block_size"]),
+                columns["block.digest"],
+                columns["block.first"],
+            )
+        except (KeyError, ValueError, msgspec.DecodeError) as error:
+            raise CorruptCheckpointError(f"{where}: not an index: {error!r}") from error
+
+
+def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Named integer arrays as one safetensors file."""
+    arrays = {
+        name: np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+        for name, array in columns.items()
+    }
+    header, _ = encode_header(
+        [
+            (name, _COLUMN_CODES[array.dtype.str], array.shape, array.nbytes)
+            for name, array in arrays.items()
+        ],
+        metadata or {},
+    )
+    return b"".join([header, *(array.tobytes() for array in arrays.values())])
+
+
+def decode_columns(
+    data: bytes, where: str
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """The arrays and the metadata of what `encode_columns` wrote.
+
+    Raises:
+        CorruptCheckpointError: If the bytes are not such a file.
+    """
+    header = decode_header(data, where)
+    columns = {}
+    for name, entry in header.entries.items():
+        start, stop = (header.data_start + offset for offset in entry.data_offsets)
+        try:
+            flat = np.frombuffer(data[start:stop], dtype=_COLUMN_DTYPES[entry.dtype])
+            columns[name] = flat.reshape(entry.shape)
+        except (KeyError, ValueError) as error:
+            raise CorruptCheckpointError(f"{where}: column {name!r}: {error!r}") from error
+    return columns, header.metadata

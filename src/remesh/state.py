@@ -1,0 +1,635 @@
+"""What a training state is made of, and the walk that finds it.
+
+`save` and `load` take a nested state: dicts, lists and tuples whose leaves are tensors, modules,
+optimizers, objects with a state dict, plain values, or one of the descriptions of this module.
+Walking it gives a `Description`: flat lists of tensors (as boxes of named global tensors), values
+and sharded objects, plus one function that puts loaded things back where they were found.
+
+The walk knows containers, plain values, numpy arrays and the descriptions. Leaves that belong to a
+framework are described by a function that is passed in (`remesh.adapters` has the one for torch),
+which keeps this module free of torch.
+
+Names. Every leaf has a path, the keys on the way to it, and a stored name, the path joined by
+dots; that is also how torch joins parameter names. Two paths that join to one name are refused.
+A sharded description carries its own global name and is stored under that.
+
+Loading walks the target state with `stored` set to what the checkpoint holds. Tensor leaves are
+then destinations: their memory is filled in place. What cannot be changed in place (values,
+tuples, a whole optimizer state) is replaced by the description's `rebuild` once all is read.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from remesh import values
+from remesh.dtypes import BY_NAME
+from remesh.errors import NameCollisionError, StateError, UnsupportedValueError
+from remesh.geometry import Box, boxes_of_flat_range
+
+Path = tuple[str | int, ...]
+RankOffset = tuple[int, int, int]
+
+
+class ArrayLike(Protocol):
+    """What a torch tensor and a numpy array have in common, as far as descriptions need it."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+    def reshape(self, shape: tuple[int, ...], /) -> Any: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+def dtype_name(array: ArrayLike, where: str) -> str:
+    """The name of an array's element type.
+
+    Raises:
+        UnsupportedValueError: If it is not one that remesh stores.
+    """
+    name = str(array.dtype).removeprefix("torch.")
+    if name not in BY_NAME:
+        raise UnsupportedValueError(
+            f"{where}: element type {array.dtype} cannot be stored; known are {', '.join(BY_NAME)}"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One box of a global tensor and the local array that holds it (same shape)."""
+
+    box: Box
+    data: ArrayLike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor:
+    """One rank's boxes of a named global tensor, with their data.
+
+    Usually made by `whole`, `from_rank_offsets` or `from_rank_offsets_flat`.
+
+    Attributes:
+        name: Global name in the checkpoint, the same on every rank that holds a box of it.
+        global_shape: Shape of the global tensor.
+        parts: This rank's boxes with their arrays; disjoint; may be empty.
+        replica_id: 0, or a tuple of zeros, on the one rank that is the main replica of these
+            boxes; anything else on ranks that hold identical copies.
+        allow_shape_mismatch: On load, accept a stored tensor of another global shape with as many
+            dims: what lies outside the stored tensor is filled with zeros, what the target has no
+            room for is left out. For padded vocabularies.
+
+    Raises:
+        StateError: If a box leaves the tensor, overlaps another, or differs from its array.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    replica_id: int | tuple[int, ...] = 0
+    allow_shape_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.global_shape)
+        for number, part in enumerate(self.parts):
+            if part.box.ndim != whole.ndim or not whole.contains(part.box):
+                raise StateError(
+                    f"{self.name}: box {part.box} does not lie in shape {self.global_shape}"
+                )
+            if tuple(part.data.shape) != part.box.shape:
+                raise StateError(
+                    f"{self.name}: box {part.box} has shape {part.box.shape}, "
+                    f"its array {tuple(part.data.shape)}"
+                )
+            for other in self.parts[:number]:
+                if part.box.intersect(other.box) is not None:
+                    raise StateError(f"{self.name}: boxes {other.box} and {part.box} overlap")
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this rank's copy is the one that counts."""
+        if isinstance(self.replica_id, int):
+            return self.replica_id == 0
+        return not any(self.replica_id)
+
+    @classmethod
+    def whole(cls, name: str, data: ArrayLike, **options: Any) -> Self:
+        """All of a tensor. `options` are the fields `replica_id` and `allow_shape_mismatch`."""
+        shape = tuple(int(n) for n in data.shape)
+        return cls(name, shape, (Part(Box.whole(shape), data),), **options)
+
+    @classmethod
+    def at_offset(
+        cls,
+        name: str,
+        data: ArrayLike,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        **options: Any,
+    ) -> Self:
+        """One box of a tensor, its offset given in elements."""
+        box = Box(tuple(offset), tuple(int(n) for n in data.shape))
+        return cls(name, tuple(global_shape), (Part(box, data),), **options)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        name: str,
+        data: ArrayLike,
+        *rank_offsets: RankOffset,
+        prepend_axis_num: int = 0,
+        **options: Any,
+    ) -> Self:
+        """A box of a tensor that is cut evenly, its position given in shards.
+
+        Args:
+            name: Global name.
+            data: The local shard.
+            *rank_offsets: `(dim, shard, num_shards)` for each dim that is cut; dims that are not
+                named are whole. Dims count the prepended ones.
+            prepend_axis_num: Number of dims that the global tensor has in front of those of
+                `data`, each of local extent 1 (a layer number, say).
+            **options: The fields `replica_id` and `allow_shape_mismatch`.
+
+        Raises:
+            StateError: If a dim is named twice or does not exist, a shard number is out of range,
+                or a prepended dim is not named.
+        """
+        local_shape = (1,) * prepend_axis_num + tuple(int(n) for n in data.shape)
+        box, global_shape = _grid_box(name, local_shape, rank_offsets)
+        part = Part(box, data.reshape(local_shape) if prepend_axis_num else data)
+        return cls(name, global_shape, (part,), **options)
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        name: str,
+        data: ArrayLike,
+        local_shape: Sequence[int],
+        *rank_offsets: RankOffset,
+        flattened_range: slice,
+        prepend_axis_num: int = 0,
+        **options: Any,
+    ) -> Self:
+        """A range of a flattened shard, as ZeRO-style optimizers hold it.
+
+        Args:
+            name: Global name.
+            data: One dim, as long as the range.
+            local_shape: Shape of the shard before it was flattened, without prepended dims.
+            *rank_offsets: Where that shard lies; see `from_rank_offsets`.
+            flattened_range: Which elements of the flattened shard `data` holds.
+            prepend_axis_num: See `from_rank_offsets`.
+            **options: The fields `replica_id` and `allow_shape_mismatch`.
+
+        Raises:
+            StateError: As `from_rank_offsets`, or if the range does not fit `data`.
+        """
+        shard_shape = (1,) * prepend_axis_num + tuple(local_shape)
+        shard, global_shape = _grid_box(name, shard_shape, rank_offsets)
+        start, stop, step = flattened_range.indices(math.prod(shard_shape))
+        if step != 1 or tuple(data.shape) != (max(stop - start, 0),):
+            raise StateError(
+                f"{name}: flattened range {start}:{stop}:{step} of a shard of shape {shard_shape} "
+                f"does not fit an array of shape {tuple(data.shape)}"
+            )
+        parts, done = [], 0
+        for box in boxes_of_flat_range(shard_shape, start, max(start, stop)):
+            values_of_box = data[done : done + box.size].reshape(box.shape)
+            parts.append(Part(box.shift(shard.offset), values_of_box))
+            done += box.size
+        return cls(name, global_shape, tuple(parts), **options)
+
+
+def _grid_box(
+    name: str, local_shape: tuple[int, ...], rank_offsets: Sequence[RankOffset]
+) -> tuple[Box, tuple[int, ...]]:
+    """The box of one shard of an evenly cut tensor, and the tensor's shape."""
+    offset, shape = [0] * len(local_shape), list(local_shape)
+    seen: set[int] = set()
+    for dim, shard, num_shards in rank_offsets:
+        if not 0 <= dim < len(local_shape) or dim in seen:
+            raise StateError(
+                f"{name}: dim {dim} is named twice or does not exist in shape {local_shape}"
+            )
+        if not 0 <= shard < num_shards:
+            raise StateError(f"{name}: shard {shard} of {num_shards} in dim {dim} does not exist")
+        seen.add(dim)
+        offset[dim], shape[dim] = shard * local_shape[dim], num_shards * local_shape[dim]
+    return Box(tuple(offset), local_shape), tuple(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedObject:
+    """A plain value that is one element of a grid of values, such as a per-rank RNG state.
+
+    Attributes:
+        name: Global name of the grid.
+        data: The value; on load, what it is replaced by is found in the returned state.
+        global_shape: Shape of the grid.
+        global_offset: Place in the grid.
+        replica_id: As in `ShardedTensor`.
+    """
+
+    name: str
+    data: object
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: int | tuple[int, ...] = 0
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this rank's copy is the one that is stored."""
+        if isinstance(self.replica_id, int):
+            return self.replica_id == 0
+        return not any(self.replica_id)
+
+    @property
+    def unique_name(self) -> str:
+        """The name of this element of the grid: `name/shard_<offset>_<shape>`."""
+        offset = ".".join(map(str, self.global_offset))
+        return f"{self.name}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensorFactory:
+    """A leaf that is stored in another form than it has in memory.
+
+    Saving stores `build(name, data)`, a state of its own. Loading builds the same, fills it, and
+    puts `merge(filled)` in place of the factory's data.
+
+    Attributes:
+        name: Global name handed to `build`; use another name to store optimizer state of the
+            same tensor in the same form.
+        data: What is in memory.
+        build: Makes the stored form: a nested state of sharded tensors or tensors.
+        merge: Makes the memory form from a filled state of that structure.
+    """
+
+    name: str
+    data: Any
+    build: Callable[[str, Any], Any]
+    merge: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalNonpersistentObject:
+    """A leaf that is not stored; loading leaves it as it is.
+
+    A module wrapped in it is not stored either, but still lends its parameter names to an
+    optimizer in the same state.
+    """
+
+    obj: Any
+
+
+# ---------------------------------------------------------------------------------------------
+# The flat form of a state
+# ---------------------------------------------------------------------------------------------
+
+
+class Role(enum.IntEnum):
+    """What a rank says of its copy of a box."""
+
+    REPLICA = 0
+    """An identical copy; somebody else is the main replica."""
+    MAIN = 1
+    """The main replica; there must be no second one."""
+    EQUAL = 2
+    """One of several equal copies; the framework that holds them keeps them equal."""
+    ASSUMED = 3
+    """Like EQUAL, but nobody promised it: a plain tensor that each rank has under one name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """A tensor leaf: this rank's boxes of a global tensor.
+
+    Attributes:
+        name: Stored name.
+        dtype: Name of the element type.
+        global_shape: Shape of the global tensor.
+        parts: This rank's boxes with their arrays.
+        role: What this rank says of its copy.
+        allow_shape_mismatch: See `ShardedTensor`.
+        alias_key: Equal for leaves that are the same memory (tied weights); None if it has none.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    role: Role
+    allow_shape_mismatch: bool = False
+    alias_key: object = None
+
+
+class Stored(Protocol):
+    """What a checkpoint holds, as the walk of a target state asks for it."""
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype name and global shape of a stored tensor, or None."""
+        ...
+
+    def has_value(self, name: str) -> bool:
+        """Whether a plain value of this name is stored."""
+        ...
+
+    def under(self, path: Path) -> list[tuple[Path, str]]:
+        """Path and name of every stored leaf whose path begins with `path`."""
+        ...
+
+    @property
+    def sequences(self) -> Mapping[Path, str]:
+        """Paths of stored containers that were a `list` or a `tuple`."""
+        ...
+
+
+class Loaded(Protocol):
+    """What has been read, as `rebuild` functions ask for it."""
+
+    def value(self, name: str) -> object:
+        """A loaded plain value; KeyError if none was loaded under this name."""
+        ...
+
+    def object(self, unique_name: str) -> object:
+        """A loaded element of a sharded object."""
+        ...
+
+
+Rebuild = Callable[[Loaded], Any]
+
+
+@dataclass(slots=True)
+class Description:
+    """A state in flat form.
+
+    Attributes:
+        tensors: Tensor leaves of this rank.
+        values: Plain values by stored name.
+        merged_lists: Lists of names of which each rank may know a part; the union is stored.
+        objects: Sharded objects of this rank.
+        paths: Path of each stored name that belongs to a place in the state.
+        sequences: Paths of lists and tuples on the way to leaves.
+        optional: Names that may be absent from the checkpoint without being missed.
+        rebuild: Puts loaded values back; set by `describe`.
+    """
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    values: dict[str, object] = field(default_factory=dict)
+    merged_lists: dict[str, list[str]] = field(default_factory=dict)
+    objects: list[ShardedObject] = field(default_factory=list)
+    paths: dict[str, Path] = field(default_factory=dict)
+    sequences: dict[Path, str] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)
+    rebuild: Rebuild = field(default=lambda _loaded: None)
+
+
+def name_of(path: Path) -> str:
+    """The stored name of a path."""
+    return ".".join(map(str, path))
+
+
+class Walk:
+    """One walk over a state: collects a `Description`, leaf by leaf.
+
+    Adapters call `add_tensor`, `add_value` and `visit` for what they find in a leaf.
+
+    Attributes:
+        stored: What the checkpoint holds when a target is walked for loading; None for saving.
+        description: What has been found so far.
+        root: The whole state that is walked, for leaves that must look at others (an optimizer
+            takes its names from the modules beside it).
+    """
+
+    def __init__(self, root: object, describe_leaf: LeafDescriber, stored: Stored | None) -> None:
+        self.root = root
+        self.stored = stored
+        self.description = Description()
+        self._describe_leaf = describe_leaf
+
+    def visit(self, path: Path, node: Any) -> Rebuild:
+        """Describe a node and everything below it; returns how to rebuild it after loading."""
+        # Framework leaves come first: a module or a tensor subclass may also be a container.
+        rebuild = self._describe_leaf(self, path, node)
+        if rebuild is not None:
+            return rebuild
+        if isinstance(node, LocalNonpersistentObject):
+            return lambda _loaded: node
+        if isinstance(node, ShardedTensor):
+            return self._visit_sharded_tensor(node)
+        if isinstance(node, ShardedObject):
+            return self._visit_sharded_object(path, node)
+        if isinstance(node, ShardedTensorFactory):
+            return self._visit_factory(path, node)
+        if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
+            self.add_array(path, node, Role.ASSUMED, alias_key=_numpy_alias_key(node))
+            return lambda _loaded: node
+        if isinstance(node, Mapping) and node and all(isinstance(k, str | int) for k in node):
+            return self._visit_mapping(path, node)
+        if isinstance(node, list | tuple) and node and not values.is_plain(node):
+            return self._visit_sequence(path, node)
+        return self.add_value(path, node)
+
+    def add_value(self, path: Path, value: object) -> Rebuild:
+        """Record a plain value; returns how to get it after loading."""
+        if not path:
+            raise UnsupportedValueError(
+                "the state must be a dict, a module, an optimizer or an object with state_dict() "
+                f"and load_state_dict(), not a bare {type(value).__qualname__}"
+            )
+        name = self.claim(path)
+        values.encode(value, name)
+        self.description.values[name] = value
+        return lambda loaded: loaded.value(name)
+
+    def add_array(
+        self, path: Path, array: ArrayLike, role: Role, *, alias_key: object = None
+    ) -> None:
+        """Record an unsharded tensor leaf."""
+        shape = tuple(int(n) for n in array.shape)
+        self.add_tensor(path, shape, (Part(Box.whole(shape), array),), array, role, alias_key)
+
+    def add_tensor(
+        self,
+        path: Path,
+        global_shape: tuple[int, ...],
+        parts: tuple[Part, ...],
+        like: ArrayLike,
+        role: Role,
+        alias_key: object = None,
+    ) -> None:
+        """Record a tensor leaf; `like` is any array of its dtype."""
+        if not path:
+            raise UnsupportedValueError("the state must be a dict or a module, not a bare tensor")
+        name = self.claim(path)
+        dtype = dtype_name(like, name)
+        self.description.tensors.append(
+            TensorEntry(name, dtype, global_shape, parts, role, alias_key=alias_key)
+        )
+
+    def add_merged_list(self, path: Path, names: list[str]) -> None:
+        """Record a list of names of which other ranks may know other parts."""
+        self.description.merged_lists[self.claim(path)] = names
+
+    def claim(self, path: Path) -> str:
+        """Take the stored name of a path.
+
+        Raises:
+            NameCollisionError: If another path has it.
+        """
+        name = name_of(path)
+        taken = self.description.paths.setdefault(name, path)
+        if taken != path:
+            raise NameCollisionError(
+                f"{name!r} is the stored name of two entries of the state, at {taken} and at "
+                f"{path}; rename one of them"
+            )
+        return name
+
+    def _visit_mapping(self, path: Path, node: Mapping[str | int, Any]) -> Rebuild:
+        rebuilds = {key: self.visit((*path, key), child) for key, child in node.items()}
+
+        def rebuild(loaded: Loaded) -> object:
+            changed = {
+                key: new
+                for key, make in rebuilds.items()
+                if (new := make(loaded)) is not node[key]
+            }
+            if not changed:
+                return node
+            if isinstance(node, MutableMapping):
+                node.update(changed)
+                return node
+            return type(node)({**node, **changed})  # type: ignore[call-arg]
+
+        return rebuild
+
+    def _visit_sequence(self, path: Path, node: list[Any] | tuple[Any, ...]) -> Rebuild:
+        self.description.sequences[path] = "list" if isinstance(node, list) else "tuple"
+        rebuilds = [self.visit((*path, number), child) for number, child in enumerate(node)]
+
+        def rebuild(loaded: Loaded) -> object:
+            items = [make(loaded) for make in rebuilds]
+            if isinstance(node, list):
+                node[:] = items
+                return node
+            if all(new is old for new, old in zip(items, node, strict=True)):
+                return node
+            return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+
+        return rebuild
+
+    def _visit_sharded_tensor(self, node: ShardedTensor) -> Rebuild:
+        if node.parts:
+            self.description.tensors.append(
+                TensorEntry(
+                    node.name,
+                    dtype_name(node.parts[0].data, node.name),
+                    node.global_shape,
+                    node.parts,
+                    Role.MAIN if node.is_main_replica else Role.REPLICA,
+                    node.allow_shape_mismatch,
+                )
+            )
+        return lambda _loaded: node
+
+    def _visit_sharded_object(self, path: Path, node: ShardedObject) -> Rebuild:
+        values.encode(node.data, name_of(path))
+        self.description.objects.append(node)
+
+        def rebuild(loaded: Loaded) -> ShardedObject:
+            return ShardedObject(
+                node.name,
+                loaded.object(node.unique_name),
+                node.global_shape,
+                node.global_offset,
+                node.replica_id,
+            )
+
+        return rebuild
+
+    def _visit_factory(self, path: Path, node: ShardedTensorFactory) -> Rebuild:
+        built = node.build(node.name, node.data)
+        rebuild_built = self.visit(path, built)
+
+        def rebuild(loaded: Loaded) -> ShardedTensorFactory:
+            merged = node.merge(rebuild_built(loaded))
+            if hasattr(node.data, "copy_") and hasattr(merged, "dtype"):
+                node.data.detach().copy_(merged)
+                merged = node.data
+            return ShardedTensorFactory(node.name, merged, node.build, node.merge)
+
+        return rebuild
+
+
+LeafDescriber = Callable[[Walk, Path, Any], Rebuild | None]
+"""Describes a leaf of a framework into a walk; None if the node is not one of its leaves."""
+
+
+def describe_nothing(_walk: Walk, _path: Path, _node: Any) -> Rebuild | None:
+    """The leaf describer for states without framework objects."""
+    return None
+
+
+def describe(
+    state: Any, describe_leaf: LeafDescriber = describe_nothing, stored: Stored | None = None
+) -> Description:
+    """Walk a state.
+
+    Args:
+        state: The nested state.
+        describe_leaf: Describes leaves that belong to a framework.
+        stored: What the checkpoint holds, when the state is a target for loading.
+
+    Raises:
+        StateError: If something in the state cannot be stored; the message names its path.
+    """
+    walk = Walk(state, describe_leaf, stored)
+    walk.description.rebuild = walk.visit((), state)
+    return walk.description
+
+
+def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
+    address = array.__array_interface__["data"][0]
+    return (address, array.shape, array.strides, array.dtype.str) if array.size else None
+
+
+def assemble(
+    leaves: Mapping[Path, object], sequences: Mapping[Path, str], root: Path = ()
+) -> Any:
+    """Build the nested containers of leaves from their paths: what a walk takes apart.
+
+    Args:
+        leaves: Path and content of every leaf; all paths begin with `root`.
+        sequences: Which containers are lists or tuples; all others are dicts.
+        root: Path of the container to build.
+    """
+    tree: dict[str | int, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[len(root) : -1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return _as_sequences(tree, sequences, root)
+
+
+def _as_sequences(node: dict[str | int, Any], sequences: Mapping[Path, str], path: Path) -> Any:
+    for key, child in node.items():
+        if isinstance(child, dict) and child:
+            node[key] = _as_sequences(child, sequences, (*path, key))
+    kind = sequences.get(path)
+    if kind is None:
+        return node
+    items = [node[key] for key in sorted(node, key=int)]
+    return items if kind == "list" else tuple(items)

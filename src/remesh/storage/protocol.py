@@ -1,0 +1,116 @@
+"""What a storage must do; the promises are in the package's docstring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer = npt.NDArray[np.uint8]
+"""One-dim writable bytes, usually from `aligned_buffer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemSpace:
+    """Room in the file system of a storage.
+
+    Attributes:
+        identity: Equal for storages, on any rank, that share this room.
+        free_bytes: What may still be written.
+    """
+
+    identity: str
+    free_bytes: int
+
+
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write(self, position: int, data: Buffer) -> None:
+        """Write a range; thread-safe for disjoint ranges.
+
+        Raises:
+            NoSpaceError: If there is no room.
+            StorageError: If the storage fails.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Make the content durable and close; the file now exists with its whole size."""
+        ...
+
+    def abort(self) -> None:
+        """Give the file up and remove what is there of it; does nothing after `finish`."""
+        ...
+
+
+class Storage(Protocol):
+    """Files under one root.
+
+    Every method raises `StorageError`, naming the file and the remedy, if the storage fails;
+    reading a file that does not exist raises `CheckpointNotFoundError`.
+    """
+
+    @property
+    def url(self) -> str:
+        """How a user would name the root."""
+        ...
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Relative paths of all files below the root that begin with `prefix`, sorted."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        ...
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of a file; fewer if it ends before."""
+        ...
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """Fill `buffer` from byte `start` on; returns how many bytes there were."""
+        ...
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """Write a whole small file atomically and durably.
+
+        Raises:
+            CheckpointExistsError: If the file exists and `overwrite` is false.
+        """
+        ...
+
+    def create(self, path: str, num_bytes: int) -> Writer:
+        """Begin a file of known size, reserving its room where possible.
+
+        Raises:
+            NoSpaceError: If there is no room.
+            StorageError: If the file exists already.
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a file; no error if there is none."""
+        ...
+
+    def sync(self) -> None:
+        """Make the existence of all finished files durable."""
+        ...
+
+    def space(self) -> FileSystemSpace | None:
+        """Room that is left, or None if the storage has no such limit."""
+        ...
+
+
+def open_storage(place: Any) -> Storage:
+    """The storage that a path, a URL or a storage object names.
+
+    Args:
+        place: A `str` or `os.PathLike` local path, a `file://` URL, or a `Storage`.
+
+    Raises:
+        StorageError: If the URL's scheme is not supported.
+    """
+    raise NotImplementedError

@@ -1,0 +1,301 @@
+"""Plain values of a training state, and their one encoding: msgpack with tags, never pickle.
+
+None, bool, 64-bit int, float, str, bytes, lists and dicts with string keys are what msgpack knows.
+Everything else that is accepted is a two-key map `{"$": kind, "v": payload}`; a dict that could be
+mistaken for such a map is itself written as `{"$": "dict", "v": [[key, value], ...]}`.
+
+Decoding never imports a module and never calls a constructor that the file names. An enum member
+is looked up in modules that the program has imported already; torch values need torch. What cannot
+be resolved comes back as an `UnresolvedValue`, so that a checkpoint can always be inspected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import enum
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from remesh.errors import CorruptCheckpointError, UnsupportedValueError
+
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class UnresolvedValue:
+    """A stored value whose type this process does not know.
+
+    Attributes:
+        kind: What sort of value it is (`enum`, `torch.dtype`, ...).
+        type_name: Qualified name of its type where it was saved.
+        payload: Its stored content.
+    """
+
+    kind: str
+    type_name: str
+    payload: object
+
+
+def is_plain(value: object) -> bool:
+    """Whether `encode` accepts the value."""
+    try:
+        _encode(value, "")
+    except UnsupportedValueError:
+        return False
+    return True
+
+
+def encode(value: object, where: str = "value") -> bytes:
+    """Encode a plain value.
+
+    Args:
+        value: What to encode.
+        where: The path of the value in the state, for the error message.
+
+    Raises:
+        UnsupportedValueError: If the value, or one inside it, has no safe encoding.
+    """
+    return msgspec.msgpack.encode(_encode(value, where))
+
+
+def decode(data: bytes) -> object:
+    """Decode what `encode` wrote.
+
+    Raises:
+        CorruptCheckpointError: If the bytes are not such an encoding.
+    """
+    try:
+        return _decode(msgspec.msgpack.decode(data))
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptCheckpointError(f"a stored value cannot be decoded: {error}") from error
+
+
+def _tagged(kind: str, payload: object) -> dict[str, object]:
+    return {"$": kind, "v": payload}
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _encode(value: object, where: str) -> object:
+    """The value as msgpack's own types."""
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        return encoder(value, where)
+    if isinstance(value, enum.Enum):
+        return _tagged("enum", [_type_name(value), value.name])
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
+        return _tagged("numpy", [value.dtype.str, value.tobytes()])
+    if isinstance(value, pathlib.PurePath):
+        return _tagged("path", str(value))
+    if type(value).__module__ == "torch" and type(value).__name__ in _TORCH_KINDS:
+        return _TORCH_KINDS[type(value).__name__](value)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+        return _tagged("namedtuple", [_type_name(value), items])
+    raise UnsupportedValueError(
+        f"{where}: a value of type {_type_name(value)} has no safe encoding. Give it state_dict() "
+        "and load_state_dict(), turn it into plain values (for instance dataclasses.asdict), or "
+        "wrap it in remesh.LocalNonpersistentObject to leave it out of the checkpoint."
+    )
+
+
+def _encode_int(value: object, _where: str) -> object:
+    assert isinstance(value, int)
+    return value if value in _INT64 else _tagged("int", str(value))
+
+
+def _encode_mapping(value: object, where: str) -> object:
+    assert isinstance(value, Mapping)
+    if all(isinstance(key, str) for key in value) and "$" not in value:
+        return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"{where}, key {key!r}"), _encode(item, f"{where}.{key}")]
+        for key, item in value.items()
+    ]
+    return _tagged("dict", pairs)
+
+
+def _sequence(kind: str | None) -> Callable[[object, str], object]:
+    def encode_items(value: object, where: str) -> object:
+        assert isinstance(value, list | tuple)
+        items = [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+        return items if kind is None else _tagged(kind, items)
+
+    return encode_items
+
+
+def _set(kind: str) -> Callable[[object, str], object]:
+    def encode_items(value: object, where: str) -> object:
+        assert isinstance(value, set | frozenset)
+        items = [_encode(item, where) for item in value]
+        # Sets have no order of their own; equal sets must have equal bytes on every rank.
+        return _tagged(kind, sorted(items, key=msgspec.msgpack.encode))
+
+    return encode_items
+
+
+def _itself(value: object, _where: str) -> object:
+    return value
+
+
+def _isoformat(kind: str) -> Callable[[object, str], object]:
+    def encode_time(value: object, _where: str) -> object:
+        assert isinstance(value, datetime.datetime | datetime.date | datetime.time)
+        return _tagged(kind, value.isoformat())
+
+    return encode_time
+
+
+def _encode_timedelta(value: object, _where: str) -> object:
+    assert isinstance(value, datetime.timedelta)
+    return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
+
+
+def _encode_complex(value: object, _where: str) -> object:
+    assert isinstance(value, complex)
+    return _tagged("complex", [value.real, value.imag])
+
+
+def _encode_namespace(kind: str) -> Callable[[object, str], object]:
+    def encode_attributes(value: object, where: str) -> object:
+        return _tagged(kind, _encode_mapping(vars(value), where))
+
+    return encode_attributes
+
+
+_ENCODERS: dict[type, Callable[[object, str], object]] = {
+    type(None): _itself,
+    bool: _itself,
+    float: _itself,
+    str: _itself,
+    bytes: _itself,
+    int: _encode_int,
+    list: _sequence(None),
+    tuple: _sequence("tuple"),
+    dict: _encode_mapping,
+    set: _set("set"),
+    frozenset: _set("frozenset"),
+    complex: _encode_complex,
+    datetime.datetime: _isoformat("datetime"),
+    datetime.date: _isoformat("date"),
+    datetime.time: _isoformat("time"),
+    datetime.timedelta: _encode_timedelta,
+    argparse.Namespace: _encode_namespace("argparse.Namespace"),
+    types.SimpleNamespace: _encode_namespace("types.SimpleNamespace"),
+}
+
+_TORCH_KINDS: dict[str, Callable[[object], object]] = {
+    "dtype": lambda value: _tagged("torch.dtype", str(value)),
+    "device": lambda value: _tagged("torch.device", str(value)),
+    "Size": lambda value: _tagged("torch.Size", [int(n) for n in value]),  # type: ignore[attr-defined]
+    "layout": lambda value: _tagged("torch.layout", str(value)),
+    "memory_format": lambda value: _tagged("torch.memory_format", str(value)),
+}
+
+
+def _decode(node: object) -> object:
+    """The value of decoded msgpack."""
+    if isinstance(node, list):
+        return [_decode(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$" not in node:
+        return {key: _decode(item) for key, item in node.items()}
+    kind, payload = node["$"], node["v"]
+    if kind.startswith("torch."):
+        return _decode_torch(kind, payload)
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        return UnresolvedValue(kind, kind, payload)
+    return decoder(payload)
+
+
+def _decode_dict(payload: list[list[object]]) -> object:
+    return {_decode(key): _decode(item) for key, item in payload}
+
+
+def _decode_numpy(payload: tuple[str, bytes]) -> object:
+    dtype, data = payload
+    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+
+
+def _known_type(name: str) -> object:
+    """The type of a qualified name, if its module is imported already; else None."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: object = sys.modules.get(".".join(parts[:cut]))
+        if found is not None:
+            for attribute in parts[cut:]:
+                found = getattr(found, attribute, None)
+            return found
+    return None
+
+
+def _decode_enum(payload: tuple[str, str]) -> object:
+    type_name, member = payload
+    found = _known_type(type_name)
+    if isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__:
+        return found[member]
+    return UnresolvedValue("enum", type_name, member)
+
+
+def _decode_namedtuple(payload: tuple[str, list[object]]) -> object:
+    type_name, items = payload
+    found = _known_type(type_name)
+    values = [_decode(item) for item in items]
+    fields = getattr(found, "_fields", None)
+    if isinstance(found, type) and issubclass(found, tuple) and fields and len(fields) == len(values):
+        return tuple.__new__(found, values)
+    return UnresolvedValue("namedtuple", type_name, values)
+
+
+def _decode_torch(kind: str, payload: object) -> object:
+    try:
+        import torch
+    except ImportError:
+        return UnresolvedValue(kind, kind, payload)
+    if kind == "torch.device":
+        return torch.device(str(payload))
+    if kind == "torch.Size":
+        assert isinstance(payload, list)
+        return torch.Size(payload)
+    found = getattr(torch, str(payload).removeprefix("torch."), None)
+    return UnresolvedValue(kind, kind, payload) if found is None else found
+
+
+_DECODERS: dict[str, Callable[..., object]] = {
+    "dict": _decode_dict,
+    "int": int,
+    "tuple": lambda payload: tuple(_decode(item) for item in payload),
+    "set": lambda payload: {_decode(item) for item in payload},
+    "frozenset": lambda payload: frozenset(_decode(item) for item in payload),
+    "complex": lambda payload: complex(*payload),
+    "path": pathlib.Path,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda payload: datetime.timedelta(*payload),
+    "numpy": _decode_numpy,
+    "enum": _decode_enum,
+    "namedtuple": _decode_namedtuple,
+    "argparse.Namespace": lambda payload: argparse.Namespace(**_attributes(payload)),
+    "types.SimpleNamespace": lambda payload: types.SimpleNamespace(**_attributes(payload)),
+}
+
+
+def _attributes(payload: object) -> dict[str, object]:
+    decoded = _decode(payload)
+    assert isinstance(decoded, dict)
+    return decoded
