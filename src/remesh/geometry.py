@@ -86,9 +86,7 @@ class Box:
         """The common part of two boxes, or None if it is empty."""
         bounds = [
             (max(a, b), min(a + m, b + n))
-            for a, m, b, n in zip(
-                self.offset, self.shape, other.offset, other.shape, strict=True
-            )
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         ]
         if any(start >= stop for start, stop in bounds):
             return None
@@ -100,9 +98,7 @@ class Box:
 
     def shift(self, by: Sequence[int], sign: int = 1) -> Box:
         """This box moved by `by` (backwards for `sign` -1)."""
-        return Box(
-            tuple(o + sign * b for o, b in zip(self.offset, by, strict=True)), self.shape
-        )
+        return Box(tuple(o + sign * b for o, b in zip(self.offset, by, strict=True)), self.shape)
 
     def relative_to(self, outer: Box) -> Box:
         """This box in the coordinates of a box that contains it."""

@@ -95,9 +95,7 @@ class TensorTable:
         ends = columns["tensor.name_ends"].tolist()
         starts = [0, *ends[:-1]]
         names = tuple(text[a:b].decode() for a, b in zip(starts, ends, strict=False))
-        return cls(
-            names, columns["tensor.dtype"], columns["tensor.ndim"], columns["tensor.shape"]
-        )
+        return cls(names, columns["tensor.dtype"], columns["tensor.ndim"], columns["tensor.shape"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,9 +321,7 @@ def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) 
     return b"".join([header, *(array.tobytes() for array in arrays.values())])
 
 
-def decode_columns(
-    data: bytes, where: str
-) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+def decode_columns(data: bytes, where: str) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """The arrays and the metadata of what `encode_columns` wrote.
 
     Raises:

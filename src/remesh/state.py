@@ -41,12 +41,18 @@ class ArrayLike(Protocol):
     """What a torch tensor and a numpy array have in common, as far as descriptions need it."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Extent of each dim."""
+        ...
 
     @property
-    def dtype(self) -> object: ...
+    def dtype(self) -> object:
+        """Element type, whose text is or ends in its name."""
+        ...
 
-    def reshape(self, shape: tuple[int, ...], /) -> Any: ...
+    def reshape(self, shape: tuple[int, ...], /) -> Any:
+        """A view of another shape."""
+        ...
 
     def __getitem__(self, key: Any, /) -> Any: ...
 
@@ -502,9 +508,7 @@ class Walk:
 
         def rebuild(loaded: Loaded) -> object:
             changed = {
-                key: new
-                for key, make in rebuilds.items()
-                if (new := make(loaded)) is not node[key]
+                key: new for key, make in rebuilds.items() if (new := make(loaded)) is not node[key]
             }
             if not changed:
                 return node
@@ -605,9 +609,7 @@ def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
     return (address, array.shape, array.strides, array.dtype.str) if array.size else None
 
 
-def assemble(
-    leaves: Mapping[Path, object], sequences: Mapping[Path, str], root: Path = ()
-) -> Any:
+def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root: Path = ()) -> Any:
     """Build the nested containers of leaves from their paths: what a walk takes apart.
 
     Args:

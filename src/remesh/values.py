@@ -12,7 +12,7 @@ be resolved comes back as an `UnresolvedValue`, so that a checkpoint can always 
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import enum
 import pathlib
 import sys
@@ -152,14 +152,14 @@ def _itself(value: object, _where: str) -> object:
 
 def _isoformat(kind: str) -> Callable[[object, str], object]:
     def encode_time(value: object, _where: str) -> object:
-        assert isinstance(value, datetime.datetime | datetime.date | datetime.time)
+        assert isinstance(value, dt.datetime | dt.date | dt.time)
         return _tagged(kind, value.isoformat())
 
     return encode_time
 
 
 def _encode_timedelta(value: object, _where: str) -> object:
-    assert isinstance(value, datetime.timedelta)
+    assert isinstance(value, dt.timedelta)
     return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
 
 
@@ -188,10 +188,10 @@ _ENCODERS: dict[type, Callable[[object, str], object]] = {
     set: _set("set"),
     frozenset: _set("frozenset"),
     complex: _encode_complex,
-    datetime.datetime: _isoformat("datetime"),
-    datetime.date: _isoformat("date"),
-    datetime.time: _isoformat("time"),
-    datetime.timedelta: _encode_timedelta,
+    dt.datetime: _isoformat("datetime"),
+    dt.date: _isoformat("date"),
+    dt.time: _isoformat("time"),
+    dt.timedelta: _encode_timedelta,
     argparse.Namespace: _encode_namespace("argparse.Namespace"),
     types.SimpleNamespace: _encode_namespace("types.SimpleNamespace"),
 }
@@ -256,7 +256,7 @@ def _decode_namedtuple(payload: tuple[str, list[object]]) -> object:
     found = _known_type(type_name)
     values = [_decode(item) for item in items]
     fields = getattr(found, "_fields", None)
-    if isinstance(found, type) and issubclass(found, tuple) and fields and len(fields) == len(values):
+    if isinstance(found, type) and issubclass(found, tuple) and len(fields or ()) == len(values):
         return tuple.__new__(found, values)
     return UnresolvedValue("namedtuple", type_name, values)
 
@@ -283,10 +283,10 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "frozenset": lambda payload: frozenset(_decode(item) for item in payload),
     "complex": lambda payload: complex(*payload),
     "path": pathlib.Path,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda payload: datetime.timedelta(*payload),
+    "datetime": dt.datetime.fromisoformat,
+    "date": dt.date.fromisoformat,
+    "time": dt.time.fromisoformat,
+    "timedelta": lambda payload: dt.timedelta(*payload),
     "numpy": _decode_numpy,
     "enum": _decode_enum,
     "namedtuple": _decode_namedtuple,

@@ -1,0 +1,44 @@
+"""Where the elements of a box lie while remesh copies them: host or device memory.
+
+The pipeline moves carrier arrays (see `remesh.dtypes`) and knows nothing of torch. What it copies
+from and to is a `Memory`. `HostMemory` is a numpy view of memory that the CPU can reach; adapters
+add memories for devices and for casts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from remesh.geometry import Box
+
+CarrierArray = npt.NDArray[Any]
+
+
+class Memory(Protocol):
+    """The elements of one box of a tensor. Boxes here are relative to that box."""
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """Copy the elements of `box` into an array of the same shape."""
+        ...
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Replace the elements of `box` by those of an array of the same shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostMemory:
+    """Memory seen as a carrier array, of any strides."""
+
+    array: CarrierArray
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        into[...] = self.array[box.slices]
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """See `Memory.copy_in`."""
+        self.array[box.slices] = values
