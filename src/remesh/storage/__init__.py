@@ -20,7 +20,9 @@ the fast path where there is one; everybody else gets correct results.
 from remesh.storage.buffers import ALIGNMENT, aligned_buffer
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
-from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer, open_storage
+from remesh.storage.open import open_storage
+from remesh.storage.paths import check_path
+from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
 
 __all__ = [
     "ALIGNMENT",
@@ -31,5 +33,6 @@ __all__ = [
     "Storage",
     "Writer",
     "aligned_buffer",
+    "check_path",
     "open_storage",
 ]

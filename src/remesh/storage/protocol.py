@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ class Writer(Protocol):
         ...
 
 
+@runtime_checkable
 class Storage(Protocol):
     """Files under one root.
 
@@ -102,15 +103,3 @@ class Storage(Protocol):
     def space(self) -> FileSystemSpace | None:
         """Room that is left, or None if the storage has no such limit."""
         ...
-
-
-def open_storage(place: Any) -> Storage:
-    """The storage that a path, a URL or a storage object names.
-
-    Args:
-        place: A `str` or `os.PathLike` local path, a `file://` URL, or a `Storage`.
-
-    Raises:
-        StorageError: If the URL's scheme is not supported.
-    """
-    raise NotImplementedError

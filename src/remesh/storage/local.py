@@ -1,0 +1,257 @@
+"""A storage in a directory of a file system, local or mounted.
+
+How it keeps the promises of `remesh.storage`:
+
+* `put` writes a hidden file beside the final name, makes it durable, and then gives it its final
+  name: by `rename` to replace what is there, and by a hard link, which fails if the name is taken,
+  to be the only one. Where there are no hard links, a marker file that only one can make stands in
+  for them. A crash may leave hidden files behind; they are never listed.
+* `create` reserves the whole file, so a full disk is found before anything is written.
+* Every directory that got an entry is remembered, and `sync` makes it durable.
+
+Symbolic links to files are followed, for model hubs keep their files that way; links to
+directories are not searched by `list`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from remesh.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RemeshError,
+    StorageError,
+)
+from remesh.storage.local_io import LocalWriter, explain, read_range, sync_directory, write_file
+from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.room import room_identity
+
+_HIDDEN = ".remesh-put-"
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR}
+_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
+
+
+class LocalStorage:
+    """Files below a directory; safe to use from several threads.
+
+    Args:
+        root: The directory. It is made when the first file is written.
+        direct_io: Whether to pass by the page cache where the file system can. False suits files
+            that several processes of one machine read at the same time.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
+        self._root = Path(os.path.abspath(root))  # resolve() would follow links
+        self._direct = direct_io
+        self._lock = threading.Lock()
+        self._unsynced: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return str(self._root)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`."""
+
+        def fail(error: OSError) -> None:
+            # Others may remove directories while we look, and the root need not exist.
+            if error.errno not in _ABSENT:
+                raise explain("list", Path(error.filename or self._root), error) from error
+
+        found = []
+        for directory, _, names in os.walk(self._root / prefix_directory(prefix), onerror=fail):
+            below = Path(directory).relative_to(self._root)
+            found += [str(below / name) for name in names if not name.startswith(_HIDDEN)]
+        return sorted(path for path in found if path.startswith(prefix))
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        file = self._file(path)
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise _cannot_read(file, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(f"cannot read {file}: it is not a file; check the path")
+        return status.st_size
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        assert stop is None or stop >= 0
+        size = self.size(path)
+        end = size if stop is None else min(stop, size)
+        buffer = np.empty(max(end - start, 0), np.uint8)
+        return buffer[: self.read_into(path, start, buffer)].tobytes()
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        assert start >= 0
+        file = self._file(path)
+        try:
+            return read_range(file, start, buffer, direct=self._direct)
+        except OSError as error:
+            raise _cannot_read(file, error) from error
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        file = self._file(path)
+        self._make_parents(file)
+        hidden = file.with_name(f"{_HIDDEN}{secrets.token_hex(8)}")
+        try:
+            write_file(hidden, data)
+            try:
+                if overwrite:
+                    hidden.replace(file)
+                else:
+                    _rename_exclusively(hidden, file)
+            finally:
+                hidden.unlink(missing_ok=True)
+        except CheckpointExistsError:
+            raise
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+        self.sync()
+
+    def create(self, path: str, num_bytes: int) -> LocalWriter:
+        """See `Storage.create`."""
+        file = self._file(path)
+        self._make_parents(file)
+        try:
+            return LocalWriter(file, num_bytes, direct=self._direct)
+        except FileExistsError as error:
+            raise StorageError(f"{file} exists already; remove it first") from error
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`; directories below the root that become empty go as well."""
+        file = self._file(path)
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                file.unlink()
+            for directory in file.parents[: path.count("/")]:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    directory.rmdir()
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:
+                raise explain("remove", file, error) from error
+
+    def sync(self) -> None:
+        """See `Storage.sync`."""
+        # The lock is held throughout: whoever returns from here may rely on directories that
+        # another thread has already taken from the set.
+        with self._lock:
+            while self._unsynced:
+                directory = next(iter(self._unsynced))
+                try:
+                    sync_directory(directory)
+                except OSError as error:
+                    raise explain("sync", directory, error) from error
+                self._unsynced.remove(directory)
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`; the root need not exist yet."""
+        directory = self._root
+        try:
+            while not directory.exists():
+                directory = directory.parent
+            room = os.statvfs(directory)
+            device = directory.stat().st_dev
+        except OSError as error:
+            raise explain("look at", directory, error) from error
+        return FileSystemSpace(room_identity(device), room.f_bavail * room.f_frsize)
+
+    def _file(self, path: str) -> Path:
+        return self._root / check_path(path)
+
+    def _make_parents(self, file: Path) -> None:
+        """Make the file's directory, remembering every directory that gets an entry."""
+        directory = file.parent
+        changed = {directory}
+        try:
+            while not directory.exists():
+                directory = directory.parent
+                changed.add(directory)
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise StorageError(
+                f"cannot write {file}: {file.parent} is not a directory; remove it or choose "
+                "another place"
+            ) from error
+        except OSError as error:
+            raise explain("make", file.parent, error) from error
+        with self._lock:
+            self._unsynced |= changed
+
+
+def _cannot_read(file: Path, error: OSError) -> RemeshError:
+    if error.errno in _ABSENT:
+        return CheckpointNotFoundError(f"there is no file {file}; check the path")
+    return explain("read", file, error)
+
+
+def _cannot_write(file: Path, error: OSError) -> RemeshError:
+    if error.errno == errno.ENOENT:
+        return StorageError(
+            f"cannot write {file}: its directory is gone; see who removes directories there"
+        )
+    return explain("write", file, error)
+
+
+def _rename_exclusively(hidden: Path, file: Path) -> None:
+    """Give a file its final name unless the name is taken.
+
+    Raises:
+        CheckpointExistsError: If it is taken.
+        OSError: If the system fails.
+    """
+    try:
+        os.link(hidden, file)
+    except FileExistsError as error:
+        # A file server may repeat a request whose answer got lost, and then refuse our own link.
+        if not file.exists() or not hidden.samefile(file):
+            raise _taken(file) from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _rename_with_marker(hidden, file)
+
+
+def _rename_with_marker(hidden: Path, file: Path) -> None:
+    """The same without hard links: whoever makes the marker may look and rename.
+
+    A process that dies in between leaves the marker, and the name stays taken until somebody
+    removes it: at most one writer succeeds, even then.
+    """
+    marker = file.with_name(f"{_HIDDEN}{file.name}")
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+    except FileExistsError as error:
+        raise CheckpointExistsError(
+            f"{file} is being written by somebody else; if no such process lives, remove {marker}"
+        ) from error
+    try:
+        if os.path.lexists(file):
+            raise _taken(file)
+        hidden.rename(file)
+    finally:
+        marker.unlink()
+
+
+def _taken(file: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{file} exists already; choose another place or remove it first")

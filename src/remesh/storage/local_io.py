@@ -1,0 +1,297 @@
+"""Bytes in and out of one local file, directly where that works.
+
+Direct I/O (`O_DIRECT`) moves bytes between the device and our buffer without the page cache: no
+second copy, no memory taken from the trainer, no burst of write-back later. It wants the address,
+the position and the length aligned, and not every file system knows it (tmpfs, some network and
+overlay file systems refuse it when the file is opened, others only when it is used). So each file
+has a buffered descriptor, and a direct one if the system gives it. A range goes:
+
+* directly, as far as it consists of whole units, if it begins at a unit and its buffer is aligned;
+* buffered otherwise, and for what is left at the end;
+* buffered altogether from the moment the file system refuses direct I/O (`EINVAL`).
+
+A unit is a page of the system's, or `ALIGNMENT` where pages are smaller. Mixing both ways in one
+file is correct here because ranges that are written at the same time are disjoint: whoever writes
+whole pages directly owns them, so no page is ever in the hands of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from remesh.errors import NoSpaceError, StorageError
+from remesh.storage.buffers import ALIGNMENT
+from remesh.storage.protocol import Buffer
+
+_UNIT = max(ALIGNMENT, mmap.PAGESIZE)
+
+_NO_ROOM = {
+    errno.ENOSPC: "free some room or save to another place",
+    errno.EDQUOT: "the quota is used up: raise it or remove old checkpoints",
+    errno.EFBIG: "files here may not be so large: see `ulimit -f` and the file system's limits",
+}
+_REMEDIES = {
+    errno.EROFS: "the file system is mounted read-only: mount it writable or save elsewhere",
+    errno.EACCES: "give the user that runs the job the right to do this, or choose another place",
+    errno.EPERM: "give the user that runs the job the right to do this, or choose another place",
+    errno.EIO: "the disk or the file server failed: see the kernel's log on this machine",
+    errno.ESTALE: "the file server lost the file or the mount: mount it again",
+    errno.ENOTDIR: "a part of the path is a file: remove it or choose another place",
+    errno.EISDIR: "it is a directory: remove it or choose another place",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "too many files are open: raise `ulimit -n`",
+    errno.ENFILE: "too many files are open on this machine: raise `fs.file-max`",
+}
+
+
+def explain(action: str, path: Path, error: OSError) -> StorageError:
+    """The exception to raise for a failed system call on a file.
+
+    Args:
+        action: What was tried, as a verb ("write").
+        path: The file.
+        error: What the system said.
+    """
+    what = f"cannot {action} {path}: {error.strerror or error}"
+    if error.errno in _NO_ROOM:
+        return NoSpaceError(f"{what}; {_NO_ROOM[error.errno]}")
+    remedy = _REMEDIES.get(error.errno or 0, "check the file system and try again")
+    return StorageError(f"{what}; {remedy}")
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor for direct I/O, or None where the file system has none."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return None
+        raise
+
+
+def num_direct_bytes(position: int, buffer: Buffer) -> int:
+    """How many bytes of a range, from its begin on, may go directly."""
+    if position % _UNIT or buffer.ctypes.data % ALIGNMENT:
+        return 0
+    return buffer.size - buffer.size % _UNIT
+
+
+class LocalWriter:
+    """A local file that is being written; made by `LocalStorage.create`.
+
+    Writes may run in several threads; `finish` and `abort` come when all of them have returned.
+
+    Args:
+        path: The file, which must not exist.
+        num_bytes: Its size.
+        direct: Whether to try direct I/O.
+
+    Raises:
+        OSError: If the file exists or cannot be made; nothing is left of it then.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, *, direct: bool) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._done = False
+        self._direct: int | None = None
+        self._buffered = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._open = [self._buffered]
+        try:
+            _reserve(self._buffered, num_bytes)
+            if direct:
+                self._direct = open_direct(path, os.O_WRONLY)
+            if self._direct is not None:
+                self._open.append(self._direct)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, position: int, data: Buffer) -> None:
+        """See `Writer.write`."""
+        assert self._open, f"{self._path} is closed"
+        assert 0 <= position <= position + data.size <= self._num_bytes
+        try:
+            done = self._write_directly(position, data)
+            _write_all(self._buffered, position + done, data[done:])
+        except OSError as error:
+            raise explain("write", self._path, error) from error
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        assert self._open, f"{self._path} is closed"
+        # A failed fsync must not be tried again, for the second may succeed without the bytes:
+        # the file is closed either way, and `abort` still removes it.
+        try:
+            try:
+                os.fsync(self._buffered)
+            finally:
+                self._close()
+        except OSError as error:
+            raise explain("finish", self._path, error) from error
+        self._done = True
+
+    def abort(self) -> None:
+        """See `Writer.abort`."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            try:
+                self._close()
+            finally:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise explain("remove", self._path, error) from error
+
+    def _write_directly(self, position: int, data: Buffer) -> int:
+        """Write what may go directly; how many bytes that were."""
+        descriptor = self._direct
+        if descriptor is None:
+            return 0
+        num_bytes = num_direct_bytes(position, data)
+        done = 0
+        # A short write may end inside a unit; what then remains is no longer aligned.
+        while done < num_bytes and done % _UNIT == 0:
+            try:
+                done += os.pwrite(descriptor, data[done:num_bytes].data, position + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = None
+                break
+        return done
+
+    def _close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+
+def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
+    """Fill a buffer from a file; how many bytes there were.
+
+    Raises:
+        OSError: If the system refuses.
+    """
+    done = 0
+    num_direct = num_direct_bytes(start, buffer) if direct else 0
+    if num_direct:
+        descriptor = open_direct(path, os.O_RDONLY)
+        if descriptor is not None:
+            try:
+                done = _read_directly(descriptor, start, buffer[:num_direct])
+            finally:
+                os.close(descriptor)
+    if done == buffer.size:
+        return done
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while done < buffer.size:
+            num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
+            if num_bytes == 0:
+                break
+            done += num_bytes
+    finally:
+        os.close(descriptor)
+    return done
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make a new file with this content and make the content durable.
+
+    Raises:
+        OSError: If the file exists, or if the system refuses; nothing is left of it then.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, memoryview(data)[done:], done)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory durable.
+
+    A directory that is gone has nothing to keep, and a file system that cannot do this for
+    directories (some network and user-space ones say so by `EINVAL`) keeps its own promises.
+
+    Raises:
+        OSError: If the system fails.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _read_directly(descriptor: int, start: int, buffer: Buffer) -> int:
+    """Fill whole units; fewer bytes if the file ends or the file system refuses."""
+    done = 0
+    while done < buffer.size and done % _UNIT == 0:
+        try:
+            num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break
+        if num_bytes == 0:
+            break
+        done += num_bytes
+    return done
+
+
+def _write_all(descriptor: int, position: int, data: Buffer) -> None:
+    done = 0
+    while done < data.size:
+        done += os.pwrite(descriptor, data[done:].data, position + done)
+
+
+_Fallocate = Callable[[int, int, int, int], int]
+
+
+def _find_fallocate() -> _Fallocate:
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    function.restype = ctypes.c_int
+    found: _Fallocate = function
+    return found
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give an empty file its size, and its room on the device where the file system can.
+
+    This is the system call and not `os.posix_fallocate`: where the file system cannot reserve,
+    the C library behind that writes into every block of the file, which on a network file system
+    costs as much as the checkpoint itself.
+    """
+    if num_bytes == 0:
+        return
+    fallocate = _find_fallocate()
+    while fallocate(descriptor, 0, 0, num_bytes) != 0:
+        number = ctypes.get_errno()
+        if number in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+            os.ftruncate(descriptor, num_bytes)
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

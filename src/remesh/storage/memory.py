@@ -1,0 +1,157 @@
+"""A storage in the memory of one process, for tests and for ranks that are threads.
+
+All ranks share one object. Files are read-only arrays in a dict that a lock guards; a file that is
+being written has its own array outside the dict and enters it when its writer finishes, so nobody
+sees a part of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from remesh.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NoSpaceError,
+    StorageError,
+)
+from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.protocol import Buffer, FileSystemSpace
+
+
+class MemoryStorage:
+    """Files in a dict, safe to use from several threads.
+
+    Args:
+        capacity: Bytes that all files together may have, or None for no limit.
+    """
+
+    def __init__(self, *, capacity: int | None = None) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, Buffer] = {}
+        self._unfinished: dict[str, Buffer] = {}
+        self._capacity = capacity
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`; no other process can open it."""
+        return f"memory://{id(self):x}"
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`."""
+        prefix_directory(prefix)
+        with self._lock:
+            return sorted(path for path in self._files if path.startswith(prefix))
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        return self._content(path).size
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        assert start >= 0
+        assert stop is None or stop >= 0
+        return self._content(path)[start:stop].tobytes()
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        assert start >= 0
+        found = self._content(path)[start : start + buffer.size]
+        buffer[: found.size] = found
+        return found.size
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        check_path(path)
+        with self._lock:
+            if path in self._unfinished or (path in self._files and not overwrite):
+                raise CheckpointExistsError(f"{self.url}/{path} exists already")
+            replaced = self._files[path].size if path in self._files else 0
+            self._check_room(path, len(data) - replaced)
+            self._files[path] = np.frombuffer(data, np.uint8)
+
+    def create(self, path: str, num_bytes: int) -> MemoryWriter:
+        """See `Storage.create`."""
+        check_path(path)
+        with self._lock:
+            if path in self._files or path in self._unfinished:
+                raise StorageError(f"{self.url}/{path} exists already; remove it first")
+            self._check_room(path, num_bytes)
+            content = self._unfinished[path] = np.zeros(num_bytes, np.uint8)
+        return MemoryWriter(self, path, content)
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`."""
+        check_path(path)
+        with self._lock:
+            self._files.pop(path, None)
+
+    def sync(self) -> None:
+        """See `Storage.sync`; there is nothing to do."""
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`."""
+        if self._capacity is None:
+            return None
+        with self._lock:
+            return FileSystemSpace(self.url, self._capacity - self._used())
+
+    def _content(self, path: str) -> Buffer:
+        check_path(path)
+        with self._lock:
+            try:
+                return self._files[path]
+            except KeyError:
+                raise CheckpointNotFoundError(f"there is no file {self.url}/{path}") from None
+
+    def _used(self) -> int:
+        contents = [*self._files.values(), *self._unfinished.values()]
+        return sum(content.size for content in contents)
+
+    def _check_room(self, path: str, num_bytes: int) -> None:
+        if self._capacity is not None and num_bytes > (free := self._capacity - self._used()):
+            raise NoSpaceError(
+                f"no room for {self.url}/{path}: it needs {num_bytes} bytes more and {free} are "
+                "free; remove old checkpoints"
+            )
+
+    def _publish(self, path: str) -> None:
+        with self._lock:
+            content = self._unfinished.pop(path)
+            content.flags.writeable = False
+            self._files[path] = content
+
+    def _give_up(self, path: str) -> None:
+        with self._lock:
+            self._unfinished.pop(path, None)
+
+
+@dataclass(slots=True, eq=False)
+class MemoryWriter:
+    """A file of a `MemoryStorage` that is being written."""
+
+    _storage: MemoryStorage
+    _path: str
+    _content: Buffer
+    _open: bool = True
+
+    def write(self, position: int, data: Buffer) -> None:
+        """See `Writer.write`."""
+        assert self._open, f"{self._path} is closed"
+        assert 0 <= position <= position + data.size <= self._content.size
+        self._content[position : position + data.size] = data
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        assert self._open, f"{self._path} is closed"
+        self._open = False
+        self._storage._publish(self._path)  # noqa: SLF001 - two halves of one thing
+
+    def abort(self) -> None:
+        """See `Writer.abort`."""
+        if self._open:
+            self._open = False
+            self._storage._give_up(self._path)  # noqa: SLF001 - two halves of one thing
