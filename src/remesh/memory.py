@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
 
 CarrierArray = npt.NDArray[Any]
@@ -19,6 +21,11 @@ CarrierArray = npt.NDArray[Any]
 
 class Memory(Protocol):
     """The elements of one box of a tensor. Boxes here are relative to that box."""
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """Dtype of the arrays that elements are copied to and from."""
+        ...
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Copy the elements of `box` into an array of the same shape."""
@@ -35,6 +42,11 @@ class HostMemory:
 
     array: CarrierArray
 
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return self.array.dtype
+
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
         into[...] = self.array[box.slices]
@@ -42,3 +54,19 @@ class HostMemory:
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`."""
         self.array[box.slices] = values
+
+
+def memory_of_numpy(array: npt.NDArray[Any], where: str) -> HostMemory:
+    """The memory of a numpy array.
+
+    Raises:
+        UnsupportedValueError: If its element type is not stored, or not in this machine's byte
+            order; the message has `where`.
+    """
+    dtype = BY_NAME.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise UnsupportedValueError(
+            f"{where}: numpy elements of type {array.dtype} cannot be stored; convert them with "
+            "astype()"
+        )
+    return HostMemory(array)

@@ -3,11 +3,24 @@
 An `Exchange` moves bytes: gather, scatter, broadcast, all-gather. What the bytes mean is the
 caller's business. All methods are collective: every rank of the group calls the same methods in
 the same order, which the engine guarantees by running every step that may fail through
-`run_on_all` or `run_on_one`. There a rank that fails still takes part, sending its error in place
-of its result, and every rank raises it.
+`run_on_all`, `run_on_one` or `run_joined`. There a rank that fails still takes part, sending its
+error in place of its result, and every rank raises it.
+
+`Alone` is a job of one process, `ThreadGroup` one whose ranks are threads. The exchange over
+a torch process group is `remesh.exchange.torch_group.TorchGroup`; it imports torch, so it is not
+imported here.
 """
 
 from remesh.exchange.alone import Alone
-from remesh.exchange.protocol import Exchange, run_on_all, run_on_one
+from remesh.exchange.protocol import Exchange, run_joined, run_on_all, run_on_one
+from remesh.exchange.threads import ThreadExchange, ThreadGroup
 
-__all__ = ["Alone", "Exchange", "run_on_all", "run_on_one"]
+__all__ = [
+    "Alone",
+    "Exchange",
+    "ThreadExchange",
+    "ThreadGroup",
+    "run_joined",
+    "run_on_all",
+    "run_on_one",
+]

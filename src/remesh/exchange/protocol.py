@@ -131,3 +131,43 @@ def run_on_one(exchange: Exchange, action: Callable[[], bytes]) -> bytes:
     answer = exchange.broadcast(reply)
     _raise_first([answer], own)
     return answer[1:]
+
+
+def run_joined(
+    exchange: Exchange,
+    each: Callable[[], bytes],
+    join: Callable[[list[bytes]], list[bytes]],
+    undo: Callable[[], None] | None = None,
+) -> bytes:
+    """Run a step on every rank, join the results on rank 0, and give every rank its share.
+
+    Nothing is sent from every rank to every rank, so this is the step for results that grow with
+    the world.
+
+    Args:
+        exchange: The group.
+        each: Runs on every rank.
+        join: Runs on rank 0 with everybody's results in rank order; returns an item for each rank.
+        undo: Runs on rank 0, after every rank has ended its step, if any rank failed in it.
+
+    Raises:
+        Exception: As `run_on_all`, for an error in `each` on any rank or in `join` on rank 0.
+    """
+    reply, own = _attempt(exchange, each)
+    replies = exchange.gather(reply)
+    answers: list[bytes] | None = None
+    if replies is not None:
+        failed = next((data for data in replies if data.startswith(_FAILED)), None)
+        if failed is None:
+            arrived = [data[1:] for data in replies]
+            try:
+                answers = [_OK + share for share in join(arrived)]
+            except Exception as error:  # noqa: BLE001 - every rank raises it below
+                own, failed = error, _encode_failure(exchange.rank, error)
+        elif undo is not None:
+            undo()
+        if failed is not None:
+            answers = [failed] * exchange.world_size
+    answer = exchange.scatter(answers)
+    _raise_first([answer], own)
+    return answer[1:]

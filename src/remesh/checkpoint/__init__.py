@@ -1,0 +1,14 @@
+"""The engine: save a state, open a checkpoint, load it into another layout. Start reading here.
+
+`saving` and `loading` each hold one function that reads from top to bottom as a save or a load
+happens; `opened` is a checkpoint that is looked at without a state to load it into. They only wire
+together what lies below: the state is described (`state`, `adapters`), planned (`planner`), moved
+(`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
+"""
+
+from remesh.checkpoint.loading import load
+from remesh.checkpoint.opened import Checkpoint, VerifyReport
+from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.saving import save
+
+__all__ = ["Checkpoint", "RestoreReport", "VerifyReport", "load", "save"]

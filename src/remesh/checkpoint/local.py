@@ -1,0 +1,169 @@
+"""This process's part of a save or load: its exchange, and its state as boxes in memory.
+
+torch is never imported here on its own account. A process that has not imported torch holds no
+torch objects, so there is nothing that the torch adapters could find in its state.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from remesh.errors import StateError, UnsupportedValueError
+from remesh.exchange import Alone, Exchange
+from remesh.geometry import Box, IntArray, boxes_of_flat_range
+from remesh.index import BoxTable, TensorTable
+from remesh.integrity import hex_digest
+from remesh.memory import Memory, memory_of_numpy
+from remesh.state import ArrayLike, Description, Role, Stored, TensorEntry, describe
+
+SAMPLE_ELEMENTS = 1024
+"""How much of each end of a tensor is compared between ranks that are assumed to hold copies."""
+
+
+def exchange_of(group: Any) -> Exchange:
+    """The exchange that a caller's `group` means.
+
+    Args:
+        group: An `Exchange`, a torch process group, or None for torch's default group if there is
+            one and else for this process alone.
+    """
+    if hasattr(group, "all_gather") and hasattr(group, "world_size"):
+        return group  # type: ignore[no-any-return]
+    if "torch" not in sys.modules:
+        return Alone()
+    import torch.distributed as dist
+
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    from remesh.exchange.torch_group import TorchGroup
+
+    return TorchGroup(group)
+
+
+def describe_local(state: Any, stored: Stored | None = None) -> Description:
+    """Describe this rank's state (see `remesh.state.describe`)."""
+    if "torch" not in sys.modules:
+        return describe(state, stored=stored)
+    from remesh.adapters import describe_leaf
+
+    return describe(state, describe_leaf, stored)
+
+
+def memory_of(array: ArrayLike, where: str) -> Memory:
+    """The memory of an array or tensor.
+
+    Raises:
+        UnsupportedValueError: If it is of a kind that cannot be copied; the message has `where`.
+    """
+    if isinstance(array, np.ndarray):
+        return memory_of_numpy(array, where)
+    from remesh import adapters
+
+    return adapters.memory_of(array, where)
+
+
+def writable_memory_of(array: ArrayLike, where: str) -> Memory:
+    """Like `memory_of`, for an array that is to be filled.
+
+    Raises:
+        UnsupportedValueError: Also if it is read-only.
+    """
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise UnsupportedValueError(f"{where}: the numpy array is read-only; pass a copy of it")
+    return memory_of(array, where)
+
+
+def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
+    """The memory of an array that is filled with converted elements of another dtype."""
+    from remesh import adapters
+
+    return adapters.casting_memory_of(array, stored_dtype, where)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTensors:
+    """The boxes of tensors that this rank holds.
+
+    Attributes:
+        boxes: Their table.
+        roles: Role of each.
+        memories: Memory of each.
+        entries: The tensor leaves, aliases left out, and first row of each in `boxes`.
+        aliases: Names that are the same memory as another: alias → name.
+    """
+
+    boxes: BoxTable
+    roles: IntArray
+    memories: list[Memory]
+    entries: list[TensorEntry]
+    aliases: dict[str, str]
+
+
+def tensors_to_store(description: Description) -> LocalTensors:
+    """Tabulate what this rank holds; tied tensors are kept once.
+
+    Raises:
+        StateError: If two leaves of one name disagree about dtype or global shape.
+    """
+    entries, aliases = split_aliases(description.tensors)
+    rows: dict[str, int] = {}
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    boxes: list[tuple[int, Box]] = []
+    roles: list[int] = []
+    memories: list[Memory] = []
+    for entry in entries:
+        row = rows.setdefault(entry.name, len(rows))
+        what = (entry.name, entry.dtype, entry.global_shape)
+        if row == len(tensors):
+            tensors.append(what)
+        elif tensors[row] != what:
+            raise StateError(f"{entry.name}: described twice, as {tensors[row][1:]} and {what[1:]}")
+        for part in entry.parts:
+            boxes.append((row, part.box))
+            roles.append(int(entry.role))
+            memories.append(memory_of(part.data, entry.name))
+    table = BoxTable.of(TensorTable.of(tensors), boxes)
+    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, entries, aliases)
+
+
+def split_aliases(entries: list[TensorEntry]) -> tuple[list[TensorEntry], dict[str, str]]:
+    """Leaves without those that are the same memory as an earlier one, and alias → name."""
+    first_of: dict[object, str] = {}
+    kept, aliases = [], {}
+    for entry in entries:
+        key = entry.alias_key
+        name = entry.name if key is None else first_of.setdefault(key, entry.name)
+        if name == entry.name:
+            kept.append(entry)
+        else:
+            aliases[entry.name] = name
+    return kept, aliases
+
+
+def sample_digests(tensors: LocalTensors) -> list[str]:
+    """For each box, a digest of its first and last elements if its copies are only assumed equal.
+
+    Undeclared shards of one shape differ almost surely in them. The digest is empty for boxes that
+    a framework keeps equal.
+    """
+    samples = []
+    for row, memory in enumerate(tensors.memories):
+        if tensors.roles[row] != Role.ASSUMED:
+            samples.append("")
+            continue
+        box = tensors.boxes.box(row)
+        dtype = tensors.boxes.tensors.dtype(int(tensors.boxes.tensor[row]))
+        head = min(box.size, SAMPLE_ELEMENTS)
+        tail = max(head, box.size - SAMPLE_ELEMENTS)
+        data = []
+        for start, stop in ((0, head), (tail, box.size)):
+            for part in boxes_of_flat_range(box.shape, start, stop):
+                values = np.empty(part.shape, dtype.carrier)
+                memory.copy_out(part, values)
+                data.append(values.tobytes())
+        samples.append(hex_digest(b"".join(data)))
+    return samples

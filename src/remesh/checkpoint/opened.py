@@ -1,0 +1,189 @@
+"""A checkpoint that is looked at: without a state, without a process group, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from remesh import values
+from remesh.checkpoint.stored import StoredState, read_box
+from remesh.errors import StateError
+from remesh.formats import native
+from remesh.geometry import Box
+from remesh.index import Index, StoredTensor
+from remesh.integrity import Damage, find_damage
+from remesh.memory import CarrierArray
+from remesh.pipeline.workers import run_workers
+from remesh.state import Path, assemble
+from remesh.storage import Buffer, open_storage
+
+VERIFY_BYTES = 8 << 20
+"""Bytes read at a time when everything is verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What reading every byte of a checkpoint found.
+
+    Attributes:
+        num_files: Data files.
+        num_bytes: Their bytes.
+        damages: Everything that is not as it was written; empty for a sound checkpoint.
+    """
+
+    num_files: int
+    num_bytes: int
+    damages: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint is sound."""
+        return not self.damages
+
+
+class Checkpoint:
+    """A committed checkpoint, opened for reading. Not collective: any one process may open it.
+
+    Opening reads the commit record, the index and the values, each checked against its digest.
+    Tensors are read when they are asked for, and only the bytes that are needed.
+
+    Args:
+        path: Directory of the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CorruptCheckpointError: If record, index or values were damaged.
+        FormatVersionError: If it was written by a newer remesh.
+    """
+
+    def __init__(self, path: Any) -> None:
+        self._storage = open_storage(path)
+        files = native.read_small_files(self._storage)
+        self._stored = StoredState.decode(files, self._storage.url)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self._storage.url!r})"
+
+    @property
+    def index(self) -> Index:
+        """Names → stored tensors, and the pieces they are cut into."""
+        return self._stored.index
+
+    @property
+    def record(self) -> native.CommitRecord:
+        """What the commit record says: when and by how many ranks it was saved, its files."""
+        return self._stored.record
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What the user recorded with `save(metadata=...)`."""
+        return MappingProxyType(self._stored.record.metadata)
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The plain values by stored name."""
+        return {name: self._stored.value(name) for name in self._stored.document.values}
+
+    @property
+    def objects(self) -> dict[str, object]:
+        """The elements of sharded objects by unique name."""
+        return {
+            name: values.decode(bytes(element.value))
+            for name, element in self._stored.document.objects.items()
+        }
+
+    def tensor(self, name: str) -> StoredTensor:
+        """What is stored under a name.
+
+        Raises:
+            StateError: If no tensor is; the message has the nearest names.
+        """
+        if name not in self.index:
+            raise StateError(self._stored.no_such_tensor(name))
+        return self.index[name]
+
+    def read_array(self, name: str, box: Box | None = None) -> CarrierArray:
+        """Read a tensor or a box of it, without torch.
+
+        Args:
+            name: Stored name.
+            box: What to read, in global elements; by default everything.
+
+        Returns:
+            A new array of the box's shape. Element types that numpy does not have (bfloat16,
+            float8) come as unsigned integers of their size.
+
+        Raises:
+            StateError: If there is no such tensor, or the box leaves it.
+            CorruptCheckpointError: If stored bytes are missing or damaged.
+        """
+        whole = Box.whole(self.tensor(name).shape)
+        box = whole if box is None else box
+        if box.ndim != whole.ndim or not whole.contains(box):
+            raise StateError(f"{name}: box {box} does not lie in shape {whole.shape}")
+        return read_box(self._storage, self.index, name, box)
+
+    def read(self, name: str, box: Box | None = None) -> Any:
+        """Read a tensor or a box of it as a torch tensor on the CPU.
+
+        Args and errors are those of `read_array`.
+        """
+        import torch
+
+        stored = self.tensor(name)
+        array = self.read_array(name, box)
+        flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        return flat.view(getattr(torch, stored.dtype)).reshape(array.shape)
+
+    def state(self) -> Any:
+        """The whole state as it was nested when it was saved, with full tensors on the CPU.
+
+        Modules and optimizers come as what their state dicts held. Sharded descriptions, which
+        have a name but no place, are found at the top level under their names.
+        """
+        document = self._stored.document
+        leaves: dict[Path, object] = {
+            document.path_of(name): self.read(name) for name in self.index
+        }
+        for values_by_name in (self.values, document.lists, self.objects):
+            leaves.update({document.path_of(name): v for name, v in values_by_name.items()})
+        return assemble(leaves, self._stored.sequences)
+
+    def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
+        """Read every byte and compare it with its digest.
+
+        Args:
+            on_progress: Called with the number of bytes that were checked, from several threads.
+
+        Returns:
+            What was found; this does not raise for damage.
+
+        Raises:
+            StorageError: If the storage fails.
+        """
+        index, storage = self.index, self._storage
+        damages = native.check_files(storage, self.record, index)
+        incomplete = {damage.path for damage in damages}
+        spans = [
+            (number, start, min(start + VERIFY_BYTES, file.num_bytes))
+            for number, file in enumerate(index.files)
+            if file.path not in incomplete
+            for start in range(0, file.num_bytes, VERIFY_BYTES)
+        ]
+
+        def check(task: int, buffer: Buffer) -> None:
+            number, start, stop = spans[task]
+            data = buffer[: stop - start]
+            storage.read_into(index.files[number].path, start, data)
+            damages.extend(find_damage(index, number, start, data))
+            if on_progress is not None:
+                on_progress(stop - start)
+
+        run_workers(4, len(spans), VERIFY_BYTES, check)
+        num_bytes = sum(file.num_bytes for file in index.files)
+        in_order = sorted(damages, key=lambda damage: (damage.path, damage.start))
+        return VerifyReport(len(index.files), num_bytes, tuple(in_order))

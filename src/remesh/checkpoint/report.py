@@ -1,0 +1,66 @@
+"""What a load did, name by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a load did on this rank, by stored name.
+
+    Attributes:
+        restored: Tensors, values and objects that were taken as they are stored.
+        cast: Tensors whose dtype was converted: name → `stored → wanted`.
+        resized: Tensors of another global shape that were padded or cut, because the target allows
+            it: name → `stored → wanted`.
+        derived: Names that were filled from another: alias → name of the tied tensor.
+        missing: Names that the state has and the checkpoint lacks; they kept what they had.
+        unexpected: Names that the checkpoint holds and no rank asked for.
+        bytes_needed: Bytes of tensor data that this rank wanted, in stored dtypes.
+        bytes_read: Bytes that this rank read from data files.
+        num_reads: Read requests.
+        seconds: Wall time of the load.
+    """
+
+    restored: tuple[str, ...]
+    cast: dict[str, str]
+    resized: dict[str, str]
+    derived: dict[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    bytes_needed: int
+    bytes_read: int
+    num_reads: int
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = [
+            f"{len(names)} {kind}"
+            for kind, names in (
+                ("restored", self.restored),
+                ("cast", self.cast),
+                ("resized", self.resized),
+                ("derived", self.derived),
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+            )
+            if names or kind == "restored"
+        ]
+        rate = self.bytes_read / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"{', '.join(counts)}; read {self.bytes_read / 1e9:.3f} GB for "
+            f"{self.bytes_needed / 1e9:.3f} GB wanted in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        )
+
+
+@dataclass(slots=True)
+class Findings:
+    """What comparing a state with a checkpoint found on this rank, while it is being compared."""
+
+    restored: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    resized: dict[str, str] = field(default_factory=dict)
+    derived: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)

@@ -1,0 +1,109 @@
+"""A committed checkpoint as names: what is stored under which name and path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remesh import values
+from remesh.dtypes import BY_NAME
+from remesh.formats import native
+from remesh.geometry import Box
+from remesh.index import BoxTable, Index
+from remesh.memory import CarrierArray, HostMemory
+from remesh.pipeline import Want, read_runs
+from remesh.planner import ReadLimits, plan_load
+from remesh.state import Path
+from remesh.storage import Storage
+
+
+@dataclass(slots=True, eq=False)
+class StoredState:
+    """Index and values of a checkpoint; what `remesh.state.Stored` asks for.
+
+    Attributes:
+        record: The commit record.
+        index: The tensors.
+        document: Everything else.
+    """
+
+    record: native.CommitRecord
+    index: Index
+    document: native.ValuesDocument
+    _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
+
+    @classmethod
+    def decode(cls, files: native.NativeFiles, where: str) -> StoredState:
+        """From the small files of a checkpoint.
+
+        Raises:
+            CorruptCheckpointError: If they do not hold what they should.
+        """
+        return cls(
+            files.record,
+            Index.decode(files.index_bytes, f"{where}/{files.record.index.path}"),
+            native.ValuesDocument.decode(files.values_bytes, f"{where}/{files.record.values.path}"),
+        )
+
+    def names(self) -> Iterator[str]:
+        """Every stored name: tensors and their aliases, values, lists, elements of objects."""
+        yield from self.index
+        yield from self.document.values
+        yield from self.document.lists
+        yield from self.document.objects
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype name and global shape of a stored tensor, or None."""
+        if name not in self.index:
+            return None
+        stored = self.index[name]
+        return stored.dtype, stored.shape
+
+    def no_such_tensor(self, name: str) -> str:
+        """What to say about a tensor that is not stored."""
+        near = difflib.get_close_matches(name, list(self.names()), n=3)
+        hint = f"; near are {', '.join(near)}" if near else ""
+        return f"{name}: no such tensor is stored{hint}"
+
+    def has_value(self, name: str) -> bool:
+        """Whether a plain value of this name is stored."""
+        return name in self.document.values
+
+    def value(self, name: str) -> object:
+        """A plain value."""
+        return values.decode(bytes(self.document.values[name]))
+
+    def merged_list(self, name: str) -> list[str] | None:
+        """A stored list of names, or None."""
+        return self.document.lists.get(name)
+
+    def under(self, path: Path) -> list[tuple[Path, str]]:
+        """Path and name of every stored tensor, value and list whose path begins with `path`."""
+        if self._children is None:
+            self._children = {}
+            for name in (*self.index, *self.document.values, *self.document.lists):
+                full = self.document.path_of(name)
+                for length in range(len(full) + 1):
+                    self._children.setdefault(full[:length], []).append((full, name))
+        return self._children.get(path, [])
+
+    @property
+    def sequences(self) -> Mapping[Path, str]:
+        """Paths of stored containers that were a `list` or a `tuple`."""
+        return {tuple(path): kind for path, kind in self.document.sequences}
+
+
+def read_box(storage: Storage, index: Index, name: str, box: Box) -> CarrierArray:
+    """Read one box of a stored tensor into a new carrier array, checking digests.
+
+    Raises:
+        CorruptCheckpointError: If stored bytes are missing or damaged.
+    """
+    array = np.empty(box.shape, BY_NAME[index[name].dtype].carrier)
+    wanted = BoxTable.of(index.boxes.tensors, [(index.row(name), box)])
+    plan = plan_load(index, wanted, ReadLimits())
+    read_runs(storage, index, plan, [Want(box.offset, HostMemory(array))], lambda _size: None)
+    return array

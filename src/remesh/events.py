@@ -1,0 +1,52 @@
+"""Named moments of saves and loads, told to whoever asked.
+
+`save` and `load` take `on_event`, a function that is called, on the rank and in the thread where it
+happens, at each named moment. Progress displays, timelines and fault injection are built on it. An
+exception that it raises fails the save or load like any other error at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One moment.
+
+    Attributes:
+        rank: The rank on which it happens.
+        point: Its name, such as `save.chunk_written`.
+        num_bytes: Bytes that the moment is about (of the chunk that was written), or 0.
+    """
+
+    rank: int
+    point: str
+    num_bytes: int = 0
+
+
+OnEvent = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """The listener of those who do not listen."""
+
+
+SAVE_POINTS = (
+    "save.described",
+    "save.planned",
+    "save.file_created",
+    "save.chunk_written",
+    "save.file_finished",
+    "save.parts_gathered",
+    "save.values_written",
+    "save.index_written",
+    "save.before_commit",
+    "save.committed",
+    "save.done",
+)
+"""The moments of a save, in order; those from `parts_gathered` to `committed` are rank 0's."""
+
+LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
+"""The moments of a load, in order."""

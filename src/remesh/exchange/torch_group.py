@@ -1,0 +1,219 @@
+"""The exchange of ranks that are processes of a torch process group.
+
+Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. Small
+contributions to an all-gather are padded to the largest and go in one collective; large ones are
+gathered on rank 0 and broadcast from there, which moves each byte there and back but never pads.
+Gathering and scattering are messages between rank 0 and each other rank, in rank order: nobody
+gets bytes that are not for them, and rank 0 holds one block in flight. Whatever the length of
+a message, it moves in blocks, so no count of bytes overflows in a backend and no device has to
+hold a whole message.
+
+The tensors are on the CPU if the group has a backend for it (gloo does), else on the device of
+the group's backend that is current when the group is made. Use a group that has gloo
+(`cpu:gloo,cuda:nccl`) where possible: NCCL takes device memory and stands in the queue behind the
+trainer's kernels.
+
+Ranks here are ranks in the group. Torch's own calls name peers by global rank; the translation is
+made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from remesh.errors import ExchangeError
+
+_BLOCK = 64 << 20
+"""Bytes of a message that move at a time."""
+
+_PADDED = 64 << 10
+"""Largest contribution, in bytes, to an all-gather that pads."""
+
+
+class TorchGroup:
+    """An `Exchange` over a torch process group that this process belongs to.
+
+    After an `ExchangeError` the group is of no use any more: its ranks no longer agree on which
+    message comes next.
+
+    Args:
+        group: The group, or None for the default group.
+
+    Raises:
+        ExchangeError: If there is no default group, or this process is not in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ExchangeError(
+                "torch.distributed is not initialized; call torch.distributed.init_process_group "
+                "first"
+            )
+        self._group = dist.group.WORLD if group is None else group
+        self._rank = dist.get_rank(self._group)
+        if self._rank < 0:
+            raise ExchangeError(
+                f"global rank {dist.get_rank()} is not in the process group that was given; call "
+                "this on the group's own ranks only"
+            )
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self._device = _message_device(self._group)
+
+    @property
+    def rank(self) -> int:
+        """See `Exchange.rank`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """See `Exchange.world_size`."""
+        return len(self._global_ranks)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Exchange.all_gather`."""
+        with self._explained("all-gather"):
+            sizes = self._all_sizes(len(data))
+            if max(sizes) <= _PADDED:
+                return self._all_gather_padded(data, sizes)
+            parts = self._gather(data, sizes)
+            joined = self._broadcast(b"".join(parts), sum(sizes))
+        if self._rank == 0:
+            return parts
+        return _split(joined, sizes)
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """See `Exchange.gather`."""
+        with self._explained("gather"):
+            parts = self._gather(data, self._all_sizes(len(data)))
+        return parts if self._rank == 0 else None
+
+    def scatter(self, data: list[bytes] | None) -> bytes:
+        """See `Exchange.scatter`."""
+        sizes = [0] * self.world_size
+        if self._rank == 0:
+            assert data is not None
+            assert len(data) == self.world_size
+            sizes = [len(item) for item in data]
+        with self._explained("scatter"):
+            sizes = self._broadcast_sizes(sizes)
+            if self._rank != 0:
+                return self._receive(sizes[self._rank], source=0)
+            assert data is not None
+            for rank in range(1, self.world_size):
+                self._send(data[rank], target=rank)
+            return data[0]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """See `Exchange.broadcast`."""
+        assert (data is not None) == (self._rank == 0)
+        own = b"" if data is None else data
+        with self._explained("broadcast"):
+            [size] = self._broadcast_sizes([len(own)])
+            return self._broadcast(own, size)
+
+    @contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{operation} failed on rank {self._rank} of {self.world_size} (global rank "
+                f"{self._global_ranks[self._rank]}): {error}; look for the first rank that died "
+                "or stopped, its own log has the cause, and start the job again"
+            ) from error
+
+    def _all_sizes(self, size: int) -> list[int]:
+        own = torch.tensor([size], dtype=torch.int64, device=self._device)
+        sizes = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(sizes, own, group=self._group)
+        return [int(item) for item in torch.cat(sizes).cpu()]
+
+    def _broadcast_sizes(self, sizes: list[int]) -> list[int]:
+        message = torch.tensor(sizes, dtype=torch.int64, device=self._device)
+        dist.broadcast(message, self._global_ranks[0], group=self._group)
+        return [int(item) for item in message.cpu()]
+
+    def _all_gather_padded(self, data: bytes, sizes: list[int]) -> list[bytes]:
+        largest = max(sizes)
+        if largest == 0:
+            return [b""] * self.world_size
+        own = self._to_tensor(data.ljust(largest, b"\0"))
+        padded = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(padded, own, group=self._group)
+        return [_to_bytes(item)[:size] for item, size in zip(padded, sizes, strict=True)]
+
+    def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
+        """Everybody's bytes on rank 0; nothing elsewhere."""
+        if self._rank != 0:
+            self._send(data, target=0)
+            return []
+        others = range(1, self.world_size)
+        return [data, *(self._receive(sizes[rank], source=rank) for rank in others)]
+
+    def _broadcast(self, data: bytes, size: int) -> bytes:
+        blocks = []
+        for start, stop in _blocks(size):
+            if self._rank == 0:
+                message = self._to_tensor(data[start:stop])
+            else:
+                message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+            dist.broadcast(message, self._global_ranks[0], group=self._group)
+            if self._rank != 0:
+                blocks.append(_to_bytes(message))
+        return data if self._rank == 0 else b"".join(blocks)
+
+    def _send(self, data: bytes, *, target: int) -> None:
+        for start, stop in _blocks(len(data)):
+            self._transfer(dist.isend, self._to_tensor(data[start:stop]), target)
+
+    def _receive(self, size: int, *, source: int) -> bytes:
+        blocks = []
+        for start, stop in _blocks(size):
+            message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+            self._transfer(dist.irecv, message, source)
+            blocks.append(_to_bytes(message))
+        return b"".join(blocks)
+
+    def _transfer(self, direction: Callable[..., object], message: torch.Tensor, peer: int) -> None:
+        # A batch of one: under NCCL a batch uses the group's own connections, where a single send
+        # would build a new pair of ranks for each peer.
+        operation = dist.P2POp(direction, message, self._global_ranks[peer], self._group)
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+
+    def _to_tensor(self, data: bytes) -> torch.Tensor:
+        # The copy is what torch asks for: a tensor over immutable bytes is not allowed.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose tensors the group can move: the CPU if it can."""
+    # The form is "cpu:gloo,cuda:nccl".
+    devices = [item.partition(":")[0] for item in dist.get_backend_config(group).split(",")]
+    if "cpu" in devices:
+        return torch.device("cpu")
+    # Which device is current differs between threads, so it is asked here, in the thread where
+    # the user chose it, and not when a message is sent.
+    module = torch.get_device_module(devices[0])
+    return torch.device(devices[0], module.current_device())
+
+
+def _to_bytes(message: torch.Tensor) -> bytes:
+    return bytes(message.cpu().numpy())
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK))
+
+
+def _split(joined: bytes, sizes: list[int]) -> list[bytes]:
+    parts = []
+    start = 0
+    for size in sizes:
+        parts.append(joined[start : start + size])
+        start += size
+    return parts

@@ -1,0 +1,447 @@
+"""remesh's own format: what its files hold and what they are called.
+
+::
+
+    step_00001000/
+      remesh.json                      the commit record, written last
+      data-5f3a9c1e07b2/               everything of one save, under its save id
+        index.safetensors              the index (`remesh.index`)
+        values.msgpack                 what is not a tensor (`ValuesDocument`)
+        00000.safetensors ...          the tensors, a file for each rank that wrote some
+
+The commit record names every other file with its size and digest. Without a record there is no
+checkpoint, whatever else lies there. Each save writes under a fresh id, so two saves to one place
+never touch each other's files: what one record refers to is never a mixture, an aborted save
+leaves only files that no record refers to, and overwriting is one atomic exchange of the record.
+
+A data file is a plain safetensors file. A piece that is a whole tensor has the tensor's name;
+any other piece has the name, `@` and its offset. The header's metadata says for each piece to which
+box of which tensor it belongs, so an index can be rebuilt from data files alone.
+
+Numbered rules for implementers are in `docs/format.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from remesh import safetensors_file, values
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DivergedReplicaError,
+    FormatVersionError,
+    NameCollisionError,
+)
+from remesh.geometry import IntArray
+from remesh.index import BoxTable, Index, StoredFile
+from remesh.integrity import (
+    BLOCK_SIZE,
+    Damage,
+    Digests,
+    digest_of_digests,
+    hex_digest,
+    names_in_range,
+)
+from remesh.state import Path
+from remesh.storage import Storage
+
+FORMAT_NAME = "remesh"
+FORMAT_VERSION = 1
+RECORD_NAME = "remesh.json"
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that belongs to a checkpoint.
+
+    Attributes:
+        path: Relative to the checkpoint.
+        num_bytes: Its size.
+        digest: xxh3-128 in hex; for data files, of the digests of their blocks.
+    """
+
+    path: str
+    num_bytes: int
+    digest: str
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What `remesh.json` says.
+
+    Attributes:
+        format: Always `remesh`.
+        version: Version of the format; readers refuse what is higher than they know.
+        save_id: Names the save, and its folder.
+        created: When it was committed, ISO 8601 in UTC.
+        world_size: Number of ranks that saved.
+        remesh_version: Version of the library that wrote it.
+        index: The index file.
+        values: The values file.
+        files: The data files.
+        metadata: What the user wanted to record: a JSON object.
+    """
+
+    format: str
+    version: int
+    save_id: str
+    created: str
+    world_size: int
+    remesh_version: str
+    index: FileRecord
+    values: FileRecord
+    files: tuple[FileRecord, ...]
+    metadata: dict[str, object] = {}
+
+
+def data_folder(save_id: str) -> str:
+    """The folder of a save, relative to the checkpoint."""
+    return f"data-{save_id}"
+
+
+def data_path(save_id: str, rank: int) -> str:
+    """The data file that a rank writes."""
+    return f"{data_folder(save_id)}/{rank:05d}.safetensors"
+
+
+def encode_record(record: CommitRecord) -> bytes:
+    """The text of a commit record, which ends with a digest of itself."""
+    body = msgspec.json.encode(record)
+    text = b'{"record":' + body + b',"digest":"' + hex_digest(body).encode() + b'"}'
+    return msgspec.json.format(text, indent=1) + b"\n"
+
+
+class _RecordFile(msgspec.Struct):
+    record: msgspec.Raw
+    digest: str
+
+
+class _Version(msgspec.Struct):
+    format: str
+    version: int
+
+
+def decode_record(text: bytes, where: str) -> CommitRecord:
+    """The commit record of its text.
+
+    Raises:
+        CorruptCheckpointError: If the text is not a commit record or was damaged.
+        FormatVersionError: If it is of a newer version.
+    """
+    try:
+        file = msgspec.json.decode(text, type=_RecordFile)
+        body = msgspec.json.format(bytes(file.record), indent=-1)
+        head = msgspec.json.decode(body, type=_Version)
+    except msgspec.MsgspecError as error:
+        raise CorruptCheckpointError(
+            f"{where}: not a commit record ({error}). If a save was interrupted here, delete the "
+            "directory; otherwise load another checkpoint."
+        ) from error
+    if hex_digest(body) != file.digest:
+        raise CorruptCheckpointError(
+            f"{where}: the commit record was changed after it was written (its digest differs). "
+            "Load another checkpoint, or restore this file from a copy."
+        )
+    if head.format != FORMAT_NAME or head.version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{where}: written in format {head.format!r} version {head.version}; this remesh reads "
+            f"{FORMAT_NAME!r} up to version {FORMAT_VERSION}. Upgrade remesh to read it."
+        )
+    try:
+        return msgspec.json.decode(body, type=CommitRecord)
+    except msgspec.MsgspecError as error:
+        raise CorruptCheckpointError(f"{where}: incomplete commit record: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+# ---------------------------------------------------------------------------------------------
+
+
+class ObjectElement(msgspec.Struct, frozen=True):
+    """One element of a grid of values (`remesh.ShardedObject`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    value: msgspec.Raw
+
+
+class ValuesDocument(msgspec.Struct):
+    """What `values.msgpack` holds, and what each rank knows of it before it is written.
+
+    Attributes:
+        values: Plain values by name, encoded by `remesh.values`.
+        lists: Lists of names of which ranks know parts.
+        objects: Elements of sharded objects by unique name.
+        paths: Path of each stored name that is not simply the name cut at its dots.
+        sequences: Paths of containers that are a `list` or a `tuple`.
+        aliases: Further names of tensors.
+    """
+
+    values: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+    lists: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    objects: dict[str, ObjectElement] = msgspec.field(default_factory=dict)
+    paths: dict[str, list[str | int]] = msgspec.field(default_factory=dict)
+    sequences: list[tuple[list[str | int], str]] = msgspec.field(default_factory=list)
+    aliases: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The stored form, equal for equal documents."""
+        return msgspec.msgpack.encode(self, order="deterministic")
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> ValuesDocument:
+        """The document of its stored form.
+
+        Raises:
+            CorruptCheckpointError: If the bytes are no such document.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise CorruptCheckpointError(f"{where}: not a values file: {error}") from error
+
+    def path_of(self, name: str) -> Path:
+        """The path of a stored name."""
+        path = self.paths.get(name)
+        return tuple(name.split(".")) if path is None else tuple(path)
+
+    def set_path(self, name: str, path: Path) -> None:
+        """Record a path, if it is not what `path_of` would say anyway."""
+        if path != tuple(name.split(".")):
+            self.paths[name] = list(path)
+
+
+def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
+    """Unite what ranks know, in rank order.
+
+    Raises:
+        DivergedReplicaError: If ranks have different values under one name.
+        NameCollisionError: If ranks give one name different paths.
+    """
+    merged = ValuesDocument()
+    origin: dict[str, int] = {}
+    sequences: dict[Path, str] = {}
+    for rank, document in enumerate(documents):
+        for name, raw in document.values.items():
+            known = merged.values.setdefault(name, raw)
+            first = origin.setdefault(name, rank)
+            if bytes(known) != bytes(raw):
+                raise DivergedReplicaError(
+                    f"{name}: rank {first} has {_shown(known)}, rank {rank} has {_shown(raw)}. A "
+                    "plain value must be the same on all ranks that have it. Make it so, or wrap "
+                    "what belongs to each rank in remesh.ShardedObject."
+                )
+        for name, items in document.lists.items():
+            union = dict.fromkeys([*merged.lists.get(name, ()), *items])
+            merged.lists[name] = list(union)
+        merged.objects.update(document.objects)
+        for name, path in document.paths.items():
+            if merged.paths.setdefault(name, path) != path:
+                raise NameCollisionError(
+                    f"{name!r} is the stored name of {merged.paths[name]} on one rank and of "
+                    f"{path} on rank {rank}; rename one of them"
+                )
+        sequences.update({tuple(path): kind for path, kind in document.sequences})
+        merged.aliases.update(document.aliases)
+    merged.sequences = [(list(path), kind) for path, kind in sequences.items()]
+    return merged
+
+
+def _shown(raw: msgspec.Raw) -> str:
+    text = repr(values.decode(bytes(raw)))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files
+# ---------------------------------------------------------------------------------------------
+
+
+def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
+    """Lay out a data file.
+
+    Args:
+        boxes: Distinct boxes.
+        rows: Those that the file holds, in order.
+
+    Returns:
+        The file's header, the byte at which each piece begins, and the size of the file.
+    """
+    tensors, entries = [], {}
+    num_bytes = boxes.num_bytes[rows].tolist()
+    for row, size in zip(rows.tolist(), num_bytes, strict=True):
+        tensor = int(boxes.tensor[row])
+        name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
+        box, shape = boxes.box(row), boxes.tensors.shape(tensor)
+        key = name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
+        while key in entries:
+            key += "'"
+        entries[key] = [name, dtype.name, shape, box.offset]
+        tensors.append(
+            (key, dtype.safetensors, (*box.shape, 2) if dtype.pairs else box.shape, size)
+        )
+    metadata = {"format": FORMAT_NAME, "pieces": msgspec.json.encode(entries).decode()}
+    header, positions = safetensors_file.encode_header(tensors, metadata)
+    return header, np.array(positions, dtype=np.int64), len(header) + sum(num_bytes)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank wrote: sent to rank 0, which makes the index of all parts.
+
+    Attributes:
+        path: The data file; empty if the rank wrote none.
+        num_bytes: Its size.
+        positions: int64 positions of the rank's pieces in the order of its assignment, as bytes.
+        digests: uint64 block digests, as bytes.
+    """
+
+    path: str
+    num_bytes: int
+    positions: bytes
+    digests: bytes
+
+
+def build_index(
+    boxes: BoxTable,
+    assignments: Sequence[IntArray],
+    parts: Sequence[Part],
+    aliases: Mapping[str, str],
+) -> Index:
+    """The index of what all ranks wrote.
+
+    Args:
+        boxes: The distinct boxes, sorted by tensor.
+        assignments: Rows of `boxes` that each rank wrote, in the order of its file.
+        parts: What each rank says of its file.
+        aliases: Further names of tensors.
+    """
+    file = np.zeros(len(boxes), dtype=np.int64)
+    position = np.zeros(len(boxes), dtype=np.int64)
+    files: list[StoredFile] = []
+    digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
+    for rows, part in zip(assignments, parts, strict=True):
+        if not part.path:
+            continue
+        file[rows] = len(files)
+        position[rows] = np.frombuffer(part.positions, dtype=np.int64)
+        files.append(StoredFile(part.path, part.num_bytes))
+        digests.append(np.frombuffer(part.digests, dtype=np.uint64).reshape(-1, 2))
+        first_block.append(first_block[-1] + len(digests[-1]))
+    return Index(
+        boxes,
+        file,
+        position,
+        tuple(files),
+        dict(aliases),
+        BLOCK_SIZE,
+        np.concatenate(digests),
+        np.array(first_block, dtype=np.int64),
+    )
+
+
+def file_digests(index: Index) -> list[str]:
+    """The digest of each data file of an index."""
+    bounds = index.first_block.tolist()
+    return [digest_of_digests(index.digests[a:b]) for a, b in pairwise(bounds)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFiles:
+    """The small files of a committed checkpoint, checked against the record."""
+
+    record: CommitRecord
+    index_bytes: bytes = field(repr=False)
+    values_bytes: bytes = field(repr=False)
+
+
+def read_record(storage: Storage) -> CommitRecord:
+    """Read the commit record.
+
+    Raises:
+        CheckpointNotFoundError: If there is none, saying what is there instead.
+        CorruptCheckpointError: If it was damaged.
+        FormatVersionError: If it is of a newer version.
+    """
+    where = f"{storage.url}/{RECORD_NAME}"
+    try:
+        text = storage.read(RECORD_NAME)
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(_what_is_there(storage)) from None
+    return decode_record(text, where)
+
+
+def _what_is_there(storage: Storage) -> str:
+    found = storage.list()
+    if not found:
+        return f"{storage.url}: no checkpoint there (no such directory, or it is empty)"
+    if any(path.startswith("data-") for path in found):
+        return (
+            f"{storage.url}: no checkpoint there, only files of a save that was not finished "
+            f"(no {RECORD_NAME}). Load an earlier checkpoint; this directory may be deleted."
+        )
+    shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    return f"{storage.url}: not a remesh checkpoint (no {RECORD_NAME}); it holds {shown}"
+
+
+def read_small_files(storage: Storage) -> NativeFiles:
+    """Read record, index and values, each checked against its digest.
+
+    Raises:
+        CheckpointError: If there is no checkpoint or one of the files was damaged.
+    """
+    record = read_record(storage)
+    return NativeFiles(
+        record, _read_checked(storage, record.index), _read_checked(storage, record.values)
+    )
+
+
+def _read_checked(storage: Storage, file: FileRecord) -> bytes:
+    try:
+        data = storage.read(file.path)
+    except CheckpointNotFoundError:
+        raise CorruptCheckpointError(
+            f"{storage.url}/{file.path}: missing, though {RECORD_NAME} names it. Load another "
+            "checkpoint, or restore this file from a copy."
+        ) from None
+    if len(data) != file.num_bytes or hex_digest(data) != file.digest:
+        raise CorruptCheckpointError(
+            f"{storage.url}/{file.path}: not what was written ({len(data)} of {file.num_bytes} "
+            "bytes, or another digest). Load another checkpoint, or restore this file from a copy."
+        )
+    return data
+
+
+def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Damage]:
+    """Check, without reading them, that the data files are there and belong to the index."""
+    damages = []
+    digests = dict(zip((file.path for file in index.files), file_digests(index), strict=True))
+    for number, file in enumerate(record.files):
+        try:
+            size = storage.size(file.path)
+        except CheckpointNotFoundError:
+            size = 0
+        if size != file.num_bytes:
+            names = names_in_range(index, number, size, file.num_bytes)
+            damages.append(Damage(file.path, size, file.num_bytes, tuple(names)))
+        if digests.get(file.path) != file.digest:
+            raise CorruptCheckpointError(
+                f"{storage.url}: the index and {RECORD_NAME} disagree about {file.path}; they "
+                "belong to different saves. Load another checkpoint."
+            )
+    return damages
+
+
+def encode_digests(digests: Digests) -> bytes:
+    """Digests as bytes for a `Part`."""
+    return digests.astype("<u8", copy=False).tobytes()

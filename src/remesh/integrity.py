@@ -1,0 +1,104 @@
+"""Digests: every stored byte can be checked against what was written.
+
+A data file is cut into blocks of `BLOCK_SIZE` bytes, the last one shorter, and each block has an
+xxh3-128 digest, taken while the bytes were on their way to storage. The digests are in the index,
+the index's own digest is in the commit record, and the record carries a digest of itself, so one
+chain leads from the record to every byte. xxh3 finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from remesh.geometry import IntArray
+from remesh.index import Index
+
+BLOCK_SIZE = 1 << 20
+
+Digests = npt.NDArray[np.uint64]
+"""(blocks, 2): the high and low 64 bits of each digest."""
+
+
+def hex_digest(data: bytes) -> str:
+    """The xxh3-128 digest of a small file, as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def block_digests(data: npt.NDArray[np.uint8], block_size: int = BLOCK_SIZE) -> Digests:
+    """Digests of the blocks of bytes that begin at a block's beginning."""
+    digests = np.empty((-(-len(data) // block_size), 2), dtype=np.uint64)
+    for number in range(len(digests)):
+        block = data[number * block_size : (number + 1) * block_size]
+        value = xxhash.xxh3_128_intdigest(block)
+        digests[number] = (value >> 64, value & 0xFFFFFFFFFFFFFFFF)
+    return digests
+
+
+def digest_of_digests(digests: Digests) -> str:
+    """One digest for a whole file, made of those of its blocks."""
+    return hex_digest(digests.astype("<u8").tobytes())
+
+
+def find_damage(index: Index, file: int, start: int, data: npt.NDArray[np.uint8]) -> list[Damage]:
+    """Compare bytes of a data file, from a block's beginning on, with the index's digests.
+
+    Args:
+        index: The index with the digests; nothing is found if it has none.
+        file: Row of the file in `index.files`.
+        start: Byte at which `data` begins in the file.
+        data: What was read, up to a block's or the file's end.
+
+    Returns:
+        One item for each damaged block.
+    """
+    if not index.block_size:
+        return []
+    first = int(index.first_block[file]) + start // index.block_size
+    found = block_digests(data, index.block_size)
+    wrong = (found != index.digests[first : first + len(found)]).any(axis=1)
+    damages = []
+    for number in np.flatnonzero(wrong).tolist():
+        begin = start + number * index.block_size
+        end = min(begin + index.block_size, index.files[file].num_bytes)
+        names = tuple(names_in_range(index, file, begin, end))
+        damages.append(Damage(index.files[file].path, begin, end, names))
+    return damages
+
+
+def names_in_range(index: Index, file: int, start: int, stop: int) -> Iterator[str]:
+    """Names of the tensors with a byte in [start, stop) of a file."""
+    begins: IntArray = index.position
+    ends = begins + index.boxes.num_bytes
+    inside = (index.file == file) & (begins < stop) & (ends > start)
+    for row in np.unique(index.boxes.tensor[inside]).tolist():
+        yield index.boxes.tensors.names[row]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A stretch of a file that is not what was written.
+
+    Attributes:
+        path: The file, relative to the checkpoint.
+        start: First damaged byte.
+        stop: One past the last; the file may end before.
+        tensors: Names of the tensors that lie there; empty for headers and other files.
+    """
+
+    path: str
+    start: int
+    stop: int
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:8]) + (", ..." if len(self.tensors) > 8 else "")
+        what = f"tensors {shown}" if self.tensors else "no tensor, only the file's header"
+        return (
+            f"{self.path}: bytes {self.start}:{self.stop} are not what was written ({what}). "
+            "Load another checkpoint, or restore this file from a copy"
+        )

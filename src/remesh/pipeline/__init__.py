@@ -1,0 +1,14 @@
+"""Moving bytes between memory and storage, chunk by chunk, through bounded buffers.
+
+Both directions copy through page-aligned buffers of a few MiB, one for each thread. That costs one
+memcpy from or into cached memory and buys much: direct I/O at the disk's speed without a page
+cache in between, digests taken while the bytes are hot, one path for every dtype, stride and
+device, nothing unverified in the user's tensors, and memory that does not grow with the state.
+
+`write_file` and `read_runs` are the two executors; what they do is planned in `remesh.planner`.
+"""
+
+from remesh.pipeline.read import Want, read_runs
+from remesh.pipeline.write import FilePiece, WrittenFile, write_file
+
+__all__ = ["FilePiece", "Want", "WrittenFile", "read_runs", "write_file"]
