@@ -1,0 +1,35 @@
+"""What tests of remesh, and of things built on it, are made of. Only tests import this.
+
+* `run_ranks` plays the ranks of a job as threads, `run_processes` as processes with a real gloo
+  process group; the `_outcomes` forms report on each rank instead of raising.
+* `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
+  a storage fail, corrupt or drag.
+* `remesh.testing.conformance` holds the suites that every storage and every exchange must pass;
+  it needs pytest, so it is not imported here.
+"""
+
+from remesh.testing.outcomes import (
+    Died,
+    Outcome,
+    Raised,
+    RankDiedError,
+    Returned,
+    TimedOut,
+    returned_values,
+)
+from remesh.testing.processes import run_processes, run_processes_outcomes
+from remesh.testing.ranks import run_ranks, run_ranks_outcomes
+
+__all__ = [
+    "Died",
+    "Outcome",
+    "Raised",
+    "RankDiedError",
+    "Returned",
+    "TimedOut",
+    "returned_values",
+    "run_processes",
+    "run_processes_outcomes",
+    "run_ranks",
+    "run_ranks_outcomes",
+]
