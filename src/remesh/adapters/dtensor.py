@@ -1,0 +1,252 @@
+"""Which boxes of a DTensor a rank holds.
+
+A DTensor has one placement for each axis of its mesh. What they mean for a rank is worked out
+here from integers alone (`local_boxes`), so that any mesh can be tested without processes, and
+without communication.
+
+Take one dim of the tensor. To begin with a rank holds all of it: one segment. Every mesh axis that
+shards the dim cuts what is left as `torch.chunk` does: all parts have the size of the first, which
+is rounded up, and the last ones may be short or empty. What remains are the segments of the rank,
+in the order in which its local tensor holds them; the boxes are the products of the segments of
+all dims.
+
+The order in which the axes cut matters as soon as a dim does not divide evenly. Plain sharding
+cuts from the first mesh axis to the last. A *strided* shard says how many shards there were
+already when its turn came (`split_factor`): FSDP2 over tensor parallelism cuts the shard that
+tensor parallelism left, although its mesh axis comes first. So a strided shard takes its turn
+right after those axes to its right whose sizes multiply to its split factor. If there are none,
+the split factor is not about other axes: the dim consists of `split_factor` blocks that have been
+packed into one tensor (a fused gate and up projection), and the axis cuts each of them. The rank
+then holds one segment of every block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from remesh.adapters.memory import alias_key, check_strided
+from remesh.errors import StateError
+from remesh.geometry import Box
+from remesh.state import Part, Path, Role, Walk, name_of
+
+Segment = tuple[int, int]
+"""First index and length of a run of indices of one dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """All ranks along the mesh axis hold the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """The ranks along the mesh axis share a dim between them."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedSharded:
+    """Like `Sharded`, of a dim that is in `split_factor` shards or blocks already."""
+
+    dim: int
+    split_factor: int
+
+
+AxisPlacement = Replicated | Sharded | StridedSharded
+
+
+def local_boxes(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[AxisPlacement],
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """The boxes of a rank and where each begins in its local tensor.
+
+    Args:
+        global_shape: Shape of the tensor.
+        mesh_shape: Number of ranks along each mesh axis.
+        coordinate: The rank's place on each mesh axis.
+        placements: What each mesh axis does.
+
+    Returns:
+        Disjoint boxes of the global tensor, each with its offset in the local tensor; none if the
+        rank holds no element.
+    """
+    segments = local_segments(global_shape, mesh_shape, coordinate, placements)
+    placed = [_with_local_offsets(of_dim) for of_dim in segments]
+    boxes = []
+    for of_box in itertools.product(*placed):
+        box = Box(tuple(start for start, _, _ in of_box), tuple(n for _, n, _ in of_box))
+        boxes.append((box, tuple(local for _, _, local in of_box)))
+    return boxes
+
+
+def local_segments(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[AxisPlacement],
+) -> list[list[Segment]]:
+    """The segments of each dim that a rank holds, in the order of its local tensor.
+
+    Arguments are those of `local_boxes`. A dim of which the rank holds nothing has no segments.
+    """
+    result = []
+    for dim, extent in enumerate(global_shape):
+        segments = [(0, extent)] if extent else []
+        for axis, num_blocks in _turns(dim, mesh_shape, placements):
+            cut = [
+                piece
+                for block in range(num_blocks)
+                for piece in _chunk(
+                    _chunk(segments, num_blocks, block), mesh_shape[axis], coordinate[axis]
+                )
+            ]
+            segments = _merge(cut)
+        result.append(segments)
+    return result
+
+
+def _turns(
+    dim: int, mesh_shape: Sequence[int], placements: Sequence[AxisPlacement]
+) -> list[tuple[int, int]]:
+    """The mesh axes that shard a dim, in the order in which they do.
+
+    Returns:
+        Pairs of a mesh axis and the number of blocks, each of which it cuts.
+    """
+    turns: list[tuple[int, int]] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if isinstance(placement, Replicated) or placement.dim != dim:
+            continue
+        split_factor = placement.split_factor if isinstance(placement, StridedSharded) else 1
+        position, num_shards = 0, 1
+        while num_shards < split_factor and position < len(turns):
+            num_shards *= mesh_shape[turns[position][0]]
+            position += 1
+        if num_shards == split_factor:
+            turns.insert(position, (axis, 1))
+        else:
+            turns.insert(0, (axis, split_factor))
+    return turns
+
+
+def _chunk(segments: Sequence[Segment], num_chunks: int, index: int) -> list[Segment]:
+    """What `torch.chunk` of the concatenated segments has at `index`; empty past the last."""
+    total = sum(n for _, n in segments)
+    size = -(-total // num_chunks)
+    first, last = index * size, (index + 1) * size
+    result, done = [], 0
+    for start, n in segments:
+        low, high = max(first - done, 0), min(last - done, n)
+        if low < high:
+            result.append((start + low, high - low))
+        done += n
+    return result
+
+
+def _merge(segments: Sequence[Segment]) -> list[Segment]:
+    """The same indices with neighbours joined."""
+    merged: list[Segment] = []
+    for start, n in segments:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + n)
+        else:
+            merged.append((start, n))
+    return merged
+
+
+def _with_local_offsets(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    """Start, length and place in the local tensor of each segment."""
+    ends = itertools.accumulate(n for _, n in segments)
+    return [(start, n, end - n) for (start, n), end in zip(segments, ends, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------
+# torch
+# ---------------------------------------------------------------------------------------------
+
+
+def add_dtensor(walk: Walk, path: Path, tensor: DTensor) -> None:
+    """Record a DTensor leaf: this rank's boxes of it, as views of its local tensor.
+
+    Raises:
+        StateError: If it has pending sums, an unknown placement, or a local tensor that does not
+            fit its placements.
+    """
+    where = name_of(path)
+    local = local_tensor(tensor)
+    check_strided(local, where)
+    key = alias_key(local)
+    if key is not None:
+        key = ("DTensor", key, tuple(tensor.shape), str(tensor.placements))
+    parts = parts_of_dtensor(tensor, local, where)
+    walk.add_tensor(path, tuple(tensor.shape), parts, local, Role.EQUAL, key)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor, detached; the same memory."""
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[Part, ...]:
+    """This rank's boxes of a DTensor; none on a rank outside its mesh.
+
+    Args:
+        tensor: The DTensor, whose shape, mesh and placements count.
+        local: This rank's elements.
+        where: The name of the tensor, for the error message.
+
+    Raises:
+        StateError: See `add_dtensor`.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    shape = tuple(tensor.shape)
+    placements = [_axis_placement(tensor, placement, where) for placement in tensor.placements]
+    segments = local_segments(shape, mesh.shape, coordinate, placements)
+    expected = tuple(sum(n for _, n in of_dim) for of_dim in segments)
+    if expected != tuple(local.shape) and math.prod(expected) + local.numel() > 0:
+        raise StateError(
+            f"{where}: a DTensor of shape {shape} with placements {tensor.placements} on a mesh of "
+            f"shape {tuple(mesh.shape)} should hold a local tensor of shape {expected} at mesh "
+            f"coordinate {tuple(coordinate)}, but holds one of shape {tuple(local.shape)}. Was it "
+            "made by DTensor.from_local with uneven shards? Redistribute it to Shard or Replicate "
+            "placements before saving or loading."
+        )
+    return tuple(
+        Part(box, local[Box(offset, box.shape).slices])
+        for box, offset in local_boxes(shape, mesh.shape, coordinate, placements)
+    )
+
+
+def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPlacement:
+    """A placement of torch as a small value."""
+    if isinstance(placement, _StridedShard):
+        return StridedSharded(placement.dim % tensor.ndim, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Sharded(placement.dim % tensor.ndim)
+    if isinstance(placement, Replicate):
+        return Replicated()
+    if placement.is_partial():
+        raise StateError(
+            f"{where}: a DTensor with placements {tensor.placements} holds sums that are still "
+            "pending; call redistribute(placements=[Replicate(), ...]) on it first"
+        )
+    raise StateError(
+        f"{where}: placements {tensor.placements} hold a {type(placement).__qualname__}, which "
+        "remesh does not know; redistribute the tensor to Shard or Replicate placements first"
+    )

@@ -1,0 +1,233 @@
+"""Memories over torch tensors and numpy arrays, and which tensors can have one.
+
+The pipeline copies carrier arrays (`remesh.dtypes`): arrays whose bytes are right and whose
+element type may be an unsigned stand-in. A CPU tensor is therefore seen, without a copy, as a
+numpy array of the carrier type. Memory of a device is reached box by box: torch copies between
+the device and the given host array. On both sides of that copy the elements are called integers
+of the same size, because every device can move those, whatever it can compute with.
+
+A tensor that holds its elements in another way than strided memory (sparse, quantised, a subclass
+made of other tensors, a lazy conjugate) has no such view and is refused, by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.errors import UnsupportedValueError
+from remesh.geometry import Box
+from remesh.memory import CarrierArray, HostMemory, Memory, memory_of_numpy
+from remesh.state import ArrayLike, dtype_name
+
+_STAND_INS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+_MOVABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_MOVABLE_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMemory:
+    """Memory that only torch can reach.
+
+    Attributes:
+        tensor: The elements, called integers of the same size.
+        carrier: Dtype of the arrays that elements are copied to and from.
+    """
+
+    tensor: torch.Tensor
+    carrier: CarrierDType
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        _movable_view(into).copy_(self.tensor[box.slices])
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """See `Memory.copy_in`."""
+        self.tensor[box.slices].copy_(_movable_view(values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CastingMemory:
+    """A tensor that is read and written as if it had another element type.
+
+    Attributes:
+        tensor: The elements in their own type, on any device.
+        dtype: The type of the values that are copied in and out.
+        carrier: The numpy dtype that carries it.
+    """
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    carrier: CarrierDType
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`; the elements are cast on the way."""
+        _movable_view(into).view(self.dtype).copy_(self.tensor[box.slices])
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """See `Memory.copy_in`; the values are cast on the way."""
+        self.tensor[box.slices].copy_(_movable_view(values).view(self.dtype))
+
+
+def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
+    """The memory of a tensor or a numpy array.
+
+    Args:
+        array: Where the elements are; not copied.
+        where: The name of the array in the state, for the error message.
+        writable: Whether it is going to be written to.
+
+    Raises:
+        UnsupportedValueError: If the array has no memory that can be copied as it is: a meta
+            tensor, a layout other than strided, foreign byte order, or, where it is to be
+            written, memory that is read-only or shared by several of its elements.
+    """
+    if isinstance(array, torch.Tensor):
+        tensor = _with_memory(array, where, writable)
+        if tensor.device.type == "cpu":
+            return HostMemory(_carrier_view(tensor, where).numpy())
+        carrier = BY_NAME[dtype_name(tensor, where)].carrier
+        return DeviceMemory(tensor.view(_MOVABLE[tensor.itemsize]), carrier)
+    return HostMemory(_numpy_carrier(array, where, writable))
+
+
+def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
+    """A memory that takes values of another element type and keeps them in the array's own.
+
+    Args:
+        array: Where the converted elements go.
+        stored_dtype: Name of the type of the values.
+        where: The name of the array in the state, for the error message.
+
+    Raises:
+        UnsupportedValueError: As `memory_of`, for an array that is to be written.
+    """
+    if isinstance(array, torch.Tensor):
+        tensor = _with_memory(array, where, writable=True)
+    else:
+        carrier = _numpy_carrier(array, where, writable=True)
+        tensor = _movable_view(carrier).view(torch_dtype(dtype_name(array, where)))
+    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in `remesh.dtypes`.
+
+    Raises:
+        UnsupportedValueError: If this torch does not have it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValueError(
+            f"torch {torch.__version__} has no element type {name}; a newer torch is needed"
+        )
+    return dtype
+
+
+def check_strided(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor whose elements are not simply strided memory.
+
+    Raises:
+        UnsupportedValueError: With the reason and what to do about it.
+    """
+    problem = _problem_of(tensor)
+    if problem is not None:
+        raise UnsupportedValueError(
+            f"{where}: {problem}, or wrap it in remesh.LocalNonpersistentObject to leave it out "
+            "of the checkpoint."
+        )
+
+
+def alias_key(tensor: torch.Tensor) -> object:
+    """A key that is equal for tensors that are the same memory; None if there is no memory."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return None
+    return (
+        str(tensor.device),
+        tensor.data_ptr(),
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+def _problem_of(tensor: torch.Tensor) -> str | None:
+    """What is wrong with a tensor and what would help, or None."""
+    kind = type(tensor)
+    if is_lazy(tensor):
+        return "this parameter of a lazy module has no shape yet; run a forward pass first"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"a tensor of type {kind.__module__}.{kind.__qualname__} keeps its elements in other "
+            "tensors; put those, or a plain tensor, into the state"
+        )
+    if tensor.is_nested:
+        return "a nested tensor cannot be stored; put its values() and offsets() into the state"
+    if tensor.is_quantized:
+        return "a quantised tensor cannot be stored; put its int_repr() and scales into the state"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot be stored; make it dense (to_dense())"
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            "this tensor is a lazy conjugate or negative of other memory; call resolve_conj() and "
+            "resolve_neg() on it"
+        )
+    return None
+
+
+def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tensor:
+    """The tensor, detached, once it is known to have usable memory."""
+    check_strided(tensor, where)
+    if tensor.is_meta:
+        raise UnsupportedValueError(
+            f"{where}: a meta tensor has no memory; materialise its module first with "
+            "module.to_empty(device=...)"
+        )
+    if writable and _shares_elements(tensor.shape, tensor.stride()):
+        raise UnsupportedValueError(
+            f"{where}: several elements of this expanded tensor are the same memory, so they "
+            "cannot be loaded one by one; put a contiguous() copy into the state"
+        )
+    return tensor.detach()
+
+
+def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+
+
+def _carrier_view(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """The same memory in a type that numpy knows."""
+    dtype = BY_NAME[dtype_name(tensor, where)]
+    return tensor if dtype.is_native else tensor.view(_STAND_INS[dtype.itemsize])
+
+
+def _numpy_carrier(array: ArrayLike, where: str, writable: bool) -> CarrierArray:
+    """A numpy array as a carrier, once it is known to be usable."""
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedValueError(
+            f"{where}: expected a torch tensor or a numpy array, got {type(array).__qualname__}"
+        )
+    memory = memory_of_numpy(array, where)
+    if writable and not array.flags.writeable:
+        raise UnsupportedValueError(
+            f"{where}: this array is read-only, so nothing can be loaded into it; put a copy() "
+            "into the state"
+        )
+    if writable and _shares_elements(array.shape, array.strides):
+        raise UnsupportedValueError(
+            f"{where}: several elements of this broadcast array are the same memory, so they "
+            "cannot be loaded one by one; put a copy() into the state"
+        )
+    return memory.array.view(BY_NAME[array.dtype.name].carrier)
+
+
+def _movable_view(array: CarrierArray) -> torch.Tensor:
+    """A carrier array as a tensor of integers over the same memory."""
+    if not array.flags.writeable:
+        # torch has no read-only tensors and warns; this side of a copy is only read.
+        array = array.copy()
+    return torch.from_numpy(array.view(_MOVABLE_NUMPY[array.dtype.itemsize]))

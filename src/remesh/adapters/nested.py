@@ -1,0 +1,143 @@
+"""Nested state that a checkpoint decides about: state dicts of objects, states of optimizers.
+
+A tensor of a module is there before loading and is filled in place. Other state comes and goes: a
+fresh optimizer has none, a data loader may have kept one buffer or three when it was saved. For
+such state the checkpoint decides which leaves there are. The live state is only a template: it
+says of which type containers are and where tensors should lie, and its leaves are asked for, too,
+where the checkpoint says nothing about their place, so that they are found missing.
+
+The result is built anew from what was read, and given to its owner. Live memory is written only
+where the caller's `allocate` hands it out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from remesh import values
+from remesh.adapters.memory import torch_dtype
+from remesh.adapters.tensor import describe_tensor
+from remesh.dtypes import BY_NAME
+from remesh.state import Loaded, Path, Rebuild, Role, Stored, Walk, assemble
+
+Allocate = Callable[[Path, str, tuple[int, ...], object], torch.Tensor | npt.NDArray[Any]]
+"""Gives the array that a stored tensor is read into: called with the path, the stored dtype name
+and global shape, and the leaf of the live state at that path (None if there is none)."""
+
+
+def describe_copy(walk: Walk, path: Path, live: object) -> Rebuild:
+    """Describe nested state that is loaded into a copy, which rebuilding returns.
+
+    Args:
+        walk: The walk.
+        path: Path of the state.
+        live: What the state is at present.
+    """
+    if walk.stored is None:
+        return walk.visit(path, live)
+    return describe_stored(walk, walk.stored, path, live, allocate=_like_live, role=Role.ASSUMED)
+
+
+def describe_stored(
+    walk: Walk,
+    stored: Stored,
+    path: Path,
+    live: object,
+    *,
+    allocate: Allocate,
+    role: Role,
+) -> Rebuild:
+    """Describe the state that is stored under a path, for loading.
+
+    Args:
+        walk: The walk.
+        stored: What the checkpoint holds.
+        path: Path of the state.
+        live: What the state is at present.
+        allocate: Where stored tensors are read to.
+        role: What is known of copies of plain tensors on other ranks.
+    """
+    leaves = dict(leaves_of(live, path))
+    rebuilds: dict[Path, Rebuild] = {}
+    for leaf_path, name in stored.under(path):
+        found = stored.tensor(name)
+        if found is not None:
+            target = allocate(leaf_path, *found, leaves.get(leaf_path))
+            rebuilds[leaf_path] = _describe_target(walk, leaf_path, target, role)
+        elif stored.has_value(name):
+            rebuilds[leaf_path] = walk.add_value(leaf_path, leaves.get(leaf_path))
+    decided = set(rebuilds)
+    containers = {leaf[:end] for leaf in decided for end in range(len(path), len(leaf))}
+    for leaf_path, leaf in leaves.items():
+        above = [leaf_path[:end] for end in range(len(path), len(leaf_path) + 1)]
+        # The checkpoint decides about the place of its leaves, the length of its sequences, and
+        # where it has a container the live state cannot have a leaf.
+        if leaf_path in containers or any(p in decided or p in stored.sequences for p in above):
+            continue
+        rebuilds[leaf_path] = walk.visit(leaf_path, leaf)
+
+    def rebuild(loaded: Loaded) -> object:
+        filled = {leaf_path: make(loaded) for leaf_path, make in rebuilds.items()}
+        if path in filled:
+            return filled[path]
+        return _in_containers_of(live, assemble(filled, stored.sequences, path))
+
+    return rebuild
+
+
+def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:
+    """Paths and content of the leaves of a state, taken apart as `Walk.visit` does."""
+    children: list[tuple[str | int, object]] = []
+    if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
+        children = list(node.items())
+    elif isinstance(node, list | tuple) and not values.is_plain(node):
+        children = list(enumerate(node))
+    if not children:
+        return [(path, node)]
+    return [leaf for key, child in children for leaf in leaves_of(child, (*path, key))]
+
+
+def _describe_target(
+    walk: Walk, path: Path, target: torch.Tensor | npt.NDArray[Any], role: Role
+) -> Rebuild:
+    if isinstance(target, torch.Tensor):
+        return describe_tensor(walk, path, target, role)
+    return walk.visit(path, target)
+
+
+def _in_containers_of(live: object, built: Any) -> Any:
+    """The built state with the container types of the live one, such as `Counter`."""
+    if isinstance(live, Mapping) and isinstance(built, dict):
+        children = {key: _in_containers_of(live.get(key), new) for key, new in built.items()}
+        if type(live) is dict or not isinstance(live, MutableMapping):
+            return children
+        container = copy.copy(live)
+        container.clear()
+        container.update(children)
+        return container
+    if isinstance(live, list | tuple) and isinstance(built, list | tuple):
+        padded = [*live, *[None] * len(built)]
+        children_of_sequence = [
+            _in_containers_of(old, new) for old, new in zip(padded, built, strict=False)
+        ]
+        if hasattr(live, "_fields") and len(live) == len(built):
+            return type(live)(*children_of_sequence)
+        return type(built)(children_of_sequence)
+    return built
+
+
+def _like_live(
+    _path: Path, dtype: str, shape: tuple[int, ...], live: object
+) -> torch.Tensor | npt.NDArray[Any]:
+    """A new array with the layout of the live one; on the CPU and whole where there is none."""
+    if isinstance(live, np.ndarray) and BY_NAME[dtype].is_native:
+        return np.empty(shape, dtype=BY_NAME[dtype].carrier)
+    if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
+        return torch.empty_like(live.detach(), dtype=torch_dtype(dtype))
+    return torch.empty(shape, dtype=torch_dtype(dtype))

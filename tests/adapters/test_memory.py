@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from remesh.adapters import casting_memory_of, memory_of
+from remesh.adapters.memory import DeviceMemory, alias_key, check_strided
+from remesh.dtypes import BY_NAME, DTYPES
+from remesh.errors import UnsupportedValueError
+from remesh.geometry import Box
+from remesh.memory import HostMemory, Memory
+from remesh.state import ArrayLike
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+TORCH_DTYPES = [dtype.name for dtype in DTYPES if hasattr(torch, dtype.name)]
+
+
+def random_tensor(name: str, *shape: int) -> torch.Tensor:
+    """Random bytes seen as elements; every pattern of a bool is kept valid."""
+    dtype = getattr(torch, name)
+    raw = torch.randint(0, 256, (*shape, BY_NAME[name].itemsize), dtype=torch.uint8)
+    return (raw % 2 if name == "bool" else raw).view(dtype).reshape(shape)
+
+
+def all_of(memory: Memory, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype]:
+    values = np.empty(shape, memory.carrier)
+    memory.copy_out(Box.whole(shape), values)
+    return values
+
+
+def as_device(array: ArrayLike, where: str) -> Memory:
+    """The memory that the tensor would have on a device; the CPU stands in for one."""
+    memory = memory_of(array, where)
+    assert isinstance(memory, HostMemory)
+    assert isinstance(array, torch.Tensor)
+    movable = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return DeviceMemory(
+        array.detach().view(movable.get(array.itemsize, torch.complex128)), memory.carrier
+    )
+
+
+@pytest.mark.parametrize("make", [memory_of, as_device])
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_copies_the_bytes_of_every_dtype(name: str, make: type[Memory]) -> None:
+    source, target = random_tensor(name, 6, 5), random_tensor(name, 6, 5)
+    before = target.clone()
+    box = Box((1, 2), (4, 3))
+    values = np.empty(box.shape, BY_NAME[name].carrier)
+    memory_in, memory_out = make(target, "t"), make(source, "s")  # type: ignore[call-arg]
+    memory_out.copy_out(box, values)
+    memory_in.copy_in(box, values)
+    assert memory_out.carrier == BY_NAME[name].carrier
+    assert values.tobytes() == source[box.slices].contiguous().view(torch.uint8).numpy().tobytes()
+    raw = target.view(torch.uint8).reshape(6, 5, -1)
+    expected = before.view(torch.uint8).reshape(6, 5, -1).clone()
+    expected[box.slices] = source.view(torch.uint8).reshape(6, 5, -1)[box.slices]
+    assert torch.equal(raw, expected)
+
+
+@pytest.mark.parametrize("make", [memory_of, as_device])
+def test_keeps_strides(make: type[Memory]) -> None:
+    base = torch.arange(48.0).reshape(6, 8).to(torch.bfloat16)
+    view = base[::2, 1:].t()
+    memory = make(view, "t")  # type: ignore[call-arg]
+    assert np.array_equal(all_of(memory, (7, 3)), view.contiguous().view(torch.uint16).numpy())
+    memory.copy_in(Box((6, 0), (1, 3)), np.zeros((1, 3), "<u2"))
+    assert base[::2, 7].tolist() == [0, 0, 0]
+    assert base[1::2, 7].tolist() == [15, 31, 47]
+
+
+def test_needs_no_copy_and_no_grad() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    memory = memory_of(parameter, "p")
+    memory.copy_in(Box((1,), (1,)), np.ones(1, "<f4"))
+    assert parameter.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+@pytest.mark.parametrize("make", [memory_of, as_device])
+def test_scalars_and_empty_tensors(shape: tuple[int, ...], make: type[Memory]) -> None:
+    tensor = torch.full(shape, 7, dtype=torch.bfloat16)
+    memory = make(tensor, "t")  # type: ignore[call-arg]
+    assert all_of(memory, shape).shape == shape
+    memory.copy_in(Box.whole(shape), np.zeros(shape, "<u2"))
+    assert not tensor.any()
+
+
+def test_device_memory_takes_read_only_values() -> None:
+    tensor = torch.zeros(3)
+    values = np.frombuffer(np.arange(3, dtype="<f4").tobytes(), "<f4")
+    as_device(tensor, "t").copy_in(Box.whole((3,)), values)
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_numpy_arrays_are_memory() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    memory = memory_of(array, "a", writable=True)
+    memory.copy_in(Box((0, 1), (2, 1)), np.full((2, 1), -1.0))
+    assert array.tolist() == [[0, -1, 2], [3, -1, 5]]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (torch.empty(2, device="meta"), "to_empty"),
+        (torch.eye(2).to_sparse(), "to_dense"),
+        (torch.eye(2).to_mkldnn(), "to_dense"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "other tensors"),
+        (nn.LazyLinear(2).weight, "forward pass"),
+        (torch.zeros(2, dtype=torch.bits8), "bits8"),
+        (np.zeros(2, ">f4"), "foreign byte order|astype"),
+        (np.zeros(2, "S4"), "astype"),
+    ],
+)
+def test_refuses_what_has_no_memory(array: ArrayLike, message: str) -> None:
+    with pytest.raises(UnsupportedValueError, match=f"model.weight: .*({message})"):
+        memory_of(array, "model.weight")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_refuses_quantised_tensors() -> None:
+    tensor = torch._empty_affine_quantized([2], scale=1.0, zero_point=0, dtype=torch.qint8)
+    with pytest.raises(UnsupportedValueError, match="int_repr"):
+        check_strided(tensor, "w")
+
+
+def test_refuses_to_write_where_elements_share_memory() -> None:
+    read_only = np.zeros(2)
+    read_only.flags.writeable = False
+    for array in (torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3), read_only):
+        memory_of(array, "t")
+        with pytest.raises(UnsupportedValueError, match=r"t: .*(same memory|read-only)"):
+            memory_of(array, "t", writable=True)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64", "int32", "bool"])
+def test_casting_memory_converts(stored: str) -> None:
+    wanted = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    values = wanted.to(getattr(torch, stored))
+    carried = all_of(memory_of(values, "v"), (2, 2))
+    for target in (torch.full((2, 3), 9, dtype=torch.bfloat16), np.full((2, 3), 9.0)):
+        memory = casting_memory_of(target, stored, "t")
+        assert memory.carrier == BY_NAME[stored].carrier
+        memory.copy_in(Box((0, 1), (2, 2)), carried)
+        assert target.tolist() == [[9, 0, 1], [9, 1, 0]]
+        back = np.empty((2, 2), memory.carrier)
+        memory.copy_out(Box((0, 1), (2, 2)), back)
+        assert back.tobytes() == carried.tobytes()
+
+
+def test_casting_rounds_as_torch_does() -> None:
+    values = torch.randn(100)
+    target = torch.zeros(100, dtype=torch.float8_e4m3fn)
+    casting_memory_of(target, "float32", "t").copy_in(Box.whole((100,)), values.numpy())
+    assert torch.equal(target.view(torch.uint8), values.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_alias_keys_tell_same_memory() -> None:
+    tensor = torch.zeros(4, 4)
+    assert alias_key(tensor) == alias_key(tensor.detach()) == alias_key(tensor.view(4, 4))
+    others = [tensor[1:], tensor.t(), tensor.view(torch.int32), tensor.clone(), tensor.view(16)]
+    assert len({alias_key(other) for other in [tensor, *others]}) == 6
+    assert alias_key(torch.zeros(0)) is None
+    assert alias_key(torch.empty(3, device="meta")) is None
