@@ -1,0 +1,145 @@
+"""A small Llama-style transformer over bytes, plain torch.
+
+Each block is attention and an MLP, each behind an RMSNorm and added to the residual stream.
+Attention has rotary positions and grouped queries: several query heads share one key-value head.
+The MLP is SwiGLU, `down(silu(gate(x)) * up(x))`.
+
+Nothing here knows of parallelism. Attention infers its number of heads from the width that its
+projections return, so the same code runs on the heads of one tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that torch users know
+from torch import Tensor, nn
+
+from remesh.demo.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square of the last dim, then scale."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def rotary_tables(head_dim: int, max_seq_len: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, each of shape (max_seq_len, head_dim / 2)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first half of each head against the second half by the angle of its position.
+
+    Args:
+        x: (batch, heads, seq, head_dim).
+        cos: (seq, head_dim / 2).
+        sin: (seq, head_dim / 2).
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions and grouped queries."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        cos, sin = rotary_tables(config.head_dim, config.max_seq_len, config.rope_base)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same shape."""
+        batch, seq, _ = x.shape
+        q, k, v = (
+            projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return projected
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same shape."""
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
+
+
+class Block(nn.Module):
+    """Attention and MLP with their norms and residual connections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Transformer(nn.Module):
+    """The whole model: tokens to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tied_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Draw all matrices from the default generator; what writes to the residual is smaller."""
+        residual_std = 0.02 / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=residual_std if writes_residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, seq) of token numbers to (batch, seq, vocab_size) of logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.output(self.norm(x))
+        return logits

@@ -1,0 +1,308 @@
+"""The demo from its beginning to its end: four runs, and what must be true of them.
+
+Nothing here knows how processes, checkpoints or drawings work. Whatever is not as it must be
+raises `DemoError`, except that losses differ: then the result says so, because the numbers are
+what one wants to see.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from rich.console import Console
+
+from remesh.checkpoint import Checkpoint
+from remesh.demo import launch, report
+from remesh.demo.config import Kill, Kind, Layout, RunSpec, Saves, TrainConfig
+from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
+from remesh.demo.result import (
+    TOLERANCE,
+    DemoResult,
+    HalfWritten,
+    KillResult,
+    RunResult,
+    StoredResult,
+    compare,
+)
+from remesh.errors import CheckpointNotFoundError
+
+MARKER = ".remesh-demo"
+RESULT_NAME = "result.json"
+PICTURE_NAME = "layout.html"
+LOGS_NAME = "logs"
+
+SAVE_EVERY = 10
+KILL = Kill(rank=2, step=30)
+
+
+class DemoError(RuntimeError):
+    """Something in the demo is not as it must be; the message says what and where to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A run that has ended: its plan, everything its ranks said in order, and its end."""
+
+    spec: RunSpec
+    messages: tuple[tuple[int, Message], ...]
+    end: launch.RunEnd
+
+
+def tell(out: Path, console: Console) -> DemoResult:
+    """Run the demo.
+
+    Args:
+        out: Directory for checkpoints, logs and the picture. What an earlier demo left there is
+            replaced.
+        console: Where to show the progress.
+
+    Returns:
+        What happened; it is also in `result.json` under `out`.
+
+    Raises:
+        DemoError: If `out` belongs to somebody else, or anything goes wrong except that losses
+            differ.
+    """
+    begin = time.monotonic()
+    out = out.absolute()
+    prepare_directory(out)
+    context = launch.prepare()
+    train = TrainConfig()
+    four, two = Layout(Kind.FSDP2, 4), Layout(Kind.FSDP2, 2)
+    split = Layout(Kind.TENSOR_PARALLEL, 2)
+    saves = Saves(out, SAVE_EVERY)
+
+    def play(spec: RunSpec) -> Told:
+        return _play(context, spec, out / LOGS_NAME, console)
+
+    reference = play(RunSpec(name="A", purpose="reference", layout=four, train=train))
+    _require_success(reference, out / LOGS_NAME)
+    killed = play(
+        RunSpec(name="B", purpose="killed", layout=four, train=train, saves=saves, kill=KILL)
+    )
+    _require_death(killed, out / LOGS_NAME)
+
+    half_written = examine_half_written(saves.path(KILL.step))
+    newest = newest_committed(out)
+    stored = examine_stored(newest, int(newest.name.removeprefix("step_")))
+    report.show_half_written(console, half_written, newest)
+    report.show_checkpoint(console, newest)
+
+    resumed = []
+    for name, layout in (("C", two), ("D", split)):
+        told = play(
+            RunSpec(name=name, purpose="resumed", layout=layout, train=train, resume_from=newest)
+        )
+        _require_success(told, out / LOGS_NAME)
+        resumed.append(told)
+
+    told_runs = (reference, killed, *resumed)
+    losses = losses_of(reference)
+    runs = tuple(summarise(told, losses) for told in told_runs)
+    picture = out / PICTURE_NAME
+    result = DemoResult(
+        passed=all(run.agrees for run in runs[1:]),
+        tolerance=TOLERANCE,
+        max_difference=max(run.max_difference for run in runs[2:]),
+        runs=runs,
+        half_written=half_written,
+        resumed_from=stored,
+        picture=picture,
+        seconds=time.monotonic() - begin,
+    )
+    picture.write_text(report.draw(result, [held_by_rank(told) for told in told_runs[1:]]))
+    (out / RESULT_NAME).write_text(result.to_json() + "\n")
+    return result
+
+
+def prepare_directory(out: Path) -> None:
+    """Make the output directory, or clear what an earlier demo left in it.
+
+    Raises:
+        DemoError: If it is a file, or holds something and was not made by the demo.
+    """
+    if out.exists() and not out.is_dir():
+        raise DemoError(f"{out} is a file; name a directory with --out")
+    marker = out / MARKER
+    if out.is_dir() and any(out.iterdir()) and not marker.exists():
+        raise DemoError(
+            f"{out} is not empty and was not made by the demo; name another directory with --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
+    for path in (*out.glob("step_*"), out / LOGS_NAME):
+        if path.is_dir():
+            shutil.rmtree(path)
+    for name in (RESULT_NAME, PICTURE_NAME):
+        (out / name).unlink(missing_ok=True)
+    (out / LOGS_NAME).mkdir()
+
+
+def _play(context: ForkServerContext, spec: RunSpec, logs: Path, console: Console) -> Told:
+    """Run one run, showing it."""
+    messages: list[tuple[int, Message]] = []
+    with report.following(console, spec) as show:
+
+        def hear(rank: int, message: Message) -> None:
+            messages.append((rank, message))
+            show(rank, message)
+
+        end = launch.run(context, spec, logs, hear)
+    return Told(spec, tuple(messages), end)
+
+
+# ---------------------------------------------------------------------------------------------
+# What must be true
+# ---------------------------------------------------------------------------------------------
+
+
+def _require_success(told: Told, logs: Path) -> None:
+    for rank, ended in enumerate(told.end.ranks):
+        if ended.exit_code != 0:
+            raise DemoError(_account_of(told, rank, logs))
+
+
+def _require_death(told: Told, logs: Path) -> None:
+    """The planned rank died by the planned signal, and no other rank got through."""
+    for rank, ended in enumerate(told.end.ranks):
+        if rank == KILL.rank and ended.exit_code != -signal.SIGKILL:
+            raise DemoError(f"rank {rank} should have been killed; {_account_of(told, rank, logs)}")
+        if rank != KILL.rank and ended.exit_code == 0:
+            raise DemoError(f"run B: rank {rank} did not notice that rank {KILL.rank} was killed")
+
+
+def _account_of(told: Told, rank: int, logs: Path) -> str:
+    errors = [
+        message.error
+        for sender, message in told.messages
+        if sender == rank and isinstance(message, Failed)
+    ]
+    ended = told.end.ranks[rank]
+    how = "had to be ended" if ended.by_launcher else f"ended with code {ended.exit_code}"
+    why = errors[0] if errors else "it gave no reason"
+    log = launch.log_path(logs, told.spec, rank)
+    return f"run {told.spec.name}: rank {rank} {how}: {why} (its output: {log})"
+
+
+def newest_committed(root: Path) -> Path:
+    """The newest directory under `root` that is a committed checkpoint.
+
+    Raises:
+        DemoError: If there is none.
+    """
+    for path in sorted(root.glob("step_*"), reverse=True):
+        try:
+            Checkpoint(path)
+        except CheckpointNotFoundError:
+            continue
+        return path
+    raise DemoError(f"{root}: there is no committed checkpoint")
+
+
+def examine_half_written(path: Path) -> HalfWritten:
+    """What the interrupted save left, and how it is refused.
+
+    Raises:
+        DemoError: If it opens as a checkpoint.
+    """
+    try:
+        Checkpoint(path)
+    except CheckpointNotFoundError as error:
+        sizes = _file_sizes(path)
+        return HalfWritten(
+            path=path,
+            num_files=len(sizes),
+            num_bytes=sum(sizes),
+            refusal=f"{type(error).__name__}: {error}",
+        )
+    raise DemoError(f"{path}: the save was interrupted, yet this opens as a checkpoint")
+
+
+def examine_stored(path: Path, step: int) -> StoredResult:
+    """Counts of a committed checkpoint."""
+    index = Checkpoint(path).index
+    return StoredResult(
+        path=path,
+        step=step,
+        num_tensors=len(index),
+        num_bytes=sum(index[name].num_bytes for name in index),
+        num_file_bytes=sum(_file_sizes(path)),
+    )
+
+
+def _file_sizes(path: Path) -> list[int]:
+    return [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+
+
+# ---------------------------------------------------------------------------------------------
+# From messages to results
+# ---------------------------------------------------------------------------------------------
+
+
+def losses_of(told: Told) -> dict[int, float]:
+    """Loss of each step, by the number of steps done with it; every rank says the same."""
+    return {
+        message.num_steps_done: message.loss
+        for rank, message in told.messages
+        if rank == 0 and isinstance(message, StepDone)
+    }
+
+
+def held_by_rank(told: Told) -> dict[int, Ready]:
+    """What each rank said when it was ready."""
+    return {rank: message for rank, message in told.messages if isinstance(message, Ready)}
+
+
+def summarise(told: Told, reference: dict[int, float]) -> RunResult:
+    """A run in numbers, its losses compared to those of the reference."""
+    losses = losses_of(told)
+    ready = held_by_rank(told)
+    num_compared, max_difference = compare(losses, reference)
+    load_times = [r.load_seconds for r in ready.values() if r.load_seconds is not None]
+    first_step = ready[0].num_steps_done
+    return RunResult(
+        name=told.spec.name,
+        purpose=told.spec.purpose,
+        layout=str(told.spec.layout),
+        num_ranks=told.spec.layout.num_ranks,
+        first_step=first_step,
+        last_step=max(losses, default=first_step),
+        losses=losses,
+        commits=tuple(
+            message.num_steps_done
+            for rank, message in told.messages
+            if rank == 0 and isinstance(message, SaveDone)
+        ),
+        kill=_kill_result(told),
+        num_compared=num_compared,
+        max_difference=max_difference,
+        load_seconds=max(load_times, default=None),
+        seconds=told.end.seconds,
+    )
+
+
+def _kill_result(told: Told) -> KillResult | None:
+    deaths = [(rank, m) for rank, m in told.messages if isinstance(m, AboutToDie)]
+    if not deaths:
+        return None
+    victim, death = deaths[0]
+    others = [ended for rank, ended in enumerate(told.end.ranks) if rank != victim]
+    return KillResult(
+        rank=victim,
+        step=death.num_steps_done,
+        point=death.point,
+        exit_code=told.end.ranks[victim].exit_code,
+        num_noticed=sum(not ended.by_launcher for ended in others),
+        num_ended_by_launcher=sum(ended.by_launcher for ended in others),
+        errors=tuple(_errors(told.messages)),
+    )
+
+
+def _errors(messages: Sequence[tuple[int, Message]]) -> list[str]:
+    return [f"rank {rank}: {m.error}" for rank, m in messages if isinstance(m, Failed)]
