@@ -5,8 +5,9 @@ Everything else that is accepted is a two-key map `{"$": kind, "v": payload}`; a
 mistaken for such a map is itself written as `{"$": "dict", "v": [[key, value], ...]}`.
 
 Decoding never imports a module and never calls a constructor that the file names. An enum member
-is looked up in modules that the program has imported already; torch values need torch. What cannot
-be resolved comes back as an `UnresolvedValue`, so that a checkpoint can always be inspected.
+is looked up in modules that the program has imported already, and torch's own values need a
+program that has imported torch. What cannot be resolved comes back as an `UnresolvedValue`, so
+that a checkpoint can always be inspected.
 """
 
 from __future__ import annotations
@@ -262,9 +263,8 @@ def _decode_namedtuple(payload: tuple[str, list[object]]) -> object:
 
 
 def _decode_torch(kind: str, payload: object) -> object:
-    try:
-        import torch
-    except ImportError:
+    torch = sys.modules.get("torch")
+    if torch is None:
         return UnresolvedValue(kind, kind, payload)
     if kind == "torch.device":
         return torch.device(str(payload))

@@ -89,6 +89,11 @@ class Checkpoint:
         return {name: self._stored.value(name) for name in self._stored.document.values}
 
     @property
+    def lists(self) -> dict[str, list[str]]:
+        """Lists of names of which ranks knew parts (an optimizer's parameters), by stored name."""
+        return dict(self._stored.document.lists)
+
+    @property
     def objects(self) -> dict[str, object]:
         """The elements of sharded objects by unique name."""
         return {

@@ -42,5 +42,10 @@ def run_workers(
         take_tasks()
         return
     with ThreadPoolExecutor(num_threads, "remesh") as pool:
-        for done in [pool.submit(take_tasks) for _ in range(num_threads)]:
-            done.result()
+        try:
+            for done in [pool.submit(take_tasks) for _ in range(num_threads)]:
+                done.result()
+        except BaseException:
+            # Ctrl-C arrives here and not in the threads, which would go on to the last task.
+            failed.set()
+            raise
