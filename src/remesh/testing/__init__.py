@@ -8,6 +8,8 @@
   it needs pytest, so it is not imported here.
 """
 
+from remesh.testing.faults import FaultInjector, InjectedError
+from remesh.testing.faulty_storage import Fail, FaultyStorage, FlipBit, Slow, Truncate
 from remesh.testing.outcomes import (
     Died,
     Outcome,
@@ -22,11 +24,18 @@ from remesh.testing.ranks import run_ranks, run_ranks_outcomes
 
 __all__ = [
     "Died",
+    "Fail",
+    "FaultInjector",
+    "FaultyStorage",
+    "FlipBit",
+    "InjectedError",
     "Outcome",
     "Raised",
     "RankDiedError",
     "Returned",
+    "Slow",
     "TimedOut",
+    "Truncate",
     "returned_values",
     "run_processes",
     "run_processes_outcomes",

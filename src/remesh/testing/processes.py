@@ -31,6 +31,9 @@ from remesh.testing.outcomes import Died, Outcome, Raised, Returned, TimedOut, r
 
 T = TypeVar("T")
 
+_PRELOAD = ("torch.distributed", "remesh.exchange.torch_group", "pytest", __name__)
+"""What each process would import anyhow; pytest since it is the main module of a test run."""
+
 _GRACE = 10.0
 """Seconds that ranks have to end on their own after one of them has failed."""
 
@@ -87,7 +90,7 @@ def _run(
     grace: float,
 ) -> list[Outcome[T]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", __name__])
+    context.set_forkserver_preload(list(_PRELOAD))
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="remesh-ranks-") as directory:

@@ -1,0 +1,256 @@
+"""A storage that fails, corrupts, truncates or drags on order.
+
+`FaultyStorage` passes every call on to another storage, after looking at its faults. A fault
+names the operations and, by a pattern, the paths that it is about. Operations are named like the
+methods of `Storage` and `Writer`: `list`, `size`, `read`, `read_into`, `put`, `create`, `write`,
+`finish`, `abort`, `delete`, `sync`, `space`; those without a path match every pattern.
+
+Nothing is random: `Fail` counts the calls that match it, and corruption is bound to a position in
+the file, so it is the same whatever ranges the file is written or read in.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from remesh.errors import NoSpaceError, StorageError
+from remesh.storage import Buffer, FileSystemSpace, Storage, Writer
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Matching calls raise.
+
+    Attributes:
+        operation: Name of the operation.
+        path: Pattern of paths, as in a shell.
+        number: What the system says: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any
+            other number (usually `errno.EIO`) a `StorageError`.
+        skip: How many matching calls go well first.
+        times: How many fail after that; None for all.
+    """
+
+    operation: str
+    path: str = "*"
+    number: int = errno.EIO
+    skip: int = 0
+    times: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBit:
+    """One bit of each matching file is wrong.
+
+    Attributes:
+        path: Pattern of paths.
+        position: Byte of the file.
+        bit: Bit of the byte, 0 the lowest.
+        when: `"written"`: the wrong bit is stored. `"read"`: it is stored right and read wrong.
+    """
+
+    path: str
+    position: int
+    bit: int = 0
+    when: Literal["written", "read"] = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """To readers, each matching file seems to end early.
+
+    Attributes:
+        path: Pattern of paths.
+        num_bytes: Where it ends.
+    """
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Matching calls take their time.
+
+    Attributes:
+        operation: Name of the operation.
+        seconds: How long they wait first.
+        path: Pattern of paths.
+    """
+
+    operation: str
+    seconds: float
+    path: str = "*"
+
+
+StorageFault: TypeAlias = Fail | FlipBit | Truncate | Slow
+
+
+class FaultyStorage:
+    """A storage with faults, over one without.
+
+    Args:
+        inner: The storage that does the work.
+        faults: What goes wrong.
+        sleep: Waits, for `Slow`.
+
+    Attributes:
+        calls: Operation and path ("" where there is none) of each call, in order.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        faults: Sequence[StorageFault],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._inner = inner
+        self._faults = tuple(faults)
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._num_matches = dict.fromkeys((f for f in faults if isinstance(f, Fail)), 0)
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._inner.url
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`."""
+        self.meet("list")
+        return self._inner.list(prefix)
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        self.meet("size", path)
+        return min(self._inner.size(path), self._end(path))
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        self.meet("read", path)
+        end = self._end(path)
+        data = self._inner.read(path, min(start, end), end if stop is None else min(stop, end))
+        return self.flip(path, start, data, when="read")
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        self.meet("read_into", path)
+        room = buffer[: max(self._end(path) - start, 0)]
+        num_bytes = self._inner.read_into(path, start, room)
+        flipped = self.flip(path, start, room[:num_bytes].tobytes(), when="read")
+        room[:num_bytes] = np.frombuffer(flipped, np.uint8)
+        return num_bytes
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        self.meet("put", path)
+        self._inner.put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
+
+    def create(self, path: str, num_bytes: int) -> FaultyWriter:
+        """See `Storage.create`."""
+        self.meet("create", path)
+        return FaultyWriter(self, path, self._inner.create(path, num_bytes))
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`."""
+        self.meet("delete", path)
+        self._inner.delete(path)
+
+    def sync(self) -> None:
+        """See `Storage.sync`."""
+        self.meet("sync")
+        self._inner.sync()
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`."""
+        self.meet("space")
+        return self._inner.space()
+
+    def meet(self, operation: str, path: str = "") -> None:
+        """Note a call, and let the faults that it matches happen.
+
+        Raises:
+            NoSpaceError: If a `Fail` says so.
+            StorageError: Likewise.
+        """
+        self.calls.append((operation, path))
+        for fault in self._faults:
+            if not isinstance(fault, Fail | Slow) or fault.operation != operation:
+                continue
+            if path and not fnmatchcase(path, fault.path):
+                continue
+            if isinstance(fault, Slow):
+                self._sleep(fault.seconds)
+            elif self._is_due(fault):
+                kind = NoSpaceError if fault.number in _NO_ROOM else StorageError
+                raise kind(f"injected: cannot {operation} {path}: {os.strerror(fault.number)}")
+
+    def flip(
+        self, path: str, start: int, data: bytes, *, when: Literal["written", "read"]
+    ) -> bytes:
+        """The bytes of a range of a file, with the wrong bits in it."""
+        for fault in self._faults:
+            if (
+                isinstance(fault, FlipBit)
+                and fault.when == when
+                and fnmatchcase(path, fault.path)
+                and 0 <= fault.position - start < len(data)
+            ):
+                wrong = bytearray(data)
+                wrong[fault.position - start] ^= 1 << fault.bit
+                data = bytes(wrong)
+        return data
+
+    def _is_due(self, fault: Fail) -> bool:
+        with self._lock:
+            number = self._num_matches[fault]
+            self._num_matches[fault] += 1
+        return number >= fault.skip and (fault.times is None or number < fault.skip + fault.times)
+
+    def _end(self, path: str) -> int:
+        """Where a file seems to end at the latest."""
+        ends = [
+            fault.num_bytes
+            for fault in self._faults
+            if isinstance(fault, Truncate) and fnmatchcase(path, fault.path)
+        ]
+        return min(ends, default=_NEVER)
+
+
+class FaultyWriter:
+    """A file of a `FaultyStorage` that is being written."""
+
+    def __init__(self, storage: FaultyStorage, path: str, inner: Writer) -> None:
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+
+    def write(self, position: int, data: Buffer) -> None:
+        """See `Writer.write`."""
+        self._storage.meet("write", self._path)
+        right = data.tobytes()
+        wrong = self._storage.flip(self._path, position, right, when="written")
+        self._inner.write(position, data if wrong == right else np.frombuffer(wrong, np.uint8))
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        self._storage.meet("finish", self._path)
+        self._inner.finish()
+
+    def abort(self) -> None:
+        """See `Writer.abort`."""
+        self._storage.meet("abort", self._path)
+        self._inner.abort()
