@@ -1,0 +1,51 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Both install what they need
+# into .venv, in the versions that constraints.txt names.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test test-slow test-all check format types layers docs bench clean
+
+help:  ## Show this help
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[torch]'
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.ready-demo
+
+demo: $(VENV)/.ready-demo  ## Train, kill a rank in the middle of a save, resume in other layouts
+	$(BIN)/remesh demo
+
+test: $(VENV)/.ready-dev  ## Run the tests (those marked slow excepted)
+	$(BIN)/pytest
+
+test-slow: $(VENV)/.ready-dev  ## Run the tests marked slow
+	$(BIN)/pytest -m slow
+
+test-all: test test-slow  ## Run all tests
+
+check: $(VENV)/.ready-dev  ## Style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.ready-dev  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready-dev  ## Measure against torch.distributed.checkpoint and the disk
+	$(BIN)/python -m benchmarks.save_load
+	$(BIN)/python -m benchmarks.planning
+
+clean:  ## Remove what the commands above made
+	rm -rf $(VENV) demo-output bench-output build dist .mypy_cache .pytest_cache .ruff_cache
