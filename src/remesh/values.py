@@ -4,10 +4,10 @@ None, bool, 64-bit int, float, str, bytes, lists and dicts with string keys are 
 Everything else that is accepted is a two-key map `{"$": kind, "v": payload}`; a dict that could be
 mistaken for such a map is itself written as `{"$": "dict", "v": [[key, value], ...]}`.
 
-Decoding never imports a module and never calls a constructor that the file names. An enum member
-is looked up in modules that the program has imported already, and torch's own values need a
-program that has imported torch. What cannot be resolved comes back as an `UnresolvedValue`, so
-that a checkpoint can always be inspected.
+Decoding never imports a module and never calls what the file names. An enum member or the type of
+a namedtuple is looked up in modules that the program has imported already, and torch's own values
+need a program that has imported torch. What cannot be resolved comes back as an `UnresolvedValue`,
+so that a checkpoint can always be inspected.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import datetime as dt
 import enum
 import pathlib
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ import numpy as np
 from remesh.errors import CorruptCheckpointError, UnsupportedValueError
 
 _INT64 = range(-(2**63), 2**63)
+_NUMPY_SCALAR = re.compile(r"[<>|=][biufcSU][0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class UnresolvedValue:
 def is_plain(value: object) -> bool:
     """Whether `encode` accepts the value."""
     try:
-        _encode(value, "")
+        encode(value)
     except UnsupportedValueError:
         return False
     return True
@@ -63,7 +65,16 @@ def encode(value: object, where: str = "value") -> bytes:
     Raises:
         UnsupportedValueError: If the value, or one inside it, has no safe encoding.
     """
-    return msgspec.msgpack.encode(_encode(value, where))
+    try:
+        return msgspec.msgpack.encode(_encode(value, where))
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(
+            f"{where}: the text {error.object!r} is not valid Unicode; store it as bytes"
+        ) from error
+    except RecursionError as error:
+        raise UnsupportedValueError(
+            f"{where}: a value of type {_type_name(value)} is nested too deeply or holds itself"
+        ) from error
 
 
 def decode(data: bytes) -> object:
@@ -74,8 +85,21 @@ def decode(data: bytes) -> object:
     """
     try:
         return _decode(msgspec.msgpack.decode(data))
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"a stored value cannot be decoded: {error}") from error
+    except _MALFORMED as error:
+        raise CorruptCheckpointError(f"a stored value cannot be decoded: {error!r}") from error
+
+
+# What Python, numpy and torch raise for a payload of the wrong type or content; nesting without
+# end is a RuntimeError too.
+_MALFORMED = (
+    msgspec.MsgspecError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 def _tagged(kind: str, payload: object) -> dict[str, object]:
@@ -92,10 +116,11 @@ def _encode(value: object, where: str) -> object:
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value, where)
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
         return _tagged("enum", [_type_name(value), value.name])
     if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
-        return _tagged("numpy", [value.dtype.str, value.tobytes()])
+        # The empty numpy string has no size, but gives bytes all the same.
+        return _tagged("numpy", [value.dtype.str, value.tobytes()[: value.dtype.itemsize]])
     if isinstance(value, pathlib.PurePath):
         return _tagged("path", str(value))
     if type(value).__module__ == "torch" and type(value).__name__ in _TORCH_KINDS:
@@ -114,12 +139,12 @@ def _encode(value: object, where: str) -> object:
 
 def _encode_int(value: object, _where: str) -> object:
     assert isinstance(value, int)
-    return value if value in _INT64 else _tagged("int", str(value))
+    return value if value in _INT64 else _tagged("int", hex(value))
 
 
 def _encode_mapping(value: object, where: str) -> object:
     assert isinstance(value, Mapping)
-    if all(isinstance(key, str) for key in value) and "$" not in value:
+    if all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [
         [_encode(key, f"{where}, key {key!r}"), _encode(item, f"{where}.{key}")]
@@ -211,16 +236,18 @@ def _decode(node: object) -> object:
     if isinstance(node, list):
         return [_decode(item) for item in node]
     if not isinstance(node, dict):
-        return node
+        if node is None or isinstance(node, bool | int | float | str | bytes):
+            return node
+        raise ValueError(f"msgpack type {type(node).__name__} is not used")
     if "$" not in node:
         return {key: _decode(item) for key, item in node.items()}
     kind, payload = node["$"], node["v"]
+    if not isinstance(kind, str):
+        raise TypeError(f"kind {kind!r}")
     if kind.startswith("torch."):
         return _decode_torch(kind, payload)
     decoder = _DECODERS.get(kind)
-    if decoder is None:
-        return UnresolvedValue(kind, kind, payload)
-    return decoder(payload)
+    return UnresolvedValue(kind, kind, payload) if decoder is None else decoder(payload)
 
 
 def _decode_dict(payload: list[list[object]]) -> object:
@@ -228,8 +255,13 @@ def _decode_dict(payload: list[list[object]]) -> object:
 
 
 def _decode_numpy(payload: tuple[str, bytes]) -> object:
-    dtype, data = payload
-    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+    text, data = payload
+    if _NUMPY_SCALAR.fullmatch(text) is None:
+        raise ValueError(f"numpy type {text!r}")
+    dtype = np.dtype(text)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for numpy type {text!r}")
+    return np.frombuffer(data, dtype=dtype)[0] if data else dtype.type()
 
 
 def _known_type(name: str) -> object:
@@ -239,7 +271,8 @@ def _known_type(name: str) -> object:
         found: object = sys.modules.get(".".join(parts[:cut]))
         if found is not None:
             for attribute in parts[cut:]:
-                found = getattr(found, attribute, None)
+                # Not getattr: asked for an attribute, a module may import others.
+                found = getattr(found, "__dict__", {}).get(attribute)
             return found
     return None
 
@@ -248,7 +281,7 @@ def _decode_enum(payload: tuple[str, str]) -> object:
     type_name, member = payload
     found = _known_type(type_name)
     if isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__:
-        return found[member]
+        return found.__members__[member]
     return UnresolvedValue("enum", type_name, member)
 
 
@@ -266,18 +299,24 @@ def _decode_torch(kind: str, payload: object) -> object:
     torch = sys.modules.get("torch")
     if torch is None:
         return UnresolvedValue(kind, kind, payload)
-    if kind == "torch.device":
-        return torch.device(str(payload))
     if kind == "torch.Size":
-        assert isinstance(payload, list)
+        if not isinstance(payload, list):
+            raise TypeError(f"torch.Size of {payload!r}")
         return torch.Size(payload)
-    found = getattr(torch, str(payload).removeprefix("torch."), None)
-    return UnresolvedValue(kind, kind, payload) if found is None else found
+    if not isinstance(payload, str):
+        raise TypeError(f"{kind} {payload!r}")
+    if kind == "torch.device":
+        return torch.device(payload)
+    found = vars(torch).get(payload.removeprefix("torch."))
+    is_constant = kind in _TORCH_CONSTANTS and type(found).__name__ == kind.removeprefix("torch.")
+    return found if is_constant else UnresolvedValue(kind, kind, payload)
 
+
+_TORCH_CONSTANTS = ("torch.dtype", "torch.layout", "torch.memory_format")
 
 _DECODERS: dict[str, Callable[..., object]] = {
     "dict": _decode_dict,
-    "int": int,
+    "int": lambda payload: int(payload, 16),
     "tuple": lambda payload: tuple(_decode(item) for item in payload),
     "set": lambda payload: {_decode(item) for item in payload},
     "frozenset": lambda payload: frozenset(_decode(item) for item in payload),
@@ -290,12 +329,14 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "numpy": _decode_numpy,
     "enum": _decode_enum,
     "namedtuple": _decode_namedtuple,
-    "argparse.Namespace": lambda payload: argparse.Namespace(**_attributes(payload)),
-    "types.SimpleNamespace": lambda payload: types.SimpleNamespace(**_attributes(payload)),
+    "argparse.Namespace": lambda payload: _with_attributes(argparse.Namespace(), payload),
+    "types.SimpleNamespace": lambda payload: _with_attributes(types.SimpleNamespace(), payload),
 }
 
 
-def _attributes(payload: object) -> dict[str, object]:
-    decoded = _decode(payload)
-    assert isinstance(decoded, dict)
-    return decoded
+def _with_attributes(namespace: object, payload: object) -> object:
+    attributes = _decode(payload)
+    if not isinstance(attributes, dict):
+        raise TypeError(f"attributes {attributes!r}")
+    vars(namespace).update(attributes)
+    return namespace
