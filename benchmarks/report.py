@@ -27,5 +27,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def write_json(name: str, result: object, folder: Path = Path("bench-output")) -> None:
     folder.mkdir(exist_ok=True)
-    document = {"machine": platform.machine(), "python": platform.python_version(), "result": result}
+    document = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "result": result,
+    }
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -56,12 +56,19 @@ class HostMemory:
         self.array[box.slices] = values
 
 
-def memory_of_numpy(array: npt.NDArray[Any], where: str) -> HostMemory:
+def memory_of_numpy(
+    array: npt.NDArray[Any], where: str, *, writable: bool = False
+) -> HostMemory:
     """The memory of a numpy array.
+
+    Args:
+        array: Where the elements are; not copied.
+        where: The name of the array in the state, for the error message.
+        writable: Whether it is going to be written to.
 
     Raises:
         UnsupportedValueError: If its element type is not stored, or not in this machine's byte
-            order; the message has `where`.
+            order, or it is to be written and cannot be, element by element.
     """
     dtype = BY_NAME.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
@@ -69,4 +76,15 @@ def memory_of_numpy(array: npt.NDArray[Any], where: str) -> HostMemory:
             f"{where}: numpy elements of type {array.dtype} cannot be stored; convert them with "
             "astype()"
         )
-    return HostMemory(array)
+    if writable and not array.flags.writeable:
+        raise UnsupportedValueError(
+            f"{where}: this array is read-only, so nothing can be loaded into it; put a copy() "
+            "into the state"
+        )
+    repeats = any(n > 1 and s == 0 for n, s in zip(array.shape, array.strides, strict=True))
+    if writable and array.size and repeats:
+        raise UnsupportedValueError(
+            f"{where}: several elements of this broadcast array are the same memory, so they "
+            "cannot be loaded one by one; put a copy() into the state"
+        )
+    return HostMemory(array.view(dtype.carrier))

@@ -27,8 +27,8 @@ from remesh.checkpoint.local import (
     casting_memory_of,
     describe_local,
     exchange_of,
+    memory_of,
     split_aliases,
-    writable_memory_of,
 )
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, read_box
@@ -298,7 +298,7 @@ class _Target:
 
     def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
         if stored_dtype == entry.dtype:
-            return writable_memory_of(data, entry.name)
+            return memory_of(data, entry.name, writable=True)
         return casting_memory_of(data, stored_dtype, entry.name)
 
     def _asked_bits(self) -> bytes:

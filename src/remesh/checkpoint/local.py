@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from remesh.errors import StateError, UnsupportedValueError
+from remesh.errors import StateError
 from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
@@ -53,28 +53,18 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
     return describe(state, describe_leaf, stored)
 
 
-def memory_of(array: ArrayLike, where: str) -> Memory:
+def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
     """The memory of an array or tensor.
 
     Raises:
-        UnsupportedValueError: If it is of a kind that cannot be copied; the message has `where`.
+        UnsupportedValueError: If it is of a kind that cannot be copied, or filled if it is to be
+            `writable`; the message has `where`.
     """
     if isinstance(array, np.ndarray):
-        return memory_of_numpy(array, where)
+        return memory_of_numpy(array, where, writable=writable)
     from remesh import adapters
 
-    return adapters.memory_of(array, where)
-
-
-def writable_memory_of(array: ArrayLike, where: str) -> Memory:
-    """Like `memory_of`, for an array that is to be filled.
-
-    Raises:
-        UnsupportedValueError: Also if it is read-only.
-    """
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise UnsupportedValueError(f"{where}: the numpy array is read-only; pass a copy of it")
-    return memory_of(array, where)
+    return adapters.memory_of(array, where, writable=writable)
 
 
 def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:

@@ -239,8 +239,8 @@ class _Saving:
         assert self.coordination is not None
         done = self.coordination
         parts = [msgspec.msgpack.decode(reply, type=native.Part) for reply in replies]
-        self.emit("save.parts_gathered")
         try:
+            self.emit("save.parts_gathered")
             record = self._write_small_files(done, parts)
             self.storage.sync()
             self.emit("save.before_commit")

@@ -1,0 +1,158 @@
+"""The commit protocol: whatever fails wherever, a reader sees the old state or the new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.errors import RankFailedError, RemeshError
+from remesh.events import SAVE_POINTS, Event
+from remesh.exchange import Exchange
+from remesh.geometry import Box
+from remesh.storage import LocalStorage, MemoryStorage, Storage
+from remesh.testing import (
+    Died,
+    FaultInjector,
+    InjectedError,
+    Raised,
+    Returned,
+    run_processes_outcomes,
+    run_ranks,
+    run_ranks_outcomes,
+)
+
+WORLD_SIZE = 3
+RANK_0_POINTS = SAVE_POINTS[
+    SAVE_POINTS.index("save.parts_gathered") : SAVE_POINTS.index("save.committed") + 1
+]
+CASES = [
+    (rank, point)
+    for rank in (0, 2)
+    for point in SAVE_POINTS
+    if point != "save.done" and (rank == 0 or point not in (*RANK_0_POINTS, "save.planned"))
+]
+
+
+def state_of(rank: int, value: float) -> dict[str, object]:
+    """A third of a tensor, of which every element is `value`, and a plain value."""
+    part = np.full((2, 5), value, dtype=np.float32)
+    tensor = remesh.ShardedTensor.at_offset("w", part, (2 * WORLD_SIZE, 5), (2 * rank, 0))
+    return {"w": tensor, "step": value}
+
+
+def save_value(
+    exchange: Exchange, place: Storage | Path, value: float, faults: FaultInjector
+) -> None:
+    state = state_of(exchange.rank, value)
+    remesh.save(state, place, overwrite=True, group=exchange, on_event=faults)
+
+
+def stored_value(place: Storage | Path) -> float:
+    """The one value of a checkpoint; fails if it is a mixture or damaged."""
+    checkpoint = remesh.Checkpoint(place)
+    array = checkpoint.read_array("w")
+    assert array.shape == (2 * WORLD_SIZE, 5)
+    assert checkpoint.verify().ok
+    value = checkpoint.values["step"]
+    assert isinstance(value, float)
+    assert (array == value).all()
+    return value
+
+
+@pytest.mark.parametrize(("rank", "point"), CASES)
+def test_an_error_anywhere_reaches_all_ranks_and_keeps_the_old_checkpoint(
+    rank: int, point: str
+) -> None:
+    storage = MemoryStorage()
+    run_ranks(WORLD_SIZE, save_value, storage, 1.0, FaultInjector())
+    files_before = storage.list()
+    faults = FaultInjector().fail_at(rank, point)
+    outcomes = run_ranks_outcomes(WORLD_SIZE, save_value, storage, 2.0, faults)
+    for number, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Raised), (number, outcome)
+        if number == rank:
+            assert isinstance(outcome.error, InjectedError)
+        else:
+            assert isinstance(outcome.error, RankFailedError)
+            assert outcome.error.rank == rank
+            assert f"injected at {point}" in str(outcome.error)
+    if point == "save.committed":
+        assert stored_value(storage) == 2.0
+    else:
+        assert stored_value(storage) == 1.0
+        assert storage.list() == files_before
+    run_ranks(WORLD_SIZE, save_value, storage, 3.0, FaultInjector())
+    assert stored_value(storage) == 3.0
+
+
+@pytest.mark.parametrize(("rank", "point"), CASES)
+@pytest.mark.slow
+def test_a_rank_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
+    rank: int, point: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    run_ranks(WORLD_SIZE, save_value, path, 1.0, FaultInjector())
+    faults = FaultInjector().kill_at(rank, point)
+    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults, timeout=60)
+    assert isinstance(outcomes[rank], Died)
+    for number, outcome in enumerate(outcomes):
+        if number != rank:
+            assert isinstance(outcome, Raised), (number, outcome)
+            assert isinstance(outcome.error, RemeshError)
+    assert stored_value(path) == (2.0 if point == "save.committed" else 1.0)
+    run_ranks(WORLD_SIZE, save_value, path, 3.0, FaultInjector())
+    assert stored_value(path) == 3.0
+
+
+def test_a_killed_first_save_does_not_exist_for_any_reader(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    faults = FaultInjector().kill_at(1, "save.chunk_written")
+    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults, timeout=60)
+    assert [type(outcome) for outcome in outcomes] == [Raised, Died, Raised]
+    assert list(path.rglob("*.safetensors"))
+    with pytest.raises(remesh.CheckpointNotFoundError, match="not finished"):
+        remesh.Checkpoint(path)
+    with pytest.raises(remesh.CheckpointNotFoundError, match="not finished"):
+        remesh.load(state_of(0, 0.0), path)
+
+
+def test_of_two_concurrent_saves_one_wins() -> None:
+    storage = MemoryStorage()
+
+    def race(exchange: Exchange) -> None:
+        value = float(exchange.rank)
+        part = np.full((2, 5), value, dtype=np.float32)
+
+        def wait_for_the_other(event: Event) -> None:
+            # Both jobs, of one rank each, have looked for a checkpoint before either commits.
+            if event.point == "save.before_commit":
+                exchange.all_gather(b"")
+
+        remesh.save({"w": part, "step": value}, storage, on_event=wait_for_the_other)
+
+    outcomes = run_ranks_outcomes(2, race)
+    winners = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, Returned)]
+    assert len(winners) == 1
+    loser = outcomes[1 - winners[0]]
+    assert isinstance(loser, Raised)
+    assert isinstance(loser.error, remesh.CheckpointExistsError)
+    assert remesh.Checkpoint(storage).values["step"] == winners[0]
+    assert remesh.Checkpoint(storage).verify().ok
+
+
+def test_overwriting_removes_the_replaced_files(tmp_path: Path) -> None:
+    remesh.save({"a": np.zeros(3)}, tmp_path)
+    first = set(tmp_path.rglob("*.safetensors"))
+    remesh.save({"a": np.ones(3)}, tmp_path, overwrite=True)
+    assert not first & set(tmp_path.rglob("*.safetensors"))
+    assert remesh.Checkpoint(tmp_path).read_array("a", Box((0,), (3,))).tolist() == [1, 1, 1]
+
+
+def test_a_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    remesh.save({"a": 1}, tmp_path)
+    with pytest.raises(remesh.CheckpointExistsError, match="overwrite=True"):
+        remesh.save({"a": 2}, tmp_path)
+    assert remesh.Checkpoint(LocalStorage(tmp_path)).values == {"a": 1}
