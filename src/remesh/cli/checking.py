@@ -1,0 +1,109 @@
+"""Checking a checkpoint completely, and saying what is wrong whatever is wrong.
+
+A sound record and index let every block of every file be compared. If the index or the values are
+damaged themselves, the checkpoint cannot be opened; then those files and the sizes of all others
+are checked by the record, and if even that is damaged, only it is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from remesh.cli import output, places
+from remesh.cli.places import Finding
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RemeshError,
+)
+from remesh.formats import native
+from remesh.integrity import Damage, hex_digest
+from remesh.storage import Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What checking found at a path.
+
+    Attributes:
+        path: What the user called it.
+        status: `sound`; `damaged`; `absent`, if there is no checkpoint; or `unreadable`, because
+            the storage refused or a newer remesh wrote it.
+        num_files: Data files of a checkpoint that could be opened.
+        num_bytes: Their bytes.
+        damages: Everything that is not as it was written, by file and byte.
+        error: Why it could not be opened or fully checked; empty if it was.
+    """
+
+    path: str
+    status: Literal["sound", "damaged", "absent", "unreadable"]
+    num_files: int = 0
+    num_bytes: int = 0
+    damages: tuple[Finding, ...] = ()
+    error: str = ""
+
+
+def check(path: str) -> Verdict:
+    """Read everything at a path; errors of remesh become part of the verdict."""
+    try:
+        return _check(path)
+    except CheckpointNotFoundError as error:
+        return Verdict(path, "absent", error=str(error))
+    except RemeshError as error:
+        return Verdict(path, "unreadable", error=str(error))
+
+
+def _check(path: str) -> Verdict:
+    storage = open_storage(path)
+    try:
+        checkpoint = places.open_checkpoint(path)
+        num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
+        with output.progress(path, num_bytes) as on_read:
+            report = checkpoint.verify(on_read)
+    except CorruptCheckpointError as error:
+        return Verdict(path, "damaged", damages=tuple(_check_files(storage)), error=str(error))
+    # Sizes once more, by the record: they tell a short file from one with other bytes.
+    findings = places.check_sizes(storage, checkpoint.record)
+    damages = tuple(merge(report.damages, findings))
+    status: Literal["sound", "damaged"] = "damaged" if damages else "sound"
+    return Verdict(path, status, report.num_files, report.num_bytes, damages)
+
+
+def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
+    """Unite damage, adjacent blocks of a file into one.
+
+    Args:
+        damages: What reading found, sorted by file and byte.
+        findings: Files that are missing or have another size.
+    """
+    problems = {finding.file: finding for finding in findings}
+    merged: list[Finding] = []
+    for damage in damages:
+        known = problems.get(damage.path)
+        start, stop = sorted((damage.start, damage.stop))
+        if known is not None and (known.start, known.stop) == (start, stop):
+            merged.append(replace(known, tensors=damage.tensors))
+            continue
+        last = merged[-1] if merged else None
+        if last is not None and (last.file, last.stop) == (damage.path, start):
+            names = tuple(dict.fromkeys((*last.tensors, *damage.tensors)))
+            merged[-1] = Finding(last.file, "content", last.start, stop, names)
+        else:
+            merged.append(Finding(damage.path, "content", start, stop, damage.tensors))
+    return merged
+
+
+def _check_files(storage: Storage) -> list[Finding]:
+    """What can be said of a checkpoint that cannot be opened."""
+    try:
+        record = native.read_record(storage)
+    except CorruptCheckpointError:
+        return [Finding(native.RECORD_NAME, "content", 0, storage.size(native.RECORD_NAME))]
+    findings = places.check_sizes(storage, record)
+    wrong = {finding.file for finding in findings}
+    for file in (record.index, record.values):
+        if file.path not in wrong and hex_digest(storage.read(file.path)) != file.digest:
+            findings.append(Finding(file.path, "content", 0, file.num_bytes))
+    return findings

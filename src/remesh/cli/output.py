@@ -1,0 +1,259 @@
+"""What all commands share: how they print, and the codes with which they end.
+
+Results go to stdout, progress and errors to stderr. A table puts its names in the last column, as
+`ls -l` does, so a name of any length is never cut, and a long one breaks no other column. Text that
+comes out of a checkpoint is printed with its control characters escaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pprint
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import click
+import numpy as np
+from rich.console import Console
+
+from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, RemeshError
+from remesh.values import UnresolvedValue
+
+EXIT_DAMAGED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a process that Ctrl-C ended."""
+EXIT_PIPE = 141
+"""What a shell reports for a process whose reader went away."""
+
+
+def exit_code_of(error: RemeshError) -> int:
+    """The exit code that an error means."""
+    if isinstance(error, CorruptCheckpointError | CoverageError | MismatchError):
+        return EXIT_DAMAGED
+    return EXIT_USAGE
+
+
+def print_error(message: str) -> None:
+    """One line on stderr."""
+    line = printable(" ".join(message.splitlines()))
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {line}", err=True)
+
+
+def example(*lines: str) -> str:
+    """The end of a command's help: commands to try, which click must not join into a paragraph."""
+    return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
+
+
+# ---------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Text with control characters escaped, since a checkpoint may come from anybody."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size in decimal units, as disks and networks are sold: `33.6 MB`."""
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    size, unit = float(num_bytes), "B"
+    for unit in ("kB", "MB", "GB", "TB", "PB"):  # noqa: B007 - read after the loop
+        size /= 1000
+        # 999.96 would be printed as 1000.0, so it belongs to the next unit.
+        if size < 999.95:
+            break
+    return f"{size:.1f} {unit}"
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """A shape as torch prints it: `[4096, 512]`."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_time(created: str) -> str:
+    """The time of a commit record, for people."""
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+class _Bare(str):
+    """Text that is its own representation, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def format_value(value: object, width: int = 80) -> str:
+    """A stored value in Python's notation, laid out in lines."""
+    return pprint.pformat(_with_bare_text(value), width=width, sort_dicts=False)
+
+
+def format_value_short(value: object, length: int = 60) -> str:
+    """A stored value in one line, cut after `length` characters."""
+    text = repr(_with_bare_text(value))
+    return printable(text if len(text) <= length else f"{text[: length - 3]}...")
+
+
+def _with_bare_text(value: object) -> object:
+    """A value in which what has no type here is shown as what it was called."""
+    match value:
+        case UnresolvedValue():
+            inner = _with_bare_text(value.payload)
+            if value.kind.startswith("torch."):
+                return _Bare(inner)
+            return _Bare(f"{value.type_name}({inner!r})")
+        case dict():
+            return {key: _with_bare_text(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(_with_bare_text, value)) if _is_plain(value) else value
+        case _:
+            return value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a list or tuple and not of a type derived from them."""
+    return type(value) in {list, tuple}
+
+
+def type_name(value: object) -> str:
+    """What to call the type of a stored value."""
+    return value.type_name if isinstance(value, UnresolvedValue) else type(value).__name__
+
+
+# ---------------------------------------------------------------------------------------------
+# JSON
+# ---------------------------------------------------------------------------------------------
+
+
+def json_value(value: object) -> object:
+    """A value as what JSON knows.
+
+    Sequences and sets become lists, keys become text, bytes hex digits, complex numbers pairs;
+    NaN and infinities become the strings "nan", "inf" and "-inf"; anything else its text.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case complex():
+            return [json_value(value.real), json_value(value.imag)]
+        case bytes():
+            return value.hex()
+        case np.generic() | np.ndarray():
+            return json_value(value.tolist())
+        case Mapping():
+            return {str(key): json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_value(item) for item in value]
+        case set() | frozenset():
+            return [json_value(item) for item in sorted(value, key=repr)]
+        case UnresolvedValue():
+            return json_value(value.payload)
+        case argparse.Namespace() | types.SimpleNamespace():
+            return json_value(vars(value))
+        case _:
+            return str(value)
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """A JSON document on stdout, in ASCII, so that it is valid in any encoding."""
+    click.echo(json.dumps(json_value(document), indent=2, allow_nan=False))
+
+
+# ---------------------------------------------------------------------------------------------
+# The console
+# ---------------------------------------------------------------------------------------------
+
+
+class _Console(Console):
+    """A console that leaves a broken pipe to us; rich would end with the code of damage."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def stdout_console() -> Console:
+    """The console for results: it never wraps or cuts a line, and has colours on terminals only."""
+    return _Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
+) -> list[str]:
+    """Align a table.
+
+    Args:
+        columns: A title for each column, after `<` or `>` for the side to which it is aligned.
+        rows: The cells, a text for each column.
+        indent: What every line begins with.
+
+    Returns:
+        The line of titles, then a line for each row, without blanks at their ends.
+    """
+    cells = [[column[1:] for column in columns], *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        "  ".join(
+            cell.rjust(width) if column[0] == ">" else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        )
+        for row in cells
+    ]
+    return [f"{indent}{line}".rstrip() for line in aligned]
+
+
+def print_table(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
+) -> None:
+    """Print what `table_lines` made, the titles in bold."""
+    titles, *lines = table_lines(columns, rows, indent)
+    console.out(titles, style="bold", highlight=False)
+    if lines:
+        console.out("\n".join(lines), highlight=False)
+
+
+def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    """Print names of facts and what they are, a line each."""
+    width = max(len(name) for name, _ in facts)
+    for name, fact in facts:
+        console.out(f"  {name.ljust(width)}  {fact}", highlight=False)
+
+
+@contextmanager
+def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal.
+
+    Args:
+        label: What is being read; the end of it is shown.
+        num_bytes: How much that is.
+
+    Yields:
+        To be called, from any thread, with the number of bytes that were just read.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _size: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TransferSpeedColumn
+
+    short = label if len(label) <= 30 else f"...{label[-27:]}"
+    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TransferSpeedColumn())
+    console = Console(stderr=True, markup=False, emoji=False)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(printable(short), total=num_bytes)
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,237 @@
+"""Numbers about a tensor: its statistics and its first elements, with numpy alone.
+
+A tensor may be larger than memory, so it is read in chunks of its pieces, and each chunk is folded
+into the numbers so far: counts and extremes as they are, mean and variance by the rule that unites
+those of two disjoint sets, which loses no digits the way a sum of squares does.
+
+numpy has neither bfloat16 nor float8. A bfloat16 is the upper half of a float32; the float8 types
+have 256 values each, which are computed once from the widths of their fields. Complex numbers have
+no order, so their statistics are not given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from remesh.checkpoint import Checkpoint
+from remesh.dtypes import BY_NAME
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.memory import CarrierArray
+
+Array = npt.NDArray[Any]
+
+CHUNK_BYTES = 32 << 20
+"""Read at a time. Digest blocks at the ends of a chunk are read again, so chunks are large."""
+_FOLD_ELEMENTS = 1 << 18
+"""Folded at a time, which bounds the float64 copies that this needs."""
+_NOT_SUMMARISED = frozenset({"complex32", "complex64", "complex128"})
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What is known of the elements of a box.
+
+    Attributes:
+        num_elements: How many there are.
+        num_zero: Zeros among them, of either sign.
+        num_nan: Not a number.
+        num_inf: Infinities of either sign.
+        minimum: Smallest finite element; None if there is none. Bools count as 0 and 1.
+        maximum: Largest finite element.
+        mean: Of the finite elements, in float64; None if there is none or it overflows.
+        std: Their standard deviation: the root of the mean squared distance from the mean.
+    """
+
+    num_elements: int = 0
+    num_zero: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    mean: float | None = None
+    std: float | None = None
+
+
+def is_summarised(dtype: str) -> bool:
+    """Whether statistics of an element type are given."""
+    return dtype not in _NOT_SUMMARISED
+
+
+def statistics_of(
+    checkpoint: Checkpoint, name: str, box: Box, on_read: Callable[[int], None]
+) -> Statistics:
+    """The statistics of a box of a stored tensor, in bounded memory.
+
+    Args:
+        checkpoint: Where it is stored.
+        name: Stored name of a tensor whose type is summarised.
+        box: Which elements, in global coordinates.
+        on_read: Called with the size of each chunk in bytes.
+
+    Raises:
+        CorruptCheckpointError: If stored bytes are missing or damaged.
+    """
+    dtype = checkpoint.tensor(name).dtype
+    max_elements = CHUNK_BYTES // BY_NAME[dtype].itemsize
+    folded = _Folded()
+    for piece in checkpoint.index.pieces(name):
+        common = piece.box.intersect(box)
+        if common is None:
+            continue
+        for chunk in chunks_of(common, max_elements):
+            elements = checkpoint.read_array(name, chunk).reshape(-1)
+            for start in range(0, elements.size, _FOLD_ELEMENTS):
+                folded.add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
+            on_read(elements.nbytes)
+    return folded.result()
+
+
+def chunks_of(box: Box, max_elements: int) -> Iterator[Box]:
+    """Cut a non-empty box into boxes of so many elements at most, in row-major order."""
+    if box.size <= max_elements:
+        yield box
+        return
+    dim = next(number for number, extent in enumerate(box.shape) if extent > 1)
+    step = max(1, max_elements // (box.size // box.shape[dim]))
+    for start in range(0, box.shape[dim], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(step, box.shape[dim] - start)
+        yield from chunks_of(Box(tuple(offset), tuple(shape)), max_elements)
+
+
+def first_elements(checkpoint: Checkpoint, name: str, box: Box, count: int) -> Array:
+    """The first elements of a box in row-major order, as true values in one dim.
+
+    Raises:
+        CorruptCheckpointError: If stored bytes are missing or damaged.
+    """
+    dtype = checkpoint.tensor(name).dtype
+    parts = [
+        checkpoint.read_array(name, part.shift(box.offset)).reshape(-1)
+        for part in boxes_of_flat_range(box.shape, 0, min(count, box.size))
+    ]
+    joined = np.concatenate(parts) if parts else np.empty(0, BY_NAME[dtype].carrier)
+    return true_values(joined, dtype)
+
+
+@dataclass(slots=True)
+class _Folded:
+    """The numbers of the elements so far; `squares` are summed distances from the mean."""
+
+    num_elements: int = 0
+    num_zero: int = 0
+    num_nan: int = 0
+    num_finite: int = 0
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, elements: Array) -> None:
+        """Fold in some elements of a type that numpy has."""
+        self.num_elements += elements.size
+        self.num_zero += elements.size - int(np.count_nonzero(elements))
+        if elements.dtype.kind == "f":
+            self.num_nan += int(np.isnan(elements).sum())
+            elements = elements[np.isfinite(elements)]
+        elif elements.dtype.kind == "b":
+            elements = elements.view(np.uint8)
+        if not elements.size:
+            return
+        low, high = elements.min().item(), elements.max().item()
+        self.minimum = low if self.minimum is None else min(self.minimum, low)
+        self.maximum = high if self.maximum is None else max(self.maximum, high)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._add_moments(elements.astype(np.float64))
+
+    def _add_moments(self, elements: npt.NDArray[np.float64]) -> None:
+        size = elements.size
+        mean = float(elements.mean())
+        distance = mean - self.mean
+        total = self.num_finite + size
+        self.squares += float(np.square(elements - mean).sum())
+        self.squares += distance * distance * (self.num_finite * size / total)
+        self.mean += distance * (size / total)
+        self.num_finite = total
+
+    def result(self) -> Statistics:
+        """The statistics of everything that was added."""
+        variance = self.squares / max(self.num_finite, 1)
+        return Statistics(
+            num_elements=self.num_elements,
+            num_zero=self.num_zero,
+            num_nan=self.num_nan,
+            num_inf=self.num_elements - self.num_finite - self.num_nan,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            mean=self._known(self.mean),
+            std=self._known(math.sqrt(variance) if variance >= 0 else math.nan),
+        )
+
+    def _known(self, number: float) -> float | None:
+        return number if self.num_finite and math.isfinite(number) else None
+
+
+# ---------------------------------------------------------------------------------------------
+# Element types
+# ---------------------------------------------------------------------------------------------
+
+
+def true_values(elements: CarrierArray, dtype: str) -> Array:
+    """Carried elements as elements of a type that numpy has, without rounding.
+
+    Args:
+        elements: One dim of elements in their carrier.
+        dtype: Name of their type.
+    """
+    if BY_NAME[dtype].is_native:
+        return elements
+    if dtype == "bfloat16":
+        widened: Array = (elements.astype(np.uint32) << 16).view(np.float32)
+        return widened
+    if dtype == "complex32":
+        pairs = elements.view("<f2").astype(np.float32)
+        return pairs.view(np.complex64)
+    return _FLOAT8[dtype][elements]
+
+
+def _float8(exponent_bits: int, bias: int) -> npt.NDArray[np.float32]:
+    """The values of the 256 codes of sign, exponent, mantissa, as if all of them were finite."""
+    mantissa_bits = 7 - exponent_bits
+    codes = np.arange(256)
+    sign = np.where(codes >> 7, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = (1.0 + fraction) * 2.0 ** (exponent - bias)
+    subnormal = fraction * 2.0 ** (1 - bias)
+    return (sign * np.where(exponent == 0, subnormal, normal)).astype(np.float32)
+
+
+def _float8_tables() -> dict[str, npt.NDArray[np.float32]]:
+    """The values of all codes of each float8 type."""
+    # The last code would be 2 ** 128, which float32 lacks; it is the NaN of this type.
+    powers = np.append(2.0 ** (np.arange(255) - 127.0), np.nan)
+    tables = {
+        "float8_e4m3fn": _float8(4, 7),
+        "float8_e5m2": _float8(5, 15),
+        "float8_e4m3fnuz": _float8(4, 8),
+        "float8_e5m2fnuz": _float8(5, 16),
+        "float8_e8m0fnu": powers.astype(np.float32),
+    }
+    tables["float8_e4m3fn"][[0x7F, 0xFF]] = np.nan
+    tables["float8_e5m2"][[0x7C, 0xFC]] = np.inf, -np.inf
+    tables["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    # The `uz` types have no negative zero; its code is their only NaN.
+    tables["float8_e4m3fnuz"][0x80] = np.nan
+    tables["float8_e5m2fnuz"][0x80] = np.nan
+    return tables
+
+
+_FLOAT8 = _float8_tables()
