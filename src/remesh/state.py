@@ -351,6 +351,10 @@ class Stored(Protocol):
         """Whether a plain value of this name is stored."""
         ...
 
+    def merged_list(self, name: str) -> list[str] | None:
+        """A stored list of names (see `Walk.add_merged_list`), or None."""
+        ...
+
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """Path and name of every stored leaf whose path begins with `path`."""
         ...

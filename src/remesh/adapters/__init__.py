@@ -16,6 +16,7 @@ from torch import nn
 
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
+from remesh.adapters.optimizer import describe_optimizer
 from remesh.adapters.stateful import Stateful, describe_generator, describe_stateful
 from remesh.adapters.tensor import describe_tensor
 from remesh.state import Path, Rebuild, Walk
@@ -33,6 +34,8 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
         return describe_tensor(walk, path, node)
     if isinstance(node, nn.Module):
         return describe_module(walk, path, node)
+    if isinstance(node, torch.optim.Optimizer):
+        return describe_optimizer(walk, path, node)
     if isinstance(node, torch.Generator):
         return describe_generator(walk, path, node)
     if isinstance(node, Stateful) and not isinstance(node, type):

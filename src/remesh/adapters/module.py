@@ -63,7 +63,7 @@ def describe_module(walk: Walk, path: Path, module: nn.Module) -> Rebuild:
     refuse_fsdp1(module, name_of(path))
     entries: dict[str, Any] = module.state_dict()
     names = entry_names(module, entries)
-    unsynchronised = _ignored_by_ddp(module)
+    unsynchronised = ignored_by_ddp(module)
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     for raw, entry in entries.items():
@@ -117,6 +117,17 @@ def refuse_fsdp1(module: nn.Module, where: str) -> None:
             )
 
 
+def ignored_by_ddp(module: nn.Module) -> set[object]:
+    """Alias keys of the tensors that a DistributedDataParallel was told not to synchronise."""
+    keys: set[object] = set()
+    for wrapper in module.modules():
+        if isinstance(wrapper, DistributedDataParallel):
+            ignored = set(wrapper.parameters_to_ignore)
+            for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
+                keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
+    return keys
+
+
 def _place_of(prefix: str, known: dict[str, _Place]) -> _Place:
     """The place of the beginning of a name; `known` holds those found so far."""
     if prefix not in known:
@@ -150,14 +161,3 @@ def _wrapped_attribute(module: nn.Module) -> str | None:
     if any(kind.__module__ == "torch._dynamo.eval_frame" for kind in type(module).__mro__):
         return "_orig_mod"
     return None
-
-
-def _ignored_by_ddp(module: nn.Module) -> set[object]:
-    """Alias keys of the tensors that a DistributedDataParallel was told not to synchronise."""
-    keys: set[object] = set()
-    for wrapper in module.modules():
-        if isinstance(wrapper, DistributedDataParallel):
-            ignored = set(wrapper.parameters_to_ignore)
-            for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
-                keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
-    return keys

@@ -13,7 +13,8 @@ where the caller's `allocate` hands it out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -71,16 +72,11 @@ def describe_stored(
             target = allocate(leaf_path, *found, leaves.get(leaf_path))
             rebuilds[leaf_path] = _describe_target(walk, leaf_path, target, role)
         elif stored.has_value(name):
-            rebuilds[leaf_path] = walk.add_value(leaf_path, leaves.get(leaf_path))
-    decided = set(rebuilds)
-    containers = {leaf[:end] for leaf in decided for end in range(len(path), len(leaf))}
-    for leaf_path, leaf in leaves.items():
-        above = [leaf_path[:end] for end in range(len(path), len(leaf_path) + 1)]
-        # The checkpoint decides about the place of its leaves, the length of its sequences, and
-        # where it has a container the live state cannot have a leaf.
-        if leaf_path in containers or any(p in decided or p in stored.sequences for p in above):
-            continue
-        rebuilds[leaf_path] = walk.visit(leaf_path, leaf)
+            rebuilds[leaf_path] = walk.add_value(leaf_path, None)
+    containers = {leaf[:end] for leaf in rebuilds for end in range(len(path), len(leaf))}
+    decided = {*rebuilds, *stored.sequences}
+    for node_path, node in _undecided(live, path, containers=containers, decided=decided):
+        rebuilds[node_path] = visit_with_role(walk, node_path, node, role)
 
     def rebuild(loaded: Loaded) -> object:
         filled = {leaf_path: make(loaded) for leaf_path, make in rebuilds.items()}
@@ -88,6 +84,17 @@ def describe_stored(
             return filled[path]
         return _in_containers_of(live, assemble(filled, stored.sequences, path))
 
+    return rebuild
+
+
+def visit_with_role(walk: Walk, path: Path, node: object, role: Role) -> Rebuild:
+    """Visit a node whose plain tensors have copies on other ranks of which something is known."""
+    tensors = walk.description.tensors
+    first = len(tensors)
+    rebuild = walk.visit(path, node)
+    for number in range(first, len(tensors)):
+        if tensors[number].role is Role.ASSUMED:
+            tensors[number] = dataclasses.replace(tensors[number], role=role)
     return rebuild
 
 
@@ -101,6 +108,22 @@ def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:
     if not children:
         return [(path, node)]
     return [leaf for key, child in children for leaf in leaves_of(child, (*path, key))]
+
+
+def _undecided(
+    live: object, path: Path, *, containers: set[Path], decided: set[Path]
+) -> Iterator[tuple[Path, object]]:
+    """The parts of the live state about whose places the checkpoint says nothing.
+
+    It decides about the places of its leaves, about its sequences, whose length it knows, and
+    where it has a container the live state cannot have a leaf.
+    """
+    if path not in containers:
+        if path not in decided:
+            yield path, live
+    elif isinstance(live, Mapping) and path not in decided:
+        for key, child in live.items():
+            yield from _undecided(child, (*path, key), containers=containers, decided=decided)
 
 
 def _describe_target(
