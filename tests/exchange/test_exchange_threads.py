@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remesh.errors import ExchangeError
+from remesh.exchange import Exchange, ThreadGroup, run_on_all
+from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
+
+
+def _talk(exchange: Exchange, calls: list[str]) -> list[object]:
+    own = b"%d" % exchange.rank
+    is_first = exchange.rank == 0
+    shares = [b"for %d" % rank for rank in range(exchange.world_size)]
+    answers: list[object] = []
+    for call in calls:
+        if call == "all_gather":
+            answers.append(exchange.all_gather(own))
+        elif call == "gather":
+            answers.append(exchange.gather(own))
+        elif call == "scatter":
+            answers.append(exchange.scatter(shares if is_first else None))
+        else:
+            answers.append(exchange.broadcast(own if is_first else None))
+    return answers
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    world_size=st.integers(1, 5),
+    calls=st.lists(st.sampled_from(["all_gather", "gather", "scatter", "broadcast"]), max_size=20),
+)
+def test_any_sequence_of_calls(world_size: int, calls: list[str]) -> None:
+    everybody = [b"%d" % rank for rank in range(world_size)]
+    for rank, answers in enumerate(run_ranks(world_size, _talk, calls)):
+        expected: dict[str, object] = {
+            "all_gather": everybody,
+            "gather": everybody if rank == 0 else None,
+            "scatter": b"for %d" % rank,
+            "broadcast": b"0",
+        }
+        assert answers == [expected[call] for call in calls]
+
+
+def _one_raises(exchange: Exchange) -> bytes:
+    exchange.all_gather(b"")
+    if exchange.rank == 1:
+        raise LookupError("lost")
+    return exchange.all_gather(b"")[0]
+
+
+def test_a_rank_that_raises_does_not_hang_the_others() -> None:
+    outcomes = run_ranks_outcomes(3, _one_raises)
+    errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
+    assert [type(error) for error in errors] == [ExchangeError, LookupError, ExchangeError]
+    assert "all-gather failed on rank 0: rank 1 raised LookupError: lost" in str(errors[0])
+
+
+def _one_leaves(exchange: Exchange) -> str:
+    if exchange.rank == 1:
+        return "left"
+    exchange.gather(b"")
+    return "stayed"
+
+
+def test_a_rank_that_returns_early_does_not_hang_the_others() -> None:
+    first, second = run_ranks_outcomes(2, _one_leaves)
+    assert second == Returned("left")
+    assert isinstance(first, Raised)
+    assert "rank 1 has returned" in str(first.error)
+
+
+def _differ(exchange: Exchange) -> None:
+    if exchange.rank == 0:
+        exchange.gather(b"")
+    else:
+        exchange.all_gather(b"")
+
+
+def test_different_operations_are_an_error() -> None:
+    outcomes = run_ranks_outcomes(2, _differ)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, ExchangeError)
+        assert "rank 0: gather, rank 1: all-gather" in str(outcome.error)
+
+
+def test_time_runs_out() -> None:
+    group = ThreadGroup(3, timeout=0.01)
+    with pytest.raises(ExchangeError, match=r"ranks \[0, 2\] did not come within 0.01 seconds"):
+        group.exchange(1).all_gather(b"")
+    # Whoever comes later must not wait again.
+    with pytest.raises(ExchangeError, match=r"ranks \[0, 2\]"):
+        group.exchange(0).all_gather(b"")
+
+
+def test_abort_wakes_those_who_wait() -> None:
+    group = ThreadGroup(2)
+    caught: list[ExchangeError] = []
+
+    def wait() -> None:
+        try:
+            group.exchange(0).broadcast(b"")
+        except ExchangeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    group.abort("the test is over")
+    group.abort("a later reason")
+    thread.join()
+    assert "broadcast failed on rank 0: the test is over" in str(caught[0])
+
+
+def _abort_at_once(exchange: Exchange, group: ThreadGroup) -> list[bytes]:
+    rank = exchange.rank
+    everybody = run_on_all(group.exchange(rank), lambda: b"%d" % rank)
+    group.abort(f"rank {rank} is done")
+    return everybody
+
+
+def test_a_meeting_that_took_place_is_not_undone_by_an_abort() -> None:
+    for _ in range(200):
+        outcomes = run_ranks_outcomes(4, _abort_at_once, ThreadGroup(4))
+        assert outcomes == [Returned([b"0", b"1", b"2", b"3"])] * 4

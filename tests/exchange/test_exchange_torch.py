@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from remesh.errors import ExchangeError, RankFailedError
+from remesh.exchange import Exchange, run_joined, run_on_all
+from remesh.exchange import torch_group as module
+from remesh.exchange.torch_group import TorchGroup
+from remesh.testing import Died, Raised, Returned, run_processes, run_processes_outcomes
+
+
+def _message(rank: int, size: int) -> bytes:
+    return (b"%d," % rank * size)[:size]
+
+
+# ----- the group -----
+
+
+def test_torch_must_be_initialized() -> None:
+    with pytest.raises(ExchangeError, match="init_process_group"):
+        TorchGroup()
+
+
+def _outside(exchange: Exchange) -> str:
+    group = dist.new_group([1, 2])
+    if exchange.rank != 0:
+        return str(TorchGroup(group).rank)
+    with pytest.raises(ExchangeError) as caught:
+        TorchGroup(group)
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_the_group_is_told() -> None:
+    outside, *inside = run_processes(3, _outside)
+    assert "global rank 0 is not in the process group" in outside
+    assert inside == ["0", "1"]
+
+
+def _two_groups(exchange: Exchange) -> list[list[bytes]]:
+    # Both groups talk at the same time, and a rank has another number in each.
+    pairs = TorchGroup(
+        dist.new_group([1, 3] if exchange.rank % 2 else [0, 2], use_local_synchronization=True)
+    )
+    own = b"%d" % exchange.rank
+    shares = [own + b"->0", own + b"->1"] if pairs.rank == 0 else None
+    gathered = pairs.gather(own) or []
+    return [pairs.all_gather(own), gathered, [pairs.scatter(shares)], exchange.all_gather(own)]
+
+
+def test_groups_do_not_disturb_each_other() -> None:
+    world = [b"0", b"1", b"2", b"3"]
+    evens, odds = [b"0", b"2"], [b"1", b"3"]
+    assert run_processes(4, _two_groups) == [
+        [evens, evens, [b"0->0"], world],
+        [odds, odds, [b"1->0"], world],
+        [evens, [], [b"0->1"], world],
+        [odds, [], [b"1->1"], world],
+    ]
+
+
+# ----- messages of many blocks -----
+
+
+def _talk_in_blocks(exchange: Exchange, block: int, padded: int, sizes: list[int]) -> bool:
+    # The process is ours alone, so its constants may be changed.
+    module._BLOCK, module._PADDED = block, padded
+    own = _message(exchange.rank, sizes[exchange.rank])
+    everything = [_message(rank, size) for rank, size in enumerate(sizes)]
+    is_first = exchange.rank == 0
+    assert exchange.all_gather(own) == everything
+    assert exchange.gather(own) == (everything if is_first else None)
+    assert exchange.scatter(everything if is_first else None) == own
+    for message in everything:
+        assert exchange.broadcast(message if is_first else None) == message
+    return True
+
+
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0], [10, 11, 12], [100, 0, 1], [0, 9, 10], [40, 41, 39], [0, 0, 95]]
+)
+@pytest.mark.parametrize("padded", [0, 40, 1000])
+def test_blocks(padded: int, sizes: list[int]) -> None:
+    assert run_processes(3, _talk_in_blocks, 10, padded, sizes) == [True] * 3
+
+
+def _broadcast_much(exchange: Exchange, size: int) -> tuple[int, bytes, bytes]:
+    data = b"head" + bytes(size - 8) + b"tail" if exchange.rank == 0 else None
+    got = exchange.broadcast(data)
+    return len(got), got[:4], got[-4:]
+
+
+@pytest.mark.slow
+def test_more_bytes_than_an_int_can_count() -> None:
+    size = (2 << 30) + 12345
+    assert run_processes(2, _broadcast_much, size) == [(size, b"head", b"tail")] * 2
+
+
+# ----- ranks that die -----
+
+
+def _one_is_killed(exchange: Exchange, victim: int, operation: str) -> str:
+    exchange.all_gather(b"all are here")
+    if exchange.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step = _join if operation == "joined" else _share
+    with pytest.raises(ExchangeError) as caught:
+        step(exchange)
+    return str(caught.value)
+
+
+def _join(exchange: Exchange) -> None:
+    run_joined(exchange, lambda: b"", lambda parts: parts)
+
+
+def _share(exchange: Exchange) -> None:
+    run_on_all(exchange, lambda: b"")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("operation", ["joined", "all"])
+def test_a_killed_rank_does_not_hang_the_others(victim: int, operation: str) -> None:
+    outcomes = run_processes_outcomes(3, _one_is_killed, victim, operation, timeout=60)
+    dead = outcomes.pop(victim)
+    assert dead == Died(-signal.SIGKILL)
+    assert dead.signal is signal.SIGKILL
+    for rank, outcome in zip([r for r in range(3) if r != victim], outcomes, strict=True):
+        assert isinstance(outcome, Returned), outcome
+        assert f"failed on rank {rank} of 3" in outcome.value
+        assert "first rank that died" in outcome.value
+
+
+def _one_stays_away(exchange: Exchange) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if exchange.rank == 1:
+        exchange.broadcast(None)
+        return ""
+    with pytest.raises(ExchangeError) as caught:
+        TorchGroup(group).gather(b"")
+    exchange.broadcast(b"go home")
+    return str(caught.value)
+
+
+def test_a_deadline_that_passes_is_an_exchange_error() -> None:
+    waited, _ = run_processes(2, _one_stays_away)
+    assert waited.startswith("gather failed on rank 0 of 2 (global rank 0)")
+
+
+def _raises(exchange: Exchange) -> None:
+    def act() -> bytes:
+        if exchange.rank == 1:
+            raise LookupError("no such layer")
+        return b""
+
+    run_on_all(exchange, act)
+
+
+def test_the_cause_is_what_a_test_sees() -> None:
+    with pytest.raises(LookupError, match="no such layer") as caught:
+        run_processes(3, _raises)
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 1 raised this:" in notes
+    assert "in act" in notes
+    assert "rank 0 raised RankFailedError: builtins.LookupError: no such layer" in notes
+    outcomes = run_processes_outcomes(3, _raises)
+    kinds = [type(o.error) for o in outcomes if isinstance(o, Raised)]
+    assert kinds == [RankFailedError, LookupError, RankFailedError]

@@ -1,0 +1,689 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
+from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer
+from remesh.storage.local_io import open_direct
+from remesh.storage.room import network_mount, room_identity
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "root")
+
+
+def random_bytes(size: int, seed: int = 0) -> Buffer:
+    buffer = aligned_buffer(size)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return buffer
+
+
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def open_files() -> set[str]:
+    """What this process has open, descriptors that only this listing needs left out."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return found
+
+
+# ----- direct I/O -----
+
+
+class Recorder:
+    """Counts the bytes that go each way, and passes everything on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = {"direct": 0, "buffered": 0}
+        real_pwrite, real_preadv = os.pwrite, os.preadv
+
+        def pwrite(descriptor: int, data: memoryview, position: int) -> int:
+            return self._count(descriptor, real_pwrite(descriptor, data, position))
+
+        def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
+            return self._count(descriptor, real_preadv(descriptor, buffers, position))
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "preadv", preadv)
+
+    def _count(self, descriptor: int, num_bytes: int) -> int:
+        self.num_bytes["direct" if is_direct(descriptor) else "buffered"] += num_bytes
+        return num_bytes
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    probe = tmp_path / "probe"
+    probe.touch()
+    descriptor = open_direct(probe, os.O_WRONLY)
+    if descriptor is None:
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    os.close(descriptor)
+    return Recorder(monkeypatch)
+
+
+def test_aligned_ranges_go_directly(storage: LocalStorage, recorder: Recorder) -> None:
+    content = random_bytes(MIB + 10)
+    writer = storage.create("file", content.size)
+    writer.write(0, content)
+    writer.finish()
+    assert recorder.num_bytes == {"direct": MIB, "buffered": 10}
+
+    again = aligned_buffer(content.size)
+    assert storage.read_into("file", 0, again) == content.size
+    np.testing.assert_array_equal(again, content)
+    assert recorder.num_bytes == {"direct": 2 * MIB, "buffered": 20}
+
+
+@pytest.mark.parametrize(("position", "shift"), [(1, 0), (0, 1), (ALIGNMENT, 512)])
+def test_unaligned_ranges_are_buffered(
+    storage: LocalStorage, recorder: Recorder, position: int, shift: int
+) -> None:
+    content = random_bytes(3 * ALIGNMENT + shift)[shift:]
+    writer = storage.create("file", 5 * ALIGNMENT)
+    writer.write(position, content)
+    writer.finish()
+    assert recorder.num_bytes == {"direct": 0, "buffered": content.size}
+    assert storage.read("file", position, position + content.size) == content.tobytes()
+
+
+def test_direct_io_can_be_turned_off(tmp_path: Path, recorder: Recorder) -> None:
+    storage = LocalStorage(tmp_path, direct_io=False)
+    writer = storage.create("file", MIB)
+    writer.write(0, random_bytes(MIB))
+    writer.finish()
+    storage.read_into("file", 0, aligned_buffer(MIB))
+    assert recorder.num_bytes == {"direct": 0, "buffered": 2 * MIB}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(0, 20 * ALIGNMENT),
+    cuts=st.lists(
+        st.one_of(st.integers(0, 20).map(lambda n: n * ALIGNMENT), st.integers(0, 20 * ALIGNMENT))
+    ),
+    seed=st.integers(0, 1000),
+    shifts=st.lists(st.sampled_from([0, 0, 1, 512]), min_size=1),
+)
+def test_any_disjoint_ranges_make_the_file(
+    size: int, cuts: list[int], seed: int, shifts: list[int]
+) -> None:
+    content = random_bytes(size, seed)
+    edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    ranges = np.random.default_rng(seed).permutation(len(edges) - 1)
+    with tempfile.TemporaryDirectory() as root:
+        storage = LocalStorage(root)
+        writer = storage.create("file", size)
+
+        def write(number: int) -> None:
+            start, stop = edges[number], edges[number + 1]
+            shift = shifts[number % len(shifts)]
+            part = aligned_buffer(stop - start + shift)[shift:]
+            part[:] = content[start:stop]
+            writer.write(start, part)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(write, ranges))
+        writer.finish()
+        assert storage.read("file") == content.tobytes()
+        assert Path(root, "file").read_bytes() == content.tobytes()
+
+
+def test_short_writes_and_reads_are_continued(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_pwrite, real_preadv = os.pwrite, os.preadv
+
+    # An odd number of bytes at a time, so that direct I/O loses its alignment on the way.
+    def pwrite(descriptor: int, data: memoryview, position: int) -> int:
+        limit = ALIGNMENT if is_direct(descriptor) else 1001
+        return real_pwrite(descriptor, data[:limit], position)
+
+    def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        limit = ALIGNMENT if is_direct(descriptor) else 1001
+        return real_preadv(descriptor, [buffers[0][:limit]], position)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "preadv", preadv)
+    content = random_bytes(5 * ALIGNMENT + 77)
+    writer = storage.create("file", content.size)
+    writer.write(0, content)
+    writer.finish()
+    storage.put("small", content.tobytes(), overwrite=False)
+    again = aligned_buffer(content.size)
+    assert storage.read_into("file", 0, again) == content.size
+    np.testing.assert_array_equal(again, content)
+    assert storage.read("small") == content.tobytes()
+
+
+# ----- reserving room -----
+
+
+def test_room_is_reserved_before_writing(storage: LocalStorage) -> None:
+    writer = storage.create("file", 8 * MIB)
+    status = Path(storage.url, "file").stat()
+    assert status.st_size == 8 * MIB
+    if status.st_blocks == 0:
+        pytest.skip("the file system of the temporary directory reserves no room")
+    assert status.st_blocks * 512 >= 8 * MIB
+    writer.abort()
+
+
+class _Fallocate:
+    """Stands in for the system call, and refuses as it is told, one number a call."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+
+    def __call__(self, *_: int) -> int:
+        if not self._numbers:
+            return 0
+        ctypes.set_errno(self._numbers.pop(0))
+        return -1
+
+
+def test_files_get_their_size_where_no_room_can_be_reserved(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = _Fallocate([errno.EINTR, errno.EOPNOTSUPP])
+    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    writer = storage.create("file", 10)
+    writer.finish()
+    assert storage.read("file") == bytes(10)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_found_before_writing(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    refuse = _Fallocate([number])
+    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    with pytest.raises(NoSpaceError, match="a/file"):
+        storage.create("a/file", 10)
+    assert storage.list() == []
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounting.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {mounting.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_full_file_system(tiny: Path) -> None:
+    storage = LocalStorage(tiny)
+    space = storage.space()
+    assert space is not None
+    assert space.free_bytes == MIB
+    with pytest.raises(NoSpaceError, match=f"{tiny}/file"):
+        storage.create("file", 2 * MIB)
+    assert storage.list() == []
+    with pytest.raises(NoSpaceError, match=f"{tiny}/small"):
+        storage.put("small", bytes(2 * MIB), overwrite=False)
+    assert list(tiny.iterdir()) == []
+    # The room that a failure took is there again.
+    writer = storage.create("file", MIB // 2)
+    writer.write(0, random_bytes(MIB // 2))
+    writer.finish()
+    assert storage.size("file") == MIB // 2
+
+
+def test_full_file_system_while_writing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = _Fallocate([errno.EOPNOTSUPP])
+    monkeypatch.setattr("remesh.storage.local_io._find_fallocate", lambda: refuse)
+    storage = LocalStorage(tiny)
+    writer = storage.create("file", 2 * MIB)
+    content = random_bytes(2 * MIB)
+    with pytest.raises(NoSpaceError, match=f"{tiny}/file"):
+        writer.write(0, content)
+    writer.abort()
+    assert list(tiny.iterdir()) == []
+
+
+_LIMITED = """
+import resource, sys
+from remesh.errors import NoSpaceError
+from remesh.storage import LocalStorage
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+storage = LocalStorage(sys.argv[1])
+for write in (
+    lambda: storage.create("file", 2 << 20),
+    lambda: storage.put("file", bytes(2 << 20), overwrite=False),
+):
+    try:
+        write()
+    except NoSpaceError as error:
+        assert "ulimit -f" in str(error), error
+    else:
+        sys.exit("no error")
+assert storage.list() == []
+"""
+
+
+def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    # In a process of its own, since a hard limit cannot be lifted again.
+    subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----- errors -----
+
+
+def fail_with(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "remedy"),
+    [
+        (errno.EIO, StorageError, "kernel's log"),
+        (errno.EROFS, StorageError, "read-only"),
+        (errno.ENOSPC, NoSpaceError, "free some room"),
+        (errno.EDQUOT, NoSpaceError, "quota"),
+        (errno.EACCES, StorageError, "right"),
+        (errno.ELOOP, StorageError, "check the file system"),
+    ],
+)
+def test_errors_name_file_and_remedy(
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[StorageError],
+    remedy: str,
+) -> None:
+    def fail(*_: object) -> int:
+        raise fail_with(number)
+
+    writer = storage.create("file", 10)
+    monkeypatch.setattr(os, "pwrite", fail)
+    calls: list[Callable[[], None]] = [
+        lambda: writer.write(0, random_bytes(10)),
+        lambda: storage.put("file", b"0123456789", overwrite=True),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match=remedy) as caught:
+            call()
+        assert type(caught.value) is kind
+        assert f"{storage.url}/file" in str(caught.value)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == number
+    writer.abort()
+    assert os.listdir(storage.url) == []
+
+
+def test_failing_reads(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.put("file", bytes(2 * ALIGNMENT), overwrite=False)
+    before = open_files()
+
+    def fail(*_: object) -> int:
+        raise fail_with(errno.EIO)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    for buffer in (aligned_buffer(2 * ALIGNMENT), aligned_buffer(10)):
+        with pytest.raises(StorageError, match=f"cannot read {storage.url}/file: Input/output"):
+            storage.read_into("file", 0, buffer)
+    assert open_files() == before
+
+
+def test_failing_fsync(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    writer = storage.create("file", 10)
+    writer.write(0, random_bytes(10))
+
+    def fail(_: int) -> None:
+        raise fail_with(errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="cannot finish"):
+            writer.finish()
+        with pytest.raises(StorageError, match="cannot write"):
+            storage.put("small", b"x", overwrite=False)
+    # A second fsync might succeed although the bytes are lost.
+    with pytest.raises(AssertionError, match="closed"):
+        writer.finish()
+    writer.abort()
+    assert storage.list() == []
+    assert open_files() == before
+
+
+def test_places_that_cannot_hold_a_file(storage: LocalStorage) -> None:
+    storage.put("file", b"x", overwrite=False)
+    storage.put("directory/file", b"x", overwrite=False)
+    with pytest.raises(StorageError, match="not a directory"):
+        storage.put("file/below", b"x", overwrite=True)
+    with pytest.raises(StorageError, match=r"file/below.*not a directory|Not a directory"):
+        storage.create("file/below/further", 1)
+    with pytest.raises(StorageError, match="is a directory"):
+        storage.put("directory", b"x", overwrite=True)
+    with pytest.raises(StorageError, match="not a file"):
+        storage.size("directory")
+    with pytest.raises(StorageError, match="is a directory"):
+        storage.delete("directory")
+    assert storage.list() == ["directory/file", "file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission(storage: LocalStorage) -> None:
+    root = Path(storage.url)
+    root.mkdir()
+    root.chmod(0o500)
+    with pytest.raises(StorageError, match="give the user"):
+        storage.create("file", 1)
+    root.chmod(0o700)
+
+
+# ----- exclusive puts -----
+
+
+def test_link_whose_answer_got_lost(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_link = os.link
+
+    def link(source: Path, target: Path) -> None:
+        real_link(source, target)
+        real_link(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    storage.put("file", b"ours", overwrite=False)
+    assert storage.read("file") == b"ours"
+    with pytest.raises(CheckpointExistsError):
+        storage.put("file", b"theirs", overwrite=False)
+    assert storage.read("file") == b"ours"
+
+
+def test_marker_of_a_dead_writer(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise fail_with(errno.EOPNOTSUPP)
+
+    monkeypatch.setattr(os, "link", link)
+    marker = Path(storage.url, ".remesh-put-file")
+    marker.parent.mkdir()
+    marker.touch()
+    with pytest.raises(CheckpointExistsError, match=f"remove {marker}"):
+        storage.put("file", b"x", overwrite=False)
+    assert storage.list() == []
+    marker.unlink()
+    storage.put("file", b"x", overwrite=False)
+    assert storage.read("file") == b"x"
+    assert os.listdir(storage.url) == ["file"]
+
+
+def test_processes_race_for_a_name(tmp_path: Path) -> None:
+    racer = (
+        "import sys\n"
+        "from remesh.errors import CheckpointExistsError\n"
+        "from remesh.storage import LocalStorage\n"
+        "sys.stdin.read()\n"
+        "try:\n"
+        "    LocalStorage(sys.argv[1]).put('latest', sys.argv[2].encode(), overwrite=False)\n"
+        "except CheckpointExistsError:\n"
+        "    sys.exit(3)\n"
+    )
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", racer, str(tmp_path), str(n)], stdin=subprocess.PIPE
+        )
+        for n in range(3)
+    ]
+    for process in racers:
+        assert process.stdin is not None
+        process.stdin.close()
+    codes = [process.wait(60) for process in racers]
+    assert sorted(codes) == [0, 3, 3]
+    assert LocalStorage(tmp_path).read("latest") == b"%d" % codes.index(0)
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_killed_put_leaves_the_old_content(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.put("latest", b"old", overwrite=False)
+    victim = (
+        "import os, signal, sys\n"
+        "from remesh.storage import LocalStorage\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "LocalStorage(sys.argv[1]).put('latest', b'new', overwrite=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", victim, str(tmp_path)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 2
+    assert storage.list() == ["latest"]
+    assert storage.read("latest") == b"old"
+
+
+# ----- durability -----
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths that were made durable, in order."""
+    paths: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_sync_covers_every_new_entry(tmp_path: Path, synced: list[str]) -> None:
+    storage = LocalStorage(tmp_path / "new" / "root")
+    for name in ("a/b/file", "a/other"):
+        storage.create(name, 0).finish()
+    assert sorted(synced) == [f"{tmp_path}/new/root/a/b/file", f"{tmp_path}/new/root/a/other"]
+    synced.clear()
+    storage.sync()
+    expected = ["", "/new", "/new/root", "/new/root/a", "/new/root/a/b"]
+    assert sorted(synced) == [f"{tmp_path}{path}" for path in expected]
+    synced.clear()
+    storage.sync()
+    assert synced == []
+
+
+def test_put_is_durable_when_it_returns(tmp_path: Path, synced: list[str]) -> None:
+    storage = LocalStorage(tmp_path / "root")
+    storage.put("a/file", b"x", overwrite=False)
+    content, *directories = synced
+    assert content.startswith(f"{tmp_path}/root/a/.remesh-put-")
+    assert sorted(directories) == [str(tmp_path), f"{tmp_path}/root", f"{tmp_path}/root/a"]
+
+
+def test_failed_sync_is_tried_again(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    storage.create("file", 0).finish()
+
+    def fail(_: int) -> None:
+        raise fail_with(errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="cannot sync"):
+            storage.sync()
+    storage.sync()
+    assert storage.url in synced
+
+
+def test_sync_of_directories_that_are_gone(storage: LocalStorage) -> None:
+    storage.create("a/b/file", 0).finish()
+    storage.delete("a/b/file")
+    storage.sync()
+
+
+def test_file_systems_that_cannot_sync_directories(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise fail_with(errno.EINVAL)
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage.put("file", b"x", overwrite=False)
+    assert storage.read("file") == b"x"
+
+
+# ----- names and places -----
+
+
+def test_delete_prunes_empty_directories(storage: LocalStorage) -> None:
+    storage.put("a/b/c/file", b"", overwrite=False)
+    storage.put("a/other", b"", overwrite=False)
+    storage.delete("a/b/c/file")
+    assert os.listdir(Path(storage.url, "a")) == ["other"]
+    storage.delete("a/other")
+    assert os.listdir(storage.url) == []
+
+
+def test_links_to_files_are_followed(storage: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"content")
+    snapshot = Path(storage.url, "snapshot")
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "blob")
+    (snapshot / "loop").symlink_to(snapshot, target_is_directory=True)
+    assert storage.list() == ["snapshot/model.safetensors"]
+    assert storage.read("snapshot/model.safetensors") == b"content"
+    with pytest.raises(StorageError, match="exists"):
+        storage.create("snapshot/model.safetensors", 1)
+    assert (tmp_path / "blob").read_bytes() == b"content"
+
+
+def test_hidden_files_of_others_are_listed(storage: LocalStorage) -> None:
+    storage.put(".gitattributes", b"", overwrite=False)
+    Path(storage.url, ".remesh-put-0123456789abcdef").touch()
+    assert storage.list() == [".gitattributes"]
+
+
+def test_root_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    storage = LocalStorage(tmp_path / "model.bin")
+    assert storage.list() == []
+    with pytest.raises(StorageError, match="not a directory"):
+        storage.put("file", b"", overwrite=False)
+
+
+def test_relative_roots_keep_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = LocalStorage("checkpoints")
+    monkeypatch.chdir("/")
+    storage.put("file", b"x", overwrite=False)
+    assert (tmp_path / "checkpoints" / "file").read_bytes() == b"x"
+
+
+def test_nothing_stays_open(storage: LocalStorage) -> None:
+    before = open_files()
+    for number in range(5):
+        writer = storage.create(f"{number}", 2 * ALIGNMENT)
+        writer.write(0, random_bytes(2 * ALIGNMENT))
+        storage.create(f"aborted {number}", 10).abort()
+        writer.finish()
+        storage.read_into(f"{number}", 0, aligned_buffer(3 * ALIGNMENT))
+        storage.put(f"small {number}", b"x", overwrite=False)
+        storage.read(f"small {number}")
+    assert open_files() == before
+
+
+def test_many_threads_make_files_side_by_side(storage: LocalStorage) -> None:
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        writer = storage.create(f"new/{number % 2}/{number}", ALIGNMENT)
+        writer.write(0, random_bytes(ALIGNMENT, number))
+        writer.finish()
+        storage.sync()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    for number in range(8):
+        path = f"new/{number % 2}/{number}"
+        assert storage.read(path) == random_bytes(ALIGNMENT, number).tobytes()
+
+
+# ----- room -----
+
+
+def test_space_before_the_root_exists(tmp_path: Path) -> None:
+    here, below = LocalStorage(tmp_path).space(), LocalStorage(tmp_path / "not" / "yet").space()
+    assert here is not None
+    assert below is not None
+    assert here.identity == below.identity == room_identity(tmp_path.stat().st_dev)
+    room = os.statvfs(tmp_path)
+    assert 0 < here.free_bytes <= room.f_blocks * room.f_frsize
+    assert not (tmp_path / "not").exists()
+
+
+def test_space_differs_between_file_systems(tmp_path: Path, tiny: Path) -> None:
+    one, other = LocalStorage(tmp_path).space(), LocalStorage(tiny).space()
+    assert one is not None
+    assert other is not None
+    assert one.identity != other.identity
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+40 22 0:52 / /shared rw,relatime shared:9 - nfs4 server:/export rw,vers=4.2
+41 22 0:53 /sub /scratch rw - lustre 10.0.0.1@tcp:/scratch rw
+42 22 0:54 / /dev/shm rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (os.makedev(0, 52), "nfs4:server:/export"),
+        (os.makedev(0, 53), "lustre:10.0.0.1@tcp:/scratch"),
+        (os.makedev(254, 0), None),
+        (os.makedev(0, 54), None),
+        (os.makedev(9, 9), None),
+    ],
+)
+def test_network_file_systems_have_one_name_on_all_machines(
+    device: int, expected: str | None
+) -> None:
+    assert network_mount(MOUNTS, device) == expected
+
+
+def test_this_machines_mounts_parse() -> None:
+    # Whatever is mounted here, every line of the real table must be understood.
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        major, minor = line.split()[2].split(":")
+        network_mount(line, os.makedev(int(major), int(minor)))
