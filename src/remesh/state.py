@@ -168,8 +168,8 @@ class ShardedTensor:
             **options: The fields `replica_id` and `allow_shape_mismatch`.
 
         Raises:
-            StateError: If a dim is named twice or does not exist, a shard number is out of range,
-                or a prepended dim is not named.
+            StateError: If a dim is named twice or does not exist, or a shard number is out of
+                range.
         """
         local_shape = (1,) * prepend_axis_num + tuple(int(n) for n in data.shape)
         box, global_shape = _grid_box(name, local_shape, rank_offsets)
@@ -405,6 +405,10 @@ class Description:
     rebuild: Rebuild = field(default=lambda _loaded: None)
 
 
+def _is_path_key(key: object) -> bool:
+    return isinstance(key, str | int) and not isinstance(key, bool)
+
+
 def name_of(path: Path) -> str:
     """The stored name of a path."""
     return ".".join(map(str, path))
@@ -445,7 +449,8 @@ class Walk:
         if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
             self.add_array(path, node, Role.ASSUMED, alias_key=_numpy_alias_key(node))
             return lambda _loaded: node
-        if isinstance(node, Mapping) and node and all(isinstance(k, str | int) for k in node):
+        # An empty state is that of a rank which holds nothing; further down it is a value.
+        if isinstance(node, Mapping) and (node or not path) and all(map(_is_path_key, node)):
             return self._visit_mapping(path, node)
         if isinstance(node, list | tuple) and node and not values.is_plain(node):
             return self._visit_sequence(path, node)
