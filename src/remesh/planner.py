@@ -31,6 +31,7 @@ from remesh.geometry import (
     flat_spans,
     intersect_rows,
     row_products,
+    row_strides,
     strides_of,
 )
 from remesh.index import BoxTable, Index, TensorTable
@@ -305,7 +306,7 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
             index; what remesh writes is checked when it is saved).
     """
     found = _cut(index, _intersections(index, wanted), limits)
-    start, stop, _ = _byte_ranges(index, found)
+    start, stop = _byte_ranges(index, found)
     order = np.lexsort((start, index.file[found.piece]))
     found, start, stop = found.take(order), start[order], stop[order]
     run_first, run_start, run_stop = _merge_runs(index, found, start, stop, limits)
@@ -336,15 +337,32 @@ class _Regions:
         return _Regions(self.want[rows], self.piece[rows], self.offsets[rows], self.extents[rows])
 
 
-def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray, BoolArray]:
-    """Where regions lie in their files: first bytes, one past the last, contiguous or strided."""
+def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray]:
+    """Where regions lie in their files: first bytes, and one past the last."""
     stored = index.boxes
-    starts, stops, contiguous = flat_spans(
+    starts, stops, _ = flat_spans(
         stored.extents[found.piece], found.offsets - stored.offsets[found.piece], found.extents
     )
     itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
     position = index.position[found.piece]
-    return position + starts * itemsizes, position + stops * itemsizes, contiguous
+    return position + starts * itemsizes, position + stops * itemsizes
+
+
+def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArray:
+    """Longest stretch of flat elements between two elements of a box, row by row.
+
+    It is the one after a step of the first dim in which the box extends: gaps inside a step leave
+    out fewer dims.
+
+    Args:
+        shapes: Shapes of the tensors or pieces.
+        extents: Shapes of non-empty boxes in them.
+        spans: From the first to one past the last flat element of each box.
+    """
+    dim = np.argmax(extents > 1, axis=1)[:, None]
+    step = np.take_along_axis(row_strides(shapes), dim, axis=1)[:, 0]
+    num_steps = np.take_along_axis(extents, dim, axis=1)[:, 0]
+    return np.where(num_steps > 1, step * num_steps - spans, 0)
 
 
 def _intersections(index: Index, wanted: BoxTable) -> _Regions:
@@ -374,12 +392,14 @@ def _intersections(index: Index, wanted: BoxTable) -> _Regions:
 
 def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
     """Cut regions that cross the end of a window or have long gaps."""
-    start, stop, contiguous = _byte_ranges(index, found)
-    crosses = start // limits.window_bytes != (stop - 1) // limits.window_bytes
-    must_cut = crosses | (~contiguous & (stop - start > limits.gap_bytes))
+    stored = index.boxes
+    start, stop = _byte_ranges(index, found)
+    must_cut = start // limits.window_bytes != (stop - 1) // limits.window_bytes
+    itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
+    gaps = longest_gaps(stored.extents[found.piece], found.extents, (stop - start) // itemsizes)
+    must_cut |= gaps * itemsizes > limits.gap_bytes
     if not must_cut.any():
         return found
-    stored = index.boxes
     parts = [found.take(~must_cut)]
     for row in np.flatnonzero(must_cut).tolist():
         piece = int(found.piece[row])
@@ -442,7 +462,7 @@ def _split_at_gaps(shape: tuple[int, ...], region: Box, max_gap: int) -> Iterato
         return Box(offset, (*region.shape[:dim], 1, *region.shape[dim + 1 :]))
 
     start, stop, _ = flat_span(shape, step(0))
-    # The gap after a step is the longest of all: those inside it leave out fewer dims.
+    # As in `longest_gaps`.
     if strides_of(shape)[dim] - (stop - start) <= max_gap:
         yield region
         return
