@@ -1,0 +1,153 @@
+"""CUDA: device memory in and out, optimizers on the device, and a NCCL group. Skips without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import remesh
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the device with random bits (0 or 1 for bool)."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(high, (count,), dtype=torch.uint8, device="cuda")
+    return raw.view(dtype).reshape(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def bits(tensor: torch.Tensor) -> bytes:
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return raw.numpy().tobytes()
+
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_from_and_to_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = random_bytes(dtype, (70, 33, 5))
+    source = {"plain": whole, "strided": whole.transpose(0, 2)[1:4], "scalar": whole[0, 0, 0]}
+    remesh.save(source, tmp_path)
+    for device in ("cuda", "cpu"):
+        target = {name: torch.zeros_like(t, device=device) for name, t in source.items()}
+        remesh.load(target, tmp_path)
+        for name, tensor in source.items():
+            assert same_bits(target[name], tensor), name
+    from_host = {name: tensor.cpu() for name, tensor in source.items()}
+    remesh.save(from_host, tmp_path, overwrite=True)
+    strided = {"strided": torch.zeros_like(whole).transpose(0, 2)[1:4]}
+    remesh.load(strided, tmp_path)
+    assert same_bits(strided["strided"], source["strided"])
+
+
+def test_large_tensor_in_many_chunks(tmp_path: Path) -> None:
+    source = {"w": torch.randn(50_000_003, device="cuda"), "v": torch.randn(3, 5, device="cuda")}
+    remesh.save(source, tmp_path)
+    target = {"w": torch.zeros(50_000_003, device="cuda"), "v": torch.zeros(3, 5, device="cuda")}
+    remesh.load(target, tmp_path)
+    assert all(same_bits(target[name], tensor) for name, tensor in source.items())
+
+
+def test_cast_on_load(tmp_path: Path) -> None:
+    source = {"w": torch.randn(1000, 7, device="cuda")}
+    remesh.save(source, tmp_path)
+    target = {"w": torch.zeros(1000, 7, device="cuda", dtype=torch.bfloat16)}
+    remesh.load(target, tmp_path, cast=True)
+    assert same_bits(target["w"], source["w"].bfloat16())
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": True}])
+def test_training_goes_on_as_if_never_stopped(options: dict[str, bool], tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def train(job: tuple[nn.Module, torch.optim.Optimizer, object], steps: range) -> list[float]:
+        model, optimizer, scheduler = job
+        losses = []
+        for step in steps:
+            generator = torch.Generator("cuda").manual_seed(step)
+            batch = torch.randn(16, 32, device="cuda", generator=generator)
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()  # type: ignore[attr-defined]
+            losses.append(loss.item())
+        return losses
+
+    def state_of(job: tuple[nn.Module, torch.optim.Optimizer, object]) -> dict[str, object]:
+        model, optimizer, scheduler = job
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "generator": torch.cuda.default_generators[0],
+            "scaler": torch.amp.GradScaler("cuda", init_scale=8.0),
+        }
+
+    job = build()
+    train(job, range(5))
+    remesh.save(state_of(job), tmp_path)
+    expected = train(job, range(5, 10))
+    resumed = build()
+    remesh.load(state_of(resumed), tmp_path, unexpected="error")
+    assert train(resumed, range(5, 10)) == expected
+
+
+def test_random_numbers_continue(tmp_path: Path) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    torch.rand(7, device="cuda", generator=generator)
+    remesh.save({"rng": generator}, tmp_path)
+    expected = torch.rand(5, device="cuda", generator=generator)
+    other = torch.Generator("cuda").manual_seed(9)
+    remesh.load({"rng": other}, tmp_path)
+    assert torch.equal(torch.rand(5, device="cuda", generator=other), expected)
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    store = tmp_path / "store"
+    dist.init_process_group("nccl", f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_nccl_group_of_one(tmp_path: Path) -> None:
+    source = {"w": torch.randn(100, 7, device="cuda"), "step": 3}
+    remesh.save(source, tmp_path / "checkpoint")
+    target = {"w": torch.zeros(100, 7, device="cuda"), "step": 0}
+    remesh.load(target, tmp_path / "checkpoint")
+    assert same_bits(target["w"], source["w"])
+    assert target["step"] == 3
