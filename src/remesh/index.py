@@ -251,17 +251,13 @@ class Index(Mapping[str, StoredTensor]):
 
     def pieces(self, name: str) -> list[Piece]:
         """What a tensor is cut into."""
-        start, stop = self.piece_range(self._rows[name])
-        sizes = self.boxes.num_bytes[start:stop].tolist()
-        return [
-            Piece(
-                self.boxes.box(piece),
-                self.files[self.file[piece]].path,
-                int(self.position[piece]),
-                num_bytes,
-            )
-            for piece, num_bytes in zip(range(start, stop), sizes, strict=True)
-        ]
+        row = self._rows[name]
+        itemsize = self.boxes.tensors.dtype(row).itemsize
+        pieces = []
+        for piece in range(*self.piece_range(row)):
+            box, path = self.boxes.box(piece), self.files[self.file[piece]].path
+            pieces.append(Piece(box, path, int(self.position[piece]), box.size * itemsize))
+        return pieces
 
     def encode(self) -> bytes:
         """The stored form: a safetensors file of integer columns."""

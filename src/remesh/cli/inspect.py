@@ -293,11 +293,12 @@ def _print_tensors(console: Console, listing: _Listing, with_pieces: bool) -> No
         return
     titles, *lines = output.table_lines(columns, rows)
     console.out(titles, style="bold", highlight=False)
+    shown_lines = []
     for name, line in zip(listing.tensors, lines, strict=True):
-        console.out(line, highlight=False)
+        shown_lines.append(line)
         if name not in index.aliases:
-            _, *pieces = _piece_lines(index.pieces(name), "    ")
-            console.out("\n".join(pieces), style="dim", highlight=False)
+            shown_lines += _piece_lines(index.pieces(name), "    ")[1:]
+    console.out("\n".join(shown_lines), highlight=False)
 
 
 def _piece_lines(pieces: Sequence[Piece], indent: str) -> list[str]:
