@@ -5,6 +5,7 @@ import signal
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from remesh.errors import ExchangeError, RankFailedError
@@ -24,6 +25,32 @@ def _message(rank: int, size: int) -> bytes:
 def test_torch_must_be_initialized() -> None:
     with pytest.raises(ExchangeError, match="init_process_group"):
         TorchGroup()
+
+
+class _FourthDevice:
+    """Stands in for `torch.cuda` and its like."""
+
+    @staticmethod
+    def current_device() -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl,cpu:gloo", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+        ("xpu:xccl", "xpu:3"),
+    ],
+)
+def test_messages_are_on_a_device_that_the_group_can_move(
+    monkeypatch: pytest.MonkeyPatch, backends: str, device: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: _FourthDevice)
+    assert module._message_device(None) == torch.device(device)
 
 
 def _outside(exchange: Exchange) -> str:
