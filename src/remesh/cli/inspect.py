@@ -264,7 +264,7 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     size = output.format_bytes(totals["num_tensor_bytes"])
     facts = [
         ("saved", f"{output.format_time(record.created)} by {ranks}, {version}"),
-        ("tensors", f"{tensors}{ties} in {pieces}, {size}"),
+        ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
         ("values", others + hint),
         ("files", f"{files} with tensors, {output.format_bytes(totals['num_file_bytes'])} in all"),
     ]

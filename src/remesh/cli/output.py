@@ -173,7 +173,21 @@ def json_value(value: object) -> object:
 
 def print_json(document: Mapping[str, object]) -> None:
     """A JSON document on stdout, in ASCII, so that it is valid in any encoding."""
-    click.echo(json.dumps(json_value(document), indent=2, allow_nan=False))
+    click.echo(_laid_out(json_value(document), ""))
+
+
+def _laid_out(value: object, indent: str) -> str:
+    """JSON text with a line for each item, except that lists of plain items, as shapes, are one."""
+    inner = f"{indent}  "
+    if isinstance(value, dict) and value:
+        items = [
+            f"{inner}{json.dumps(key)}: {_laid_out(item, inner)}" for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        items = [f"{inner}{_laid_out(item, inner)}" for item in value]
+        return "[\n" + ",\n".join(items) + f"\n{indent}]"
+    return json.dumps(value, allow_nan=False)
 
 
 # ---------------------------------------------------------------------------------------------
