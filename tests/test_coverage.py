@@ -192,8 +192,10 @@ def test_the_message_names_holes_overlaps_and_ranks() -> None:
         "3 of 4 tensors are not covered exactly once by main replicas:",
         "  t0 (4, 4): nobody holds [0:4, 2:4]",
         "  t1 (8,): these overlap: [0:5] (rank 1) and [4:8] (rank 2)",
-        "  t3 (6,): nobody holds [4:6]; "
-        + "these overlap: [0:4] (rank 4) and [1:2] (rank 5), [0:4] (rank 4) and [2:3] (rank 6)",
+        (
+            "  t3 (6,): nobody holds [4:6]; "
+            "these overlap: [0:4] (rank 4) and [1:2] (rank 5), [0:4] (rank 4) and [2:3] (rank 6)"
+        ),
     ]
 
 
