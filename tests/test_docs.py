@@ -1,0 +1,56 @@
+"""The README and the guide, run as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_guide_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    blocks = python_blocks("docs/guide.md")
+    assert len(blocks) >= 6
+    for block in blocks:
+        exec(compile(block, "docs/guide.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "steps (stored is step)" in printed
+    assert "shape (16, 8) is stored, (32, 8) is wanted" in printed
+
+
+def test_the_first_minute_of_the_readme(tmp_path: Path) -> None:
+    (script,) = python_blocks("README.md")
+    (tmp_path / "train.py").write_text(script)
+    printed = []
+    for num_ranks in (2, 4):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={num_ranks}", "train.py"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.strip())
+    assert printed == ["2 ranks saved step 20", "4 ranks saved step 40"]
+    readme = (ROOT / "README.md").read_text()
+    assert all(line in readme for line in printed)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/guide.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
