@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from remesh.adapters import describe_leaf
-from remesh.errors import StateError
+from remesh.errors import StateError, UnsupportedValueError
 from remesh.exchange import Exchange
 from remesh.state import Role, describe
 from remesh.testing import run_processes
-from tests.adapters.fake_checkpoint import Capture, FakeCheckpoint, capture, restore
+from tests.adapters.fake_checkpoint import Capture, Captured, FakeCheckpoint, capture, restore
 from tests.adapters.parallel_models import LAYOUTS, known_net, mesh_of
 
 WIDTHS = {2: (10, 3), 4: (10, 7, 5, 3, 1)}
@@ -195,3 +197,85 @@ def test_single_dtensors() -> None:
     assert "uneven" in first["errors"]["uneven"]
     assert "(4, 2)" in first["errors"]["uneven"]
     assert "(3, 2)" in first["errors"]["uneven"]
+
+
+def corner_cases(exchange: Exchange) -> dict[str, Any]:
+    # FSDP2 that still has its gathered parameters, as after a forward pass for evaluation.
+    net = LAYOUTS[2]["fsdp"](known_net(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with torch.no_grad():
+        net(torch.ones(2, 5))
+    gathered = [type(parameter) is nn.Parameter for parameter in net.parameters()]
+    assert any(gathered)
+    result: dict[str, Any] = {"gathered": capture({"optim": optimizer, "net": net})}
+
+    flat = FullyShardedDataParallel(known_net(4), device_id=torch.device("cpu"))
+    for state in ({"model": nn.Sequential(flat)}, {"optim": optimizer, "skip": [flat]}):
+        with pytest.raises(UnsupportedValueError, match=r"(model|skip\.0): .*FSDP1.*fully_shard"):
+            describe(state, describe_leaf)
+
+    # Optimizer state that is sharded like its parameter, but is a plain tensor.
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = local_of(parameter.detach()).clone()
+    with pytest.raises(StateError, match=r"optim\.state\.up\.weight\.momentum_buffer: .*DTensor"):
+        describe({"net": net, "optim": optimizer}, describe_leaf)
+
+    # State of a shape of its own, for a sharded parameter that has none yet.
+    whole = FakeCheckpoint([capture({"net": known_net(4)})])
+    factor = Captured("float32", np.arange(4, dtype="<f4"), np.ones(4, np.bool_), Role.EQUAL)
+    whole.tensors["optim.state.up.weight.row"] = factor
+    whole.paths["optim.state.up.weight.row"] = ("optim", "state", "up.weight", "row")
+    fresh = torch.optim.SGD(net.parameters(), lr=0.5)
+    restore({"net": net, "optim": fresh}, whole)
+    row = fresh.state[next(net.parameters())]["row"]
+    assert row.placements == (Replicate(),)
+    assert row.to_local().tolist() == [0, 1, 2, 3]
+    return result
+
+
+def test_corner_cases() -> None:
+    captures = [of_rank["gathered"] for of_rank in run_processes(2, corner_cases)]
+    merged, expected = FakeCheckpoint(captures), capture({"net": known_net(4)})
+    for name, tensor in expected.tensors.items():
+        assert merged.tensors[name].data.tolist() == tensor.data.tolist()
+    assert merged.lists["optim.param_groups.0.params"] == [
+        "up.weight", "up.bias", "down.weight", "down.bias",
+    ]  # fmt: skip
+
+
+def zero_redundancy(exchange: Exchange, checkpoint: FakeCheckpoint) -> tuple[Capture, Capture]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the module that is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def zero(net: nn.Module, rate: float) -> Any:
+        return ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=rate)
+
+    net = known_net(10)
+    optimizer = zero(net, 0.25)
+    for parameter in net.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    optimizer.optim.param_groups[0]["lr"] = 9.0  # out of date, as before every step
+    saved = capture({"net": net, "optim": optimizer})
+
+    target = known_net(10, start=-500.0)
+    fresh = zero(target, 0.5)
+    restored = restore({"net": target, "optim": fresh}, checkpoint)
+    assert restored.missing == set()
+    assert fresh.param_groups[0]["lr"] == fresh.optim.param_groups[0]["lr"] == 0.25
+    assert 0 < len(fresh.optim.state) < 4
+    return saved, capture(restored.state)
+
+
+def test_optimizers_that_share_out_the_parameters() -> None:
+    expected = reference(10)
+    results = run_processes(2, zero_redundancy, expected)
+    for captures in zip(*results, strict=True):
+        merged = FakeCheckpoint(captures)
+        group = {name: set(names) for name, names in merged.lists.items()}
+        assert group == {name: set(names) for name, names in expected.lists.items()}
+        assert merged.names() == expected.names()
+        assert merged.values["optim.param_groups.0.lr"] == 0.25
+        for name, tensor in expected.tensors.items():
+            np.testing.assert_allclose(merged.tensors[name].data, tensor.data, rtol=1e-6)

@@ -19,6 +19,7 @@ from remesh.adapters.module import describe_module
 from remesh.adapters.optimizer import describe_optimizer
 from remesh.adapters.stateful import Stateful, describe_generator, describe_stateful
 from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
 from remesh.state import Path, Rebuild, Walk
 
 __all__ = ["casting_memory_of", "describe_leaf", "memory_of"]
@@ -35,6 +36,8 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
     if isinstance(node, nn.Module):
         return describe_module(walk, path, node)
     if isinstance(node, torch.optim.Optimizer):
+        if is_zero_redundancy(node):
+            return describe_zero_redundancy(walk, path, node)
         return describe_optimizer(walk, path, node)
     if isinstance(node, torch.Generator):
         return describe_generator(walk, path, node)
