@@ -9,6 +9,7 @@
     │   ├── DivergedReplicaError           ranks disagree about something they should agree on
     │   └── CoverageError                  the boxes of a tensor leave a hole or overlap
     ├── MismatchError (ValueError)         state and checkpoint do not fit; carries the lists
+    ├── TransformError (ValueError)        a transformation is malformed, or does not fit its tensors
     ├── CheckpointError                    something is wrong with a checkpoint
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)
@@ -81,6 +82,13 @@ class MismatchError(RemeshError, ValueError):
         self.missing = missing
         self.unexpected = unexpected
         self.conflicts = conflicts
+
+
+class TransformError(RemeshError, ValueError):
+    """A statement of a transformation is malformed, or does not fit the tensors it is applied to.
+
+    The message shows the statement with a caret under the fault and what each macro in it became.
+    """
 
 
 class CheckpointError(RemeshError):

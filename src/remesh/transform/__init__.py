@@ -1,0 +1,22 @@
+"""The transformation language: statements that turn the tensors of one state into another's.
+
+A transformation is parsed once (`Transform.parse`) and meets tensors later. From then on it can
+say, for any box of any target, which boxes of which sources make it up (`Resolved.regions`), so
+whoever moves the bytes reads only those. Nothing here reads or moves bytes itself, apart from
+`Transform.apply`, which does so for dictionaries of arrays.
+
+The path of a transformation: `lexer` and `parser` make `syntax` of text; `expand` writes out
+wildcards; `build` executes the statements, which makes a graph of `tensors` for each name;
+`resolve` matches that with the targets; `resolved` answers. `inverse` turns statements around,
+`optimizer` knows which tensors follow a parameter, `order` traces boxes through permutations and
+reshapes. The language is specified in docs/transform.md.
+"""
+
+from __future__ import annotations
+
+from remesh.transform.info import TensorInfo
+from remesh.transform.language import Transform
+from remesh.transform.order import Permute, Reshape
+from remesh.transform.resolved import Region, Resolved
+
+__all__ = ["Permute", "Region", "Reshape", "Resolved", "TensorInfo", "Transform"]

@@ -1,0 +1,369 @@
+"""Macros in names: one statement with wildcards to many *steps* with plain names.
+
+In this order, statement by statement:
+
+1. placeholders (`$LAYER_ID`): one step for each combination of numbers for which a name left of
+   the arrow exists (right of it, for `_ -> ...`);
+2. arrays: `q[0:2]` becomes `q_0, q_1`;
+3. `*`: the names that exist, in the order of their numbers. Left of the arrow sources are
+   searched, right of it targets.
+
+Left of an arrow, those names exist that a literal name could refer to at this point: sources, and
+what earlier statements assigned, less what they deleted. All steps of one statement belong
+together: they read what was there before the statement, so `l.$LAYER_ID -> l.$LAYER_ID+1` shifts.
+
+Steps keep their statement and the numbers of their placeholders, from which an error can tell the
+whole story; nothing is written down in advance.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from remesh.errors import TransformError
+from remesh.transform import report
+from remesh.transform.names import (
+    Binding,
+    NameIndex,
+    Pattern,
+    bindings_of,
+    filled,
+    substitute,
+)
+from remesh.transform.syntax import (
+    Add,
+    Delete,
+    FusedFfn,
+    FusedQkv,
+    Name,
+    Reshape,
+    Span,
+    Split,
+    Stack,
+    Statement,
+    Tie,
+    Unstack,
+    Untie,
+    Wildcard,
+    attributes_text,
+)
+
+_MAX_NAMES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A plain name in a step, and the name in the statement that it came from."""
+
+    name: str
+    origin: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A statement with plain names: what is executed."""
+
+    statement: Statement
+    binding: Binding
+    left: tuple[Operand, ...]
+    right: tuple[Operand, ...]
+
+    def error(
+        self, message: str, at: Operand | Span | None = None, hints: Sequence[str] = ()
+    ) -> TransformError:
+        """An error in this step.
+
+        Args:
+            message: What is wrong.
+            at: The operand or the place in the text; the operator if not given.
+            hints: Lines that say what to do.
+        """
+        span = at.origin.span if isinstance(at, Operand) else at or self.statement.operator_span
+        return report.statement_error(message, self.statement, span, self.expansions(), hints)
+
+    def expansions(self) -> list[tuple[str, str]]:
+        """What each macro made of the statement: (macro, text), in the order of evaluation."""
+        statement = self.statement
+        names = (*statement.left, *statement.right)
+        story = _placeholder_story(statement, self.binding)
+        if any(name.is_many for name in names):
+            arrays = any(name.array is not None for name in names)
+            stars = any(
+                isinstance(piece, Wildcard) and piece.name == "*"
+                for name in names
+                for piece in name.pieces
+            )
+            macro = " and ".join([*(["array"] if arrays else []), *(["*"] if stars else [])])
+            story.append((macro, str(self)))
+        if any(operand.origin.transposed for operand in self.left):
+            story.append(("^T", "the marked names are transposed before anything else"))
+        explanation = _fused_story(statement)
+        return [*story, *([explanation] if explanation else [])]
+
+    def __str__(self) -> str:
+        left, right = (_operands_text(side) for side in (self.left, self.right))
+        return f"{left} -> {right}{attributes_text(self.statement.operator)}"
+
+
+def _operands_text(operands: Sequence[Operand]) -> str:
+    shown = [f"{o.name}^T" if o.origin.transposed else o.name for o in operands[:4]]
+    if len(operands) > len(shown):
+        shown[-1] = f"... ({len(operands)} names in all)"
+    return ", ".join(shown)
+
+
+def _placeholder_story(statement: Statement, binding: Binding) -> list[tuple[str, str]]:
+    if not binding:
+        return []
+    values = ", ".join(f"${name}={digits}" for name, digits in binding)
+    sides = []
+    for names in (statement.left, statement.right):
+        texts = []
+        for name in names:
+            pieces = substitute(name, binding)
+            text = "".join(map(str, pieces)) if pieces is not None else "(negative)"
+            array = f"[{name.array[0]}:{name.array[1]}]" if name.array else ""
+            texts.append(f"{text}{array}{'^T' if name.transposed else ''}")
+        sides.append(", ".join(texts))
+    return [(values, f"{sides[0]} -> {sides[1]}{attributes_text(statement.operator)}")]
+
+
+def _fused_story(statement: Statement) -> tuple[str, str] | None:
+    match statement.operator:
+        case FusedQkv(by_rank=False) as fused:
+            per_block = fused.num_heads // fused.num_kv_heads
+            return "fused_qkv", (
+                f"along axis {fused.axis}, {fused.num_kv_heads} blocks of {per_block} query heads, "
+                "1 key head and 1 value head"
+            )
+        case FusedQkv() as fused:
+            return "fused_qkv_old", (
+                f"along axis {fused.axis}, for each tensor-parallel rank its query, key and value "
+                "heads"
+            )
+        case FusedFfn(axis):
+            return "fused_ffn", (
+                f"along axis {axis}, for each tensor-parallel rank its rows of gate and of up"
+            )
+        case _:
+            return None
+
+
+class Expander:
+    """Expands statements one after the other, keeping track of which names exist.
+
+    Args:
+        sources: Names of sources, and of parameters whose optimizer state is a source.
+        targets: Gives the names of targets, likewise; None if targets are not known.
+    """
+
+    def __init__(self, sources: Sequence[str], targets: Callable[[], Iterable[str]] | None) -> None:
+        self._source_names = sources
+        self._target_names = targets
+        self._sources: NameIndex | None = None
+        self._targets: NameIndex | None = None
+        self._assigned: dict[str, None] = {}
+        self._deleted: set[str] = set()
+
+    def expand(self, statement: Statement) -> tuple[Step, ...]:
+        """The steps of a statement.
+
+        Raises:
+            TransformError: If a wildcard matches nothing, or an expansion makes no sense.
+        """
+        steps = tuple(self._step(statement, binding) for binding in self._bindings(statement))
+        seen: set[str] = set()
+        for step in steps:
+            for operand in step.left if isinstance(statement.operator, Delete) else step.right:
+                if operand.name in seen:
+                    raise step.error(
+                        f"{operand.name!r} is assigned twice by one statement", operand
+                    )
+                seen.add(operand.name)
+        self._record(statement, steps)
+        return steps
+
+    def _record(self, statement: Statement, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if isinstance(statement.operator, Delete):
+                self._deleted.update(operand.name for operand in step.left)
+                continue
+            for operand in step.right:
+                self._deleted.discard(operand.name)
+                self._assigned[operand.name] = None
+                if self._sources is not None:
+                    self._sources.add(operand.name)
+
+    def _source_index(self) -> NameIndex:
+        if self._sources is None:
+            self._sources = NameIndex([*self._source_names, *self._assigned])
+        return self._sources
+
+    def _target_index(self) -> NameIndex:
+        if self._targets is None:
+            self._targets = NameIndex(self._target_names() if self._target_names else ())
+        return self._targets
+
+    def _bindings(self, statement: Statement) -> list[Binding]:
+        """Every combination of numbers for the placeholders of a statement."""
+        is_add = isinstance(statement.operator, Add)
+        names = statement.right if is_add else statement.left
+        if not any(name.placeholders for name in names):
+            return [()]
+        index = self._target_index() if is_add else self._source_index()
+        excluded: set[str] = set() if is_add else self._deleted
+        found: dict[Binding, None] = {}
+        for name in names:
+            pattern = Pattern.of(_first_of_array(name.pieces, name))
+            found.update(dict.fromkeys(bindings_of(pattern, index, excluded)))
+        if not found and not (is_add and self._target_names is None):
+            where = "target" if is_add else "source"
+            raise report.statement_error(
+                f"no {where} matches {str(names[0])!r}",
+                statement,
+                names[0].span,
+                hints=self._nearest(names[0].pieces, in_targets=is_add),
+            )
+        return list(found)
+
+    def _nearest(self, pieces: Sequence[str | Wildcard], *, in_targets: bool) -> list[str]:
+        text = "".join("0" if isinstance(piece, Wildcard) else piece for piece in pieces)
+        if not in_targets:
+            return report.nearest(text, [*self._source_names, *self._assigned])
+        return report.nearest(text, self._target_names() if self._target_names else ())
+
+    def _step(self, statement: Statement, binding: Binding) -> Step:
+        draft = Step(statement, binding, (), ())
+        left = [o for name in statement.left for o in self._operands(draft, name, is_left=True)]
+        right = [o for name in statement.right for o in self._operands(draft, name, is_left=False)]
+        if max(len(left), len(right)) > _MAX_NAMES:
+            raise draft.error(f"this stands for more than {_MAX_NAMES} names")
+        return Step(statement, binding, tuple(left), tuple(right))
+
+    def _operands(self, draft: Step, name: Name, *, is_left: bool) -> list[Operand]:
+        literal = name.literal
+        if literal is not None:
+            return [] if name.is_nothing else [Operand(literal, name)]
+        pieces = substitute(name, draft.binding)
+        if pieces is None:
+            raise draft.error(f"{name} would have a negative number", name.span)
+        if name.array is None:
+            return [Operand(text, name) for text in self._stars(draft, name, pieces, is_left)]
+        start, stop = name.array
+        if stop - start > _MAX_NAMES:
+            raise draft.error(f"this stands for more than {_MAX_NAMES} names", name.span)
+        return [
+            Operand(text, name)
+            for number in range(start, stop)
+            for text in self._stars(draft, name, (*pieces, f"_{number}"), is_left)
+        ]
+
+    def _stars(
+        self, draft: Step, name: Name, pieces: Sequence[str | Wildcard], is_left: bool
+    ) -> list[str]:
+        """The names that pieces with `*` match; the name itself if there is none."""
+        if not any(isinstance(piece, Wildcard) for piece in pieces):
+            return ["".join(map(str, pieces))]
+        if not is_left and self._target_names is None:
+            return _numbered(draft, name, pieces)
+        index = self._source_index() if is_left else self._target_index()
+        pattern = Pattern.of(pieces)
+        found = [filled(pattern, numbers) for numbers in index.match(pattern)]
+        if is_left and self._deleted:
+            found = [text for text in found if text not in self._deleted]
+        if not found:
+            where = "source" if is_left else "target"
+            text = "".join(map(str, pieces))
+            hints = self._nearest(pieces, in_targets=not is_left)
+            raise draft.error(f"no {where} matches {text!r}", name.span, hints)
+        return found
+
+
+def _first_of_array(pieces: Sequence[str | Wildcard], name: Name) -> tuple[str | Wildcard, ...]:
+    return tuple(pieces) if name.array is None else (*pieces, f"_{name.array[0]}")
+
+
+def _numbered(draft: Step, name: Name, pieces: Sequence[str | Wildcard]) -> list[str]:
+    """The names of `*` on the right when there are no targets to search: 0, 1, 2, ..."""
+    operator = draft.statement.operator
+    num_parts = operator.parts if isinstance(operator, Split | Unstack) else None
+    if isinstance(operator, Split) and num_parts is None and operator.sizes is not None:
+        num_parts = len(operator.sizes)
+    if num_parts is None or len(draft.statement.right) > 1:
+        raise draft.error(
+            "without targets, nothing tells how many names '*' stands for",
+            name.span,
+            ["add parts= with their number, or give the targets"],
+        )
+    if num_parts > _MAX_NAMES:
+        raise draft.error(f"this stands for more than {_MAX_NAMES} names")
+    return [
+        "".join(str(number) if isinstance(piece, Wildcard) else piece for piece in pieces)
+        for number in range(num_parts)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Where the results of steps go
+# ---------------------------------------------------------------------------------------------
+
+
+def _passes_on(step: Step) -> bool:
+    match step.statement.operator:
+        case Tie() | Untie():
+            return True
+        case Reshape() | Stack() | Unstack():
+            return False
+        case _:
+            return len(step.left) == len(step.right) == 1
+
+
+class Flows:
+    """Follows a name through later statements that only pass it on, to the target it ends up in.
+
+    Macros whose layout depends on how the target is cut need to know that target. A statement
+    passes a tensor on if it has one name on either side: it renames, permutes or casts. Ties and
+    copies pass it on too.
+
+    Args:
+        groups: The steps of each statement, in order.
+        targets: The targets by name.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Step]], targets: Container[str]) -> None:
+        self._targets = targets
+        self._assigned: dict[str, list[int]] = {}
+        self._passed_on: dict[str, list[tuple[int, Step]]] = {}
+        self._num_groups = len(groups)
+        for number, steps in enumerate(groups):
+            for step in steps:
+                for operand in step.right:
+                    self._assigned.setdefault(operand.name, []).append(number)
+                if _passes_on(step):
+                    for operand in step.left:
+                        self._passed_on.setdefault(operand.name, []).append((number, step))
+
+    def target_of(self, name: str, number: int) -> tuple[str, tuple[Step, ...]] | None:
+        """The target that `name`, as statement `number` assigned it, ends up in.
+
+        Returns:
+            The target's name and the steps on the way to it; None if there is no such target.
+        """
+        way: list[Step] = []
+        while True:
+            assigned = self._assigned.get(name, [])
+            after = bisect.bisect_right(assigned, number)
+            is_last = after == len(assigned)
+            if is_last and name in self._targets:
+                return name, tuple(way)
+            # The statement that assigns the name again still reads what it was before.
+            last = self._num_groups if is_last else assigned[after]
+            readers = self._passed_on.get(name, [])
+            next_reader = bisect.bisect_right(readers, number, key=lambda reader: reader[0])
+            if next_reader == len(readers) or readers[next_reader][0] > last:
+                return None
+            number, step = readers[next_reader]
+            way.append(step)
+            name = step.right[0].name

@@ -1,0 +1,323 @@
+"""Turning statements around.
+
+`reverse` does what the notation suggests: last statement first, left and right exchanged, each
+operator replaced by its opposite. Whether that undoes the statements is the writer's business.
+
+`invert` gives statements that do undo them, or fails. It follows every *version* of a name: the
+source's, and each that a statement assigns. A statement can be undone if all it assigned can be
+had again: what nobody read must not have been overwritten, what was read must come back from one
+of its readers. A version that several statements read comes back several times; these copies must
+agree, so they are tied. Names with wildcards count as one name, provided that no other name in the
+program may match the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from remesh.errors import TransformError
+from remesh.transform import report, syntax
+from remesh.transform.names import Pattern
+from remesh.transform.order import inverse_order
+from remesh.transform.syntax import Name, Operator, Statement
+
+Key = tuple[tuple[str | syntax.Wildcard, ...], tuple[int, int] | None]
+
+_EXACT_CASTS = {("float16", "float32"), ("bfloat16", "float32")}
+
+
+def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+    """The statements from last to first, each turned around.
+
+    Raises:
+        TransformError: If a statement has no opposite (`dtype=`).
+    """
+    return tuple(_turned(statement) for statement in reversed(statements))
+
+
+def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Statements that undo the given ones.
+
+    Raises:
+        TransformError: If they lose something, or it cannot be told whether they do.
+    """
+    history = _History(statements)
+    result: list[Statement] = []
+    num_copies = 0
+    for number in reversed(range(len(statements))):
+        if not history.is_undone[number]:
+            continue
+        turned = _undoing(statements[number])
+        if isinstance(turned.operator, syntax.Delete):
+            result.append(turned)
+            continue
+        names: list[Name] = []
+        for name, version in zip(turned.right, history.read[number], strict=True):
+            if history.num_readings(version) > 1:
+                num_copies += 1
+                copy = _copy_of(name, num_copies, turned)
+                version.copies.append(copy)
+                names.append(copy)
+            else:
+                names.append(name)
+        result.append(replace(turned, right=tuple(names)))
+        for name, version in zip(turned.right, history.read[number], strict=True):
+            if len(version.copies) > 1 and history.num_readings(version) == len(version.copies):
+                result.append(_tie(turned, version.copies, name))
+                version.copies = []
+    return tuple(result)
+
+
+# ---------------------------------------------------------------------------------------------
+# One statement
+# ---------------------------------------------------------------------------------------------
+
+
+def _turned(statement: Statement) -> Statement:
+    """A statement with left and right exchanged."""
+    return replace(
+        statement,
+        left=statement.right,
+        right=statement.left,
+        operator=_opposite(statement),
+        is_reversed=not statement.is_reversed,
+    )
+
+
+def _opposite(statement: Statement) -> Operator:
+    match statement.operator:
+        case syntax.Alias() as alias:
+            return alias
+        case syntax.Concat(axis):
+            return syntax.Split(axis)
+        case syntax.Split(axis):
+            return syntax.Concat(axis)
+        case syntax.Stack(axis):
+            return syntax.Unstack(axis)
+        case syntax.Unstack(axis):
+            return syntax.Stack(axis)
+        case syntax.Permute(order):
+            ndim = len(order)
+            return syntax.Permute(inverse_order([axis % ndim for axis in order]))
+        case syntax.Add():
+            return syntax.Delete()
+        case syntax.Delete():
+            return syntax.Add()
+        case syntax.Tie():
+            return syntax.Untie()
+        case syntax.Untie():
+            return syntax.Tie()
+        case syntax.FusedQkv() | syntax.FusedFfn() as fused:
+            return replace(fused, source_ranks=fused.target_ranks, target_ranks=fused.source_ranks)
+        case syntax.Cast() | syntax.Reshape():
+            return _opposite_by_attributes(statement)
+
+
+def _opposite_by_attributes(statement: Statement) -> Operator:
+    operator = statement.operator
+    if isinstance(operator, syntax.Cast):
+        if operator.source_dtype is None:
+            raise report.statement_error(
+                "a cast with dtype= does not say what to go back to",
+                statement,
+                statement.operator_span,
+                hints=["write src_dtype= and dst_dtype= instead"],
+            )
+        return syntax.Cast(operator.source_dtype, operator.dtype)
+    assert isinstance(operator, syntax.Reshape)
+    if len(operator.shape) < 3:
+        raise report.statement_error(
+            "a reshape to fewer than three axes does not say what to go back to",
+            statement,
+            statement.operator_span,
+        )
+    return operator
+
+
+def _check_is_exact(statement: Statement) -> None:
+    """A statement must not lose anything by itself.
+
+    Raises:
+        TransformError: If it does.
+    """
+    operator = statement.operator
+    if isinstance(operator, syntax.Delete):
+        raise report.statement_error(
+            "what is deleted cannot be had again, so there is no inverse", statement
+        )
+    if isinstance(operator, syntax.Cast) and operator.source_dtype is not None:
+        casts = (operator.source_dtype, operator.dtype)
+        if casts[0] != casts[1] and casts not in _EXACT_CASTS:
+            raise report.statement_error(
+                f"a cast from {casts[0]} to {casts[1]} loses digits, so it has no inverse",
+                statement,
+                statement.operator_span,
+            )
+
+
+def _undoing(statement: Statement) -> Statement:
+    """A statement turned around; the sizes of parts that had been joined come from the targets."""
+    turned = _turned(statement)
+    if isinstance(turned.operator, syntax.Split):
+        return replace(turned, operator=replace(turned.operator, from_targets=True))
+    return turned
+
+
+def _tie(like: Statement, copies: Sequence[Name], name: Name) -> Statement:
+    return replace(
+        like,
+        left=tuple(copies),
+        right=(replace(name, transposed=False),),
+        operator=syntax.Tie(),
+    )
+
+
+def _copy_of(name: Name, number: int, statement: Statement) -> Name:
+    """A name for one of several copies that are compared before they become `name`."""
+    if name.is_many:
+        raise report.statement_error(
+            f"{name} is read more than once, so its copies would have to be compared, which is "
+            "only possible for names without * and [:]",
+            statement,
+            name.span,
+        )
+    return replace(name, pieces=(f"_copy{number}.", *name.pieces))
+
+
+# ---------------------------------------------------------------------------------------------
+# What becomes of every version of every name
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Version:
+    """What a name stands for between two assignments.
+
+    Attributes:
+        name: The name.
+        maker: The statement that assigned it; None for a source.
+        readers: Statements that read it, once for each time they name it.
+        overwriter: The statement that assigned the name again.
+        copies: Names under which it comes back, if more than one.
+    """
+
+    name: Name
+    maker: int | None
+    readers: list[int] = field(default_factory=list)
+    overwriter: int | None = None
+    copies: list[Name] = field(default_factory=list)
+
+
+class _History:
+    """Versions of names throughout a program, and which statements can be undone.
+
+    Attributes:
+        read: The versions that each statement reads, name by name.
+        made: The versions that each statement assigns.
+        is_undone: Whether a statement's sources can be had again from what it assigned.
+    """
+
+    def __init__(self, statements: Sequence[Statement]) -> None:
+        self.statements = statements
+        self.read: list[list[_Version]] = []
+        self.made: list[list[_Version]] = []
+        current: dict[Key, _Version] = {}
+        sources: list[_Version] = []
+        _check_no_overlap(statements)
+        for number, statement in enumerate(statements):
+            _check_is_exact(statement)
+            readings = []
+            for name in () if isinstance(statement.operator, syntax.Add) else statement.left:
+                version = current.get(_key(name))
+                if version is None:
+                    version = current[_key(name)] = _Version(name, None)
+                    sources.append(version)
+                version.readers.append(number)
+                readings.append(version)
+            assigned = []
+            for name in statement.right:
+                version = current.get(_key(name))
+                if version is not None:
+                    version.overwriter = number
+                version = current[_key(name)] = _Version(name, number)
+                assigned.append(version)
+            self.read.append(readings)
+            self.made.append(assigned)
+        self.is_undone = [False] * len(statements)
+        for number in reversed(range(len(statements))):
+            self.is_undone[number] = all(map(self._comes_back, self.made[number]))
+        for version in sources:
+            if not self._comes_back(version):
+                raise self._lost(version)
+
+    def num_readings(self, version: _Version) -> int:
+        """How many times a version comes back."""
+        return sum(self.is_undone[number] for number in version.readers)
+
+    def _comes_back(self, version: _Version) -> bool:
+        if not version.readers:
+            return version.overwriter is None
+        return any(self.is_undone[number] for number in version.readers)
+
+    def _lost(self, version: _Version) -> TransformError:
+        """Say which overwritten result a version is lost with."""
+        while version.readers:
+            lost = [v for v in self.made[version.readers[0]] if not self._comes_back(v)]
+            version = lost[0]
+        assert version.maker is not None
+        assert version.overwriter is not None
+        number = self.statements[version.overwriter].number
+        return report.statement_error(
+            f"{version.name} is overwritten by statement {number} before anything reads it, so "
+            "there is no inverse",
+            self.statements[version.maker],
+            version.name.span,
+        )
+
+
+def _key(name: Name) -> Key:
+    """What two names have in common if they stand for the same tensors.
+
+    Offsets do not count: a statement that shifts layers reads and assigns one family of names.
+    """
+    star = syntax.Wildcard(syntax.STAR)
+    pieces = tuple(star if isinstance(piece, syntax.Wildcard) else piece for piece in name.pieces)
+    return pieces, name.array
+
+
+def _pattern(name: Name) -> Pattern:
+    if name.array is None:
+        return Pattern.of(name.pieces)
+    return Pattern.of((*name.pieces, "_", syntax.Wildcard(syntax.STAR)))
+
+
+def _check_no_overlap(statements: Sequence[Statement]) -> None:
+    """No name with a wildcard may match a tensor that another name matches too.
+
+    Raises:
+        TransformError: If one may: it is then not known which statements touch what.
+    """
+    wildcards: dict[str, dict[Key, tuple[Pattern, Name]]] = {}
+    for statement in statements:
+        for name in (*statement.left, *statement.right):
+            if name.literal is None:
+                pattern = _pattern(name)
+                wildcards.setdefault(pattern.form, {})[_key(name)] = (pattern, name)
+    for statement in statements:
+        for name in (*statement.left, *statement.right):
+            pattern = _pattern(name)
+            for key, (other, other_name) in wildcards.get(pattern.form, {}).items():
+                if key != _key(name) and _overlap(pattern, other):
+                    raise report.statement_error(
+                        f"{name} and {other_name} may be the same tensor, so it cannot be told "
+                        "whether there is an inverse",
+                        statement,
+                        name.span,
+                    )
+
+
+def _overlap(one: Pattern, other: Pattern) -> bool:
+    """Whether a name may match both of two patterns of the same form."""
+    fixed = dict(one.fixed)
+    return all(fixed.get(place, number) == number for place, number in other.fixed)

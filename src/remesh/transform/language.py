@@ -1,0 +1,165 @@
+"""`Transform`: a parsed program, and what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from remesh.transform import evaluate, inverse
+from remesh.transform.info import Described, TensorInfo, infos_of
+from remesh.transform.parser import parse_statements
+from remesh.transform.resolve import resolve
+from remesh.transform.resolved import Resolved
+from remesh.transform.syntax import Statement
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """Statements that make the tensors of one state of those of another.
+
+    Made by `parse`. It holds no tensors and may be used any number of times.
+
+    Example:
+        >>> import numpy as np
+        >>> transform = Transform.parse("q, k, v -> qkv, axis=0")
+        >>> state = {name: np.full((2, 3), name == "k") for name in "qkv"}
+        >>> transform.apply(state)["qkv"].sum(axis=1).tolist()
+        [0, 0, 3, 3, 0, 0]
+
+    Attributes:
+        statements: The statements, in order.
+        owners: See `parse`.
+    """
+
+    statements: tuple[Statement, ...]
+    owners: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls,
+        statements: str | Iterable[str],
+        reverse: bool = False,
+        *,
+        owners: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Parse a text, or several, each of any number of statements.
+
+        Args:
+            statements: The text. docs/transform.md specifies the language.
+            reverse: Turn the statements around: last first, arrows from right to left. Nothing
+                is promised of the result; `inverse` is the checked counterpart.
+            owners: Only needed where two sets of parameters could be what an optimizer's state
+                belongs to: what stands before the parameters, by what stands before them in the
+                names of the states, such as `{"optimizer.state.": "model."}`.
+
+        Raises:
+            TransformError: If a statement is malformed; the message shows where.
+        """
+        parsed = parse_statements(statements)
+        if reverse:
+            parsed = inverse.reverse(parsed)
+        return cls(parsed, dict(owners or {}))
+
+    def inverse(self) -> Self:
+        """The transformation that undoes this one.
+
+        It gives back every source that this one reads. Where that needs to know sizes, it takes
+        them from the targets.
+
+        Raises:
+            TransformError: If this one loses something: a deleted source, an overwritten result,
+                digits of a cast.
+        """
+        return replace(self, statements=inverse.invert(self.statements))
+
+    def resolve(
+        self,
+        sources: Mapping[str, Described | None],
+        targets: Mapping[str, Described | None] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        cast: bool = False,
+    ) -> Resolved:
+        """Find out where every target comes from, without reading anything.
+
+        Args:
+            sources: The sources by name: an `Index`, or anything with `dtype` and `shape`. None
+                stands for a plain value (a step count that is a number).
+            targets: The targets, likewise: those of all ranks, since a `*` on the right and the
+                layouts of tensor parallelism depend on all of them. If not given, the targets are
+                what statements make and leave over, and sources that they do not read.
+            aliases: Further names of sources (tied weights): alias to name. An alias finds the
+                optimizer state that is stored under another name of its tensor. An `Index` says
+                so itself.
+            cast: Convert whatever has another dtype than its target, optimizer state included,
+                where otherwise a statement would have to say so.
+
+        Returns:
+            The answers. Targets that are missing, and untouched ones that do not fit, are listed
+            there; `Resolved.check` refuses them.
+
+        Raises:
+            TransformError: If a statement does not fit the tensors.
+        """
+        if aliases is None:
+            aliases = getattr(sources, "aliases", {})
+        return resolve(
+            self.statements,
+            infos_of(sources),
+            None if targets is None else infos_of(targets),
+            owners=self.owners,
+            aliases=aliases,
+            cast=cast,
+        )
+
+    def shapes(
+        self,
+        sources: Mapping[str, Described | None],
+        targets: Mapping[str, Described | None] | None = None,
+    ) -> dict[str, TensorInfo]:
+        """Dtype and shape of every target, checked against those that are given.
+
+        Args:
+            sources: See `resolve`.
+            targets: See `resolve`.
+
+        Raises:
+            TransformError: If a statement does not fit the tensors.
+            MismatchError: If targets have no source, or one of another shape or dtype.
+        """
+        resolved = self.resolve(sources, targets)
+        resolved.check()
+        return {name: info for name, info in resolved.targets.items() if info is not None}
+
+    def apply(
+        self, tensors: Mapping[str, Any], targets: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Transform arrays in memory.
+
+        Args:
+            tensors: Sources by name: numpy arrays or torch tensors; other values are plain values.
+            targets: Arrays to fill in place, by name. If not given, new ones are made of all that
+                statements make and leave over, and of sources that they do not read.
+
+        Returns:
+            The targets by name. Arrays that were given are the same objects.
+
+        Raises:
+            TransformError: If a statement does not fit the tensors, or tensors that must agree do
+                not. Nothing has been written then.
+            MismatchError: If targets have no source, or one of another shape or dtype. Nothing has
+                been written then.
+        """
+        resolved = resolve(
+            self.statements,
+            evaluate.describe(tensors),
+            None if targets is None else evaluate.describe(targets),
+            owners=self.owners,
+            aliases={},
+        )
+        resolved.check()
+        return evaluate.apply(resolved, tensors, targets)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.statements))

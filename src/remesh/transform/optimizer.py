@@ -1,0 +1,221 @@
+"""Which tensors are optimizer state, and of which parameter.
+
+Statements name parameters; what an optimizer keeps of a parameter follows it. That a name is such
+a state is seen from the name alone, in one of three styles:
+
+=================================  =================================================
+``<parameter>.moment1_0``          a known suffix (Paddle, and plain dictionaries)
+``<...>state.<parameter>.exp_avg`` as PyTorch nests optimizer state; any slot name
+``<...>state.exp_avg.<parameter>`` as Megatron Core does; a known slot name
+=================================  =================================================
+
+Slots that mean the same in different systems count as one: Paddle's `moment1_0` is `exp_avg`.
+
+In the second and third styles the parameter often lies elsewhere in the state: an optimizer of
+`model.layer.weight` says `optimizer.state.layer.weight.exp_avg`. What stands before the parameter
+(`model.`) is found by looking for the parameters that the optimizer names. Where two sets of
+parameters fit equally well (a model and its moving average), nothing is guessed: the owner must be
+stated if a statement touches such a parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+MASTER = "master"
+SLOTS: dict[str, str] = {
+    "w_0": MASTER,
+    "master_weight": MASTER,
+    "master_param": MASTER,
+    "fp32_param": MASTER,
+    "moment1_0": "exp_avg",
+    "exp_avg": "exp_avg",
+    "moment2_0": "exp_avg_sq",
+    "exp_avg_sq": "exp_avg_sq",
+    "moment2_max_0": "max_exp_avg_sq",
+    "max_exp_avg_sq": "max_exp_avg_sq",
+    "momentum_buffer": "momentum_buffer",
+    "beta1_pow_acc_0": "beta1_pow_acc_0",
+    "beta2_pow_acc_0": "beta2_pow_acc_0",
+    "step": "step",
+}
+SCALAR_SLOTS = frozenset({"step", "beta1_pow_acc_0", "beta2_pow_acc_0", "mu_product", "eta", "mu"})
+
+_STATE = re.compile(r"(?:^|(?<=\.))state\.")
+_MAX_TRIED = 16
+_MAX_OWNERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One optimizer state of one parameter.
+
+    Attributes:
+        parameter: The parameter's name.
+        slot: Which state it is, by the name that all systems' names of it share.
+        before: What its name has before the parameter.
+        after: What its name has after the parameter.
+        owner: What the parameter's name has before the part that the state's name repeats.
+    """
+
+    parameter: str
+    slot: str
+    before: str
+    after: str
+    owner: str = ""
+
+    def name_for(self, parameter: str) -> str:
+        """The name of the same state of another parameter."""
+        return f"{self.before}{parameter.removeprefix(self.owner)}{self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """A name in the second or third style, before the owner is known."""
+
+    name: str
+    root: str
+    slot: str
+    short_parameter: str
+    before: str
+    after: str
+
+
+@dataclass(slots=True)
+class States:
+    """The optimizer states among some names.
+
+    Attributes:
+        by_name: The state that a name stands for.
+        by_parameter: The names of the states of a parameter, by slot.
+        undecided: Names whose parameter may be any of several.
+    """
+
+    by_name: dict[str, State] = field(default_factory=dict)
+    by_parameter: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    undecided: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def add(self, name: str, state: State) -> None:
+        """Record what a name stands for."""
+        self.by_name[name] = state
+        slots = self.by_parameter.setdefault(state.parameter, {})
+        slots.setdefault(state.slot, []).append(name)
+
+    def parameter_of(self, name: str) -> str:
+        """The parameter that a name belongs to: its own, unless it is a state."""
+        state = self.by_name.get(name)
+        return name if state is None else state.parameter
+
+    def find(self, parameter: str, like: State) -> str | None:
+        """The name of a parameter's state of the same slot as `like`.
+
+        If there are several (two optimizers of one parameter), the one that is named in the same
+        way; None if there is none, or none of several is.
+        """
+        names = self.by_parameter.get(parameter, {}).get(like.slot, [])
+        if len(names) == 1:
+            return names[0]
+        same = [
+            name
+            for name in names
+            if (self.by_name[name].before, self.by_name[name].after) == (like.before, like.after)
+        ]
+        return same[0] if len(same) == 1 else None
+
+
+def find_states(
+    names: Iterable[str], further_parameters: Iterable[str], owners: Mapping[str, str]
+) -> States:
+    """Find the optimizer states among names.
+
+    Args:
+        names: Names of tensors and values.
+        further_parameters: Names of parameters that may not be among `names`.
+        owners: What stands before the parameters of an optimizer, by what stands before theirs in
+            the names of its states: `{"optimizer.state.": "model."}`.
+    """
+    states = States()
+    parameters: dict[str, None] = dict.fromkeys(further_parameters)
+    nested: list[str] = []
+    suffixed: list[tuple[str, str, str]] = []
+    for name in names:
+        if "state." in name and _STATE.search(name):
+            nested.append(name)
+            continue
+        head, dot, tail = name.rpartition(".")
+        if dot and head and tail in SLOTS:
+            suffixed.append((name, head, tail))
+        else:
+            parameters[name] = None
+    for name, head, tail in suffixed:
+        states.add(name, State(head, SLOTS[tail], "", f".{tail}"))
+    if nested:
+        _add_nested(states, nested, parameters, owners)
+    return states
+
+
+def _add_nested(
+    states: States, names: list[str], parameters: Mapping[str, None], owners: Mapping[str, str]
+) -> None:
+    by_root: dict[str, list[_Nested]] = {}
+    for name in names:
+        head, _, tail = name.rpartition(".")
+        parsed = _parse(name)
+        if tail in SLOTS and head in parameters:
+            # A parameter that has `state.` in its own name.
+            states.add(name, State(head, SLOTS[tail], "", f".{tail}"))
+        elif parsed is not None:
+            by_root.setdefault(parsed.root, []).append(parsed)
+    for root, group in by_root.items():
+        found = [owners[root]] if root in owners else _owners(group, parameters)
+        for parsed in group:
+            candidates = tuple(owner + parsed.short_parameter for owner in found)
+            if len(found) == 1:
+                owner = found[0]
+                state = State(candidates[0], parsed.slot, parsed.before, parsed.after, owner)
+                states.add(parsed.name, state)
+            elif found:
+                states.undecided[parsed.name] = candidates
+            elif parsed.slot in SLOTS.values():
+                short = parsed.short_parameter
+                states.add(parsed.name, State(short, parsed.slot, parsed.before, parsed.after))
+
+
+def _parse(name: str) -> _Nested | None:
+    match = _STATE.search(name)
+    assert match is not None
+    root, rest = name[: match.end()], name[match.end() :]
+    first, _, behind = rest.partition(".")
+    if behind and first in SLOTS:
+        return _Nested(name, root, SLOTS[first], behind, f"{root}{first}.", "")
+    parameter, _, slot = rest.rpartition(".")
+    if not parameter:
+        return None
+    return _Nested(name, root, SLOTS.get(slot, slot), parameter, root, f".{slot}")
+
+
+def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> list[str]:
+    """What may stand before the parameters of an optimizer: the best fits, none if nothing fits.
+
+    The longest short name says most. Every parameter that ends in it is a proposal, and the
+    proposals that are right for most of the names are kept.
+    """
+    shorts = list(dict.fromkeys(parsed.short_parameter for parsed in group))
+    shorts.sort(key=lambda short: (-short.count("."), -len(short)))
+    proposals: list[str] = []
+    for short in shorts[:_MAX_TRIED]:
+        ending = f".{short}"
+        proposals = [
+            name[: len(name) - len(short)]
+            for name in parameters
+            if name == short or name.endswith(ending)
+        ][:_MAX_OWNERS]
+        if proposals:
+            break
+    scores = {
+        proposal: sum(proposal + short in parameters for short in shorts) for proposal in proposals
+    }
+    best = max(scores.values(), default=0)
+    return [proposal for proposal, score in scores.items() if score == best]

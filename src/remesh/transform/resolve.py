@@ -1,0 +1,421 @@
+"""Statements meet tensors: for every target, where its elements come from.
+
+A target is looked up in this order:
+
+1. A statement assigned its very name: it is what the name stands for at the end. A statement that
+   added the name, or deleted the source of that name: it keeps its initial value.
+2. It is optimizer state, and a statement assigned, added or deleted its parameter: it follows the
+   parameter. Elementwise state goes the parameter's way, conversions of dtype excepted. State of
+   one element (a step count) is that of all parameters involved, which must agree.
+3. Nothing touches it: it is the source of the same name; failing that, if it is optimizer state,
+   the same state of the same parameter under another system's name.
+4. None of these: it is missing.
+
+What is wrong with a statement is raised at once. Targets that are missing, or that no statement
+touches and whose source differs, are collected: `Resolved.check` raises an error that lists them,
+and whoever has a policy of its own for them (`load` does) can apply that instead.
+
+Everything that can be known from names, shapes and dtypes is checked here; only the values of
+tensors that must agree are left for later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from remesh.errors import TransformError
+from remesh.transform import report, syntax
+from remesh.transform.build import Bindings, Builder
+from remesh.transform.expand import Expander, Flows, Step
+from remesh.transform.info import Infos, TensorInfo
+from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
+from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
+from remesh.transform.sources import SourceSpace, info_from_states
+from remesh.transform.syntax import Statement
+from remesh.transform.tensors import Leaf, Node, convert, is_usable, leaves, without_conversions
+
+_MAX_TOLD = 10
+
+
+def resolve(
+    statements: Sequence[Statement],
+    sources: Infos,
+    targets: Infos | None,
+    *,
+    owners: Mapping[str, str],
+    aliases: Mapping[str, str],
+    cast: bool = False,
+) -> Resolved:
+    """See `Transform.resolve`."""
+    return _Resolver(statements, sources, targets, owners, aliases, cast=cast).run()
+
+
+class _Resolver:
+    """The work of `resolve`, step by step."""
+
+    def __init__(
+        self,
+        statements: Sequence[Statement],
+        sources: Infos,
+        targets: Infos | None,
+        owners: Mapping[str, str],
+        aliases: Mapping[str, str],
+        *,
+        cast: bool,
+    ) -> None:
+        self.statements = statements
+        self.cast = cast
+        self.owners = owners
+        literal = _literal_names(name for s in statements for name in s.left)
+        states = find_states(sources, literal, owners)
+        self.sources = SourceSpace(sources, states, aliases)
+        self.given_targets = targets
+        self.targets: Infos = {}
+        self.target_states = States()
+        self.bindings = Bindings()
+        self.plans: dict[str, Plan] = {}
+        self.kept: dict[str, str] = {}
+        self.untouched: dict[str, None] = {}
+        self.missing: dict[str, str] = {}
+        self.num_told = 0
+        self.conflicts: dict[str, str] = {}
+        self.leaves: dict[str, tuple[Leaf, ...]] = {}
+        self.state_names: dict[tuple[str, State], str] = {}
+        self.maybe_owned = {
+            candidate: name for name, names in states.undecided.items() for candidate in names
+        }
+
+    def run(self) -> Resolved:
+        self.execute()
+        self.targets = self.outputs() if self.given_targets is None else self.given_targets
+        self.target_states = find_states(self.targets, self.bindings.values, self.owners)
+        for name, info in self.targets.items():
+            self.plan(name, info)
+        return Resolved(
+            self.sources.infos,
+            self.targets,
+            plans=self.plans,
+            kept=self.kept,
+            untouched=frozenset(self.untouched),
+            missing={name: self.told_missing(name) for name in self.missing},
+            conflicts=self.conflicts,
+            deleted=tuple(name for name in self.sources.infos if self.is_deleted(name)),
+            unused_results=tuple(n for n in self.bindings.unread if not self.is_wanted(n)),
+            state_names=self.state_names,
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # Statements
+    # -----------------------------------------------------------------------------------------
+
+    def execute(self) -> None:
+        expander = Expander(
+            [*self.sources.infos, *self.sources.states.by_parameter],
+            None if self.given_targets is None else self.parameter_targets,
+        )
+        groups = [expander.expand(statement) for statement in self.statements]
+        targets: dict[str, TensorInfo] | None = None
+        flows: Flows | None = None
+        if self.given_targets is not None and any(map(_asks_for_targets, self.statements)):
+            targets = self.parameter_targets()
+            flows = Flows(groups, targets)
+        builder = Builder(self.sources, targets, flows)
+        for number, steps in enumerate(groups):
+            builder.execute(number, steps)
+        self.bindings = builder.bindings
+
+    def parameter_targets(self) -> dict[str, TensorInfo]:
+        """The targets, and the parameters of which only optimizer states are targets."""
+        assert self.given_targets is not None
+        literal = _literal_names(name for s in self.statements for name in s.right)
+        states = find_states(self.given_targets, literal, self.owners)
+        found = {name: info for name, info in self.given_targets.items() if info is not None}
+        for parameter in states.by_parameter:
+            info = info_from_states(parameter, states, self.given_targets)
+            if info is not None:
+                found.setdefault(parameter, info)
+        return found
+
+    # -----------------------------------------------------------------------------------------
+    # Targets
+    # -----------------------------------------------------------------------------------------
+
+    def plan(self, name: str, info: TensorInfo | None) -> None:
+        """Find out what becomes of one target."""
+        bindings = self.bindings
+        if name in bindings.values:
+            self.plan_made(name, info)
+            return
+        if self.keep(name, name):
+            return
+        self.refuse_undecided(name)
+        state = self.target_states.by_name.get(name)
+        if state is not None:
+            if state.parameter in bindings.values:
+                self.plan_following(name, info, state)
+                return
+            if self.keep(name, state.parameter):
+                return
+        self.untouched[name] = None
+        source = name if name in self.sources.infos else None
+        if source is None and state is not None:
+            source = self.state_source(state.parameter, state)
+        if source is None:
+            self.missing[name] = "there is no source of that name"
+            return
+        if source != name:
+            del self.untouched[name]
+        self.plan_whole(name, info, (source,))
+
+    def keep(self, name: str, touched: str) -> bool:
+        """Whether a target keeps its value because a statement added or deleted something."""
+        for steps, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
+            step = steps.get(touched)
+            if step is not None:
+                self.kept[name] = f"{touched!r} is {verb} by statement {step.statement.number}"
+                return True
+        return False
+
+    def plan_made(self, name: str, info: TensorInfo | None) -> None:
+        step = self.bindings.made_by[name]
+        node = self.bindings.values[name].node
+        lacking = next((leaf for leaf in self.leaves_of(name) if self.is_absent(leaf)), None)
+        if lacking is not None:
+            self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
+            return
+        if info is not None:
+            self.check_shape(step, name, node, info)
+            if node.dtype != info.dtype and self.cast and node.dtype is not None:
+                node = convert(node, info.dtype)
+            elif node.dtype != info.dtype:
+                raise step.error(
+                    f"target {name!r} is {info.dtype}, but this makes it {node.dtype}",
+                    self.right_span(step, name),
+                    [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
+                )
+        self.plans[name] = Made(node)
+
+    def is_absent(self, leaf: Leaf) -> bool:
+        return leaf.name not in self.sources.infos
+
+    def leaves_of(self, name: str) -> tuple[Leaf, ...]:
+        if name not in self.leaves:
+            self.leaves[name] = leaves(self.bindings.values[name].node)
+        return self.leaves[name]
+
+    def right_span(self, step: Step, name: str) -> syntax.Span | None:
+        return next((o.origin.span for o in step.right if o.name == name), None)
+
+    def check_shape(self, step: Step, name: str, node: Node, info: TensorInfo) -> None:
+        if node.shape != info.shape:
+            raise step.error(
+                f"target {name!r} has shape {info.shape}, but this makes it {node.shape}",
+                self.right_span(step, name),
+            )
+
+    def plan_whole(self, name: str, info: TensorInfo | None, sources: tuple[str, ...]) -> None:
+        """A target that is what all of these sources hold, if dtype and shape agree."""
+        for source in sources:
+            found = self.sources.infos[source]
+            if info is None or found is None:
+                agree = info is found
+            else:
+                same_dtype = self.cast or info.dtype == found.dtype
+                agree = same_dtype and info.shape == found.shape
+            if not agree:
+                self.conflicts[name] = f"is {_told(info)}, but {source!r} is {_told(found)}"
+                return
+        first = self.sources.infos[sources[0]]
+        is_cast = info is not None and first is not None and info.dtype != first.dtype
+        self.plans[name] = Agreed(sources, (info.dtype,) if info is not None and is_cast else ())
+
+    # -----------------------------------------------------------------------------------------
+    # Optimizer state
+    # -----------------------------------------------------------------------------------------
+
+    def state_source(self, parameter: str, like: State) -> str | None:
+        """The source that is a given state of a parameter, under any of the parameter's names."""
+        for name in self.sources.names_of(self.sources.states.parameter_of(parameter)):
+            if name in self.maybe_owned:
+                raise _undecided(self.maybe_owned[name], self.sources.states)
+            found = self.sources.states.find(name, like)
+            if found is not None:
+                return found
+        return None
+
+    def refuse_undecided(self, name: str) -> None:
+        """A state that may belong to several parameters must not be touched by a statement."""
+        candidates = self.target_states.undecided.get(name, ())
+        bindings = self.bindings
+        for touched in (bindings.values, bindings.added, bindings.deleted):
+            if any(candidate in touched for candidate in candidates):
+                raise _undecided(name, self.target_states)
+
+    def plan_following(self, name: str, info: TensorInfo | None, state: State) -> None:
+        parameter = state.parameter
+        step = self.bindings.made_by[parameter]
+        node = without_conversions(self.bindings.values[parameter].node)
+        found: dict[str, str] = {}
+        for leaf in self.leaves_of(parameter):
+            source = self.state_source(leaf.name, state)
+            if source is not None:
+                self.check_not_assigned(step, name, source)
+                found[leaf.name] = source
+        if not is_usable(node, lambda leaf: leaf.name in found):
+            lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
+            self.missing[name] = (
+                f"it follows {parameter!r}, which is made of {report.listing(lacking)}, of which "
+                f"the sources have no {state.slot}"
+            )
+            return
+        if isinstance(node, Leaf):
+            self.plan_whole(name, info, (found[node.name],))
+            return
+        if self.is_count(state, found):
+            self.plan_whole(name, info, tuple(dict.fromkeys(found.values())))
+            return
+        for leaf_name, source in found.items():
+            self.check_elementwise(step, name, info, leaf_name, source)
+            self.state_names[leaf_name, state] = source
+        if info is not None:
+            self.check_shape(step, name, node, info)
+        self.plans[name] = Follows(node, state, info.dtype if info is not None else None)
+
+    def check_not_assigned(self, step: Step, name: str, source: str) -> None:
+        """A state that has statements of its own is not silently taken from the source."""
+        bindings = self.bindings
+        other = bindings.made_by.get(source) if source in bindings.values else None
+        other = other or bindings.deleted.get(source) or bindings.added.get(source)
+        if other is not None:
+            raise step.error(
+                f"target {name!r} would follow its parameter and read {source!r}, but statement "
+                f"{other.statement.number} says otherwise of that",
+                hints=[f"say in a statement what {name} is made of"],
+            )
+
+    def is_count(self, state: State, found: Mapping[str, str]) -> bool:
+        """Whether a state is one value for a whole parameter, and not one for each element."""
+        for leaf_name, source in found.items():
+            info = self.sources.infos[source]
+            if info is None:
+                return True
+            is_other_shape = info.shape != self.sources.info(leaf_name).shape
+            if math.prod(info.shape) == 1 and (state.slot in SCALAR_SLOTS or is_other_shape):
+                return True
+        return False
+
+    def check_elementwise(
+        self, step: Step, name: str, info: TensorInfo | None, leaf_name: str, source: str
+    ) -> None:
+        found = self.sources.infos[source]
+        parameter = self.sources.info(leaf_name)
+        assert found is not None
+        if found.shape != parameter.shape:
+            raise step.error(
+                f"target {name!r} cannot follow its parameter: its source {source!r} has shape "
+                f"{found.shape}, the parameter {leaf_name!r} has {parameter.shape}",
+                hints=[f"say in a statement what {name} is made of, or write _ -> {name}"],
+            )
+        if info is not None and info.dtype != found.dtype and not self.cast:
+            raise step.error(
+                f"target {name!r} is {info.dtype}, but follows {source!r}, which is {found.dtype}; "
+                "optimizer state is not converted on the way",
+            )
+
+    # -----------------------------------------------------------------------------------------
+    # Without targets
+    # -----------------------------------------------------------------------------------------
+
+    def outputs(self) -> dict[str, TensorInfo | None]:
+        """Sources and results that no statement read, and the optimizer states of results."""
+        bindings = self.bindings
+        found: dict[str, TensorInfo | None] = {}
+        for name, info in self.sources.infos.items():
+            parameter = self.sources.states.parameter_of(name)
+            is_touched = any(
+                touched in names
+                for touched in {name, parameter}
+                for names in (bindings.read, bindings.values, bindings.deleted, bindings.added)
+            )
+            if not is_touched:
+                found[name] = info
+        for name in bindings.unread:
+            node = bindings.values[name].node
+            if not any(map(self.is_absent, self.leaves_of(name))):
+                assert node.dtype is not None
+                found[name] = TensorInfo(node.dtype, node.shape)
+            found.update(
+                (state_name, info)
+                for state_name, info in self.output_states(name)
+                if state_name not in bindings.values and state_name not in bindings.deleted
+            )
+        return found
+
+    def output_states(self, name: str) -> Iterable[tuple[str, TensorInfo | None]]:
+        """The optimizer states that the result `name` has, if it is a parameter."""
+        states = self.sources.states
+        node = self.bindings.values[name].node
+        like: dict[str, State] = {}
+        for leaf in self.leaves_of(name):
+            if leaf.name in states.by_name:
+                return
+            for base in self.sources.names_of(leaf.name):
+                for names in states.by_parameter.get(base, {}).values():
+                    for state_name in names:
+                        state = states.by_name[state_name]
+                        like.setdefault(state.name_for(name), state)
+        for state_name, state in like.items():
+            found = {
+                leaf.name: source
+                for leaf in self.leaves_of(name)
+                if (source := self.state_source(leaf.name, state)) is not None
+            }
+            info = self.sources.infos[next(iter(found.values()))]
+            is_single = isinstance(without_conversions(node), Leaf) or self.is_count(state, found)
+            if info is not None and not is_single:
+                info = TensorInfo(info.dtype, node.shape)
+            yield state_name, info
+
+    # -----------------------------------------------------------------------------------------
+    # What is said at the end
+    # -----------------------------------------------------------------------------------------
+
+    def is_deleted(self, name: str) -> bool:
+        deleted = self.bindings.deleted
+        return name in deleted or self.sources.states.parameter_of(name) in deleted
+
+    def is_wanted(self, name: str) -> bool:
+        return name in self.targets or name in self.target_states.by_parameter
+
+    def told_missing(self, name: str) -> str:
+        """Why a target is missing, and what its name may have been meant to be."""
+        # Looking for similar names takes time, and nobody reads a thousand of such lines.
+        self.num_told += 1
+        hints = self.sources.nearest(name) if self.num_told <= _MAX_TOLD else []
+        return "; ".join([self.missing[name], *hints])
+
+
+def _literal_names(names: Iterable[syntax.Name]) -> list[str]:
+    return [name.literal for name in names if name.literal is not None and not name.is_nothing]
+
+
+def _asks_for_targets(statement: Statement) -> bool:
+    match statement.operator:
+        case syntax.FusedFfn() | syntax.FusedQkv(by_rank=True) | syntax.Split(from_targets=True):
+            return True
+        case _:
+            return False
+
+
+def _told(info: TensorInfo | None) -> str:
+    return "a plain value" if info is None else f"{info.dtype} of shape {info.shape}"
+
+
+def _undecided(name: str, states: States) -> TransformError:
+    candidates = states.undecided[name]
+    return TransformError(
+        f"{name!r} may be optimizer state of {' or of '.join(map(repr, candidates))}, and a "
+        "statement touches one of them; say which with owners= when parsing, for instance "
+        "owners={'optimizer.state.': 'model.'}"
+    )

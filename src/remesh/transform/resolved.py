@@ -1,0 +1,233 @@
+"""What a transformation has come to once sources and targets are known: regions of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from remesh.errors import MismatchError
+from remesh.geometry import Box
+from remesh.transform.info import Infos
+from remesh.transform.optimizer import State
+from remesh.transform.order import Steps, shape_after, trace
+from remesh.transform.tensors import Leaf, Node, Origin, leaves, pieces
+
+_MAX_SHOWN = 10
+_EXACT = {("float16", "float32"), ("bfloat16", "float32")}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a source, and the box of a target that its elements make up.
+
+    Attributes:
+        source: Name of the source.
+        source_box: What of it.
+        steps: What brings the block into its new shape, in this order: permutations of axes and
+            reshapes. Mostly none or one permutation.
+        target_box: Where the block goes, in the target's global coordinates.
+        dtypes: What the elements are converted to, in this order; empty if not at all.
+    """
+
+    source: str
+    source_box: Box
+    steps: Steps
+    target_box: Box
+    dtypes: tuple[str, ...] = ()
+
+    def restrict(self, source_box: Box) -> tuple[Region, ...]:
+        """What becomes of a part of the source's box: disjoint regions that cover just that."""
+        part = source_box.intersect(self.source_box)
+        if part is None:
+            return ()
+        if part == self.source_box:
+            return (self,)
+        inner = part.relative_to(self.source_box)
+        shape = shape_after(self.source_box.shape, self.steps)
+        assert shape == self.target_box.shape
+        return tuple(
+            Region(
+                self.source,
+                begin.shift(self.source_box.offset),
+                path,
+                end.shift(self.target_box.offset),
+                self.dtypes,
+            )
+            for begin, end, path in trace(inner, self.source_box.shape, self.steps)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """Made of sources as `node` says."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Follows:
+    """Made of optimizer states as `node` says of their parameters, converted to `dtype`."""
+
+    node: Node
+    state: State
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreed:
+    """What all of these sources hold, converted to `dtypes`."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+
+
+Plan = Made | Follows | Agreed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """A transformation of given sources into given targets.
+
+    Attributes:
+        sources: The sources by name; None for a plain value.
+        targets: The targets by name, likewise; where none were given, the outputs.
+        kept: Targets that keep their initial value, and why.
+        untouched: Targets that no statement touches: what becomes of them is what would without
+            a transformation.
+        missing: Targets for which there is no source, and why.
+        conflicts: Targets that are taken over as they are from a source of another shape or dtype,
+            and how these differ.
+        deleted: Sources that statements deleted, with their optimizer states.
+        unused_results: Names that statements assigned, which are no targets and were not read.
+        plans: What the methods below answer from.
+        state_names: Likewise: the source that a follower reads in place of a leaf.
+        unused: Sources that no target reads and no statement deleted.
+    """
+
+    sources: Infos
+    targets: Infos
+    kept: Mapping[str, str]
+    untouched: frozenset[str]
+    missing: Mapping[str, str]
+    conflicts: Mapping[str, str]
+    deleted: tuple[str, ...]
+    unused_results: tuple[str, ...]
+    plans: Mapping[str, Plan] = field(repr=False)
+    state_names: Mapping[tuple[str, State], str] = field(repr=False)
+    unused: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        used = {name for target in self.plans for name in self.sources_of(target)}
+        used.update(self.deleted, self.untouched)
+        unused = tuple(name for name in self.sources if name not in used)
+        object.__setattr__(self, "unused", unused)
+
+    def sources_of(self, target: str) -> tuple[str, ...]:
+        """Names of the sources that a target is made of or must agree with; none if it is kept."""
+        plan = self.plans.get(target)
+        match plan:
+            case None:
+                return ()
+            case Made(node):
+                return tuple(leaf.name for leaf in leaves(node))
+            case Agreed(names, _):
+                return names
+            case Follows(node, state, _):
+                named = (self.state_names.get((leaf.name, state)) for leaf in leaves(node))
+                return tuple(name for name in named if name is not None)
+
+    def check(self) -> None:
+        """Refuse targets that cannot be filled.
+
+        Raises:
+            MismatchError: If there are any; it lists them.
+        """
+        problems = [f"{name}: missing, {reason}" for name, reason in self.missing.items()]
+        problems += [f"{name}: {conflict}" for name, conflict in self.conflicts.items()]
+        if not problems:
+            return
+        lines = [f"{len(problems)} targets cannot be filled:", *problems[:_MAX_SHOWN]]
+        if len(problems) > _MAX_SHOWN:
+            lines.append(f"and {len(problems) - _MAX_SHOWN} more")
+        if self.missing:
+            lines.append(f"to keep the initial value of a target, write: _ -> {min(self.missing)}")
+        conflicts = tuple(f"{name}: {conflict}" for name, conflict in self.conflicts.items())
+        raise MismatchError("\n  ".join(lines), tuple(self.missing), (), conflicts)
+
+    def regions(self, target: str, box: Box | None = None) -> tuple[Region, ...]:
+        """Where the elements of a box of a target come from.
+
+        Args:
+            target: Name of a target.
+            box: What of it is wanted, in global coordinates; all of it if not given.
+
+        Returns:
+            Regions whose target boxes are disjoint and cover the box exactly; none if the target
+            keeps its initial value.
+
+        Raises:
+            KeyError: If there is no such target, or it is missing or in conflict.
+            ValueError: If the box does not lie in the target, or the target is a plain value.
+        """
+        return self._regions(target, box, checks=False)
+
+    def checks(self, target: str, box: Box | None = None) -> tuple[Region, ...]:
+        """Regions that `regions` left out because others fill their place, and must equal them.
+
+        They come from tied tensors and from counts of parameters that are merged.
+        """
+        return self._regions(target, box, checks=True)
+
+    def _regions(self, target: str, box: Box | None, *, checks: bool) -> tuple[Region, ...]:
+        info = self.targets[target]
+        if info is None:
+            raise ValueError(f"{target!r} is a plain value, which has no regions")
+        whole = Box.whole(info.shape)
+        box = whole if box is None else box
+        if box.ndim != whole.ndim or not whole.contains(box):
+            raise ValueError(f"{target}: box {box} does not lie in shape {info.shape}")
+        if target in self.kept or box.size == 0:
+            return ()
+        match self.plans[target]:
+            case Agreed(names, dtypes):
+                chosen = names[1:] if checks else names[:1]
+                return tuple(Region(name, box, (), box, dtypes) for name in chosen)
+            case Made(node):
+                return tuple(
+                    _region(o, o.leaf.name, _shortest(o.leaf.dtype, o))
+                    for o in pieces(node, box, _any_leaf)
+                    if o.is_check == checks
+                )
+            case Follows(node, state, dtype):
+                names_of = self.state_names
+                return tuple(
+                    _region(o, name, self._dtypes(name, dtype))
+                    for o in pieces(node, box, lambda leaf: (leaf.name, state) in names_of)
+                    if o.is_check == checks
+                    for name in [names_of[o.leaf.name, state]]
+                )
+
+    def _dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
+        info = self.sources[source]
+        assert info is not None
+        return () if wanted is None or wanted == info.dtype else (wanted,)
+
+
+def _any_leaf(_leaf: Leaf) -> bool:
+    return True
+
+
+def _region(origin: Origin, name: str, dtypes: tuple[str, ...]) -> Region:
+    return Region(name, origin.source_box, origin.steps, origin.box, dtypes)
+
+
+def _shortest(dtype: str | None, origin: Origin) -> tuple[str, ...]:
+    """Conversions without those that are exact and converted again: f16 to f32 to bf16."""
+    dtypes: list[str] = []
+    for number, wanted in enumerate(origin.dtypes):
+        before = dtypes[-1] if dtypes else dtype
+        is_last = number == len(origin.dtypes) - 1
+        if before == wanted or (not is_last and (before, wanted) in _EXACT):
+            continue
+        dtypes.append(wanted)
+    return tuple(dtypes)

@@ -1,0 +1,153 @@
+"""The acceptance cases of the language, whole and cut over ranks.
+
+The case files say themselves what their fields mean. Further files of the same format are read from
+the folder that the environment variable REMESH_AOA_CASES names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from remesh import RemeshError, Transform
+from remesh.geometry import Box
+from remesh.transform import Resolved, TensorInfo, evaluate
+from tests.transform.simulated import Array, cut_evenly, move, pieces_of, round_bf16
+
+Case = dict[str, Any]
+
+
+def _case_files() -> list[pathlib.Path]:
+    files = [pathlib.Path(__file__).with_name("aoa_cases.json")]
+    folder = os.environ.get("REMESH_AOA_CASES")
+    if folder:
+        further = sorted(pathlib.Path(folder).glob("*.json"))
+        assert further, f"REMESH_AOA_CASES names {folder}, which holds no case file"
+        files += further
+    return files
+
+
+CASES = [
+    pytest.param(case, id=f"{path.stem}-{case['name']}")
+    for path in _case_files()
+    for case in json.loads(path.read_text())["cases"]
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A case, ready to run: float32 arrays stand for all dtypes."""
+
+    transform: Transform
+    sources: dict[str, TensorInfo]
+    targets: dict[str, TensorInfo]
+    arrays: dict[str, Array]
+    initial: dict[str, Array]
+    expected: dict[str, Array]
+
+    def resolve(self) -> Resolved:
+        resolved = self.transform.resolve(self.sources, self.targets)
+        resolved.check()
+        return resolved
+
+
+def _rounded(values: Any, dtype: str) -> Array:
+    array = np.asarray(values, dtype=np.float32)
+    return round_bf16(array) if dtype == "bfloat16" else array.astype(dtype).astype(np.float32)
+
+
+def _source(spec: Case) -> tuple[TensorInfo, Array]:
+    shape = tuple(spec["shape"])
+    dtype = spec.get("dtype", "float32")
+    values = spec.get("values")
+    if values is None:
+        values = np.arange(np.prod(shape, dtype=int)) + spec.get("start", 0)
+    parts = tuple(spec.get("parts") or (1,) * len(shape))
+    array = _rounded(np.asarray(values).reshape(shape), dtype)
+    return TensorInfo(dtype, shape, parts), array
+
+
+def _setting(case: Case) -> Setting:
+    described = {name: _source(spec) for name, spec in case["source"].items()}
+    arrays = {name: array for name, (_, array) in described.items()}
+    names = {"src": arrays, "np": np, "round_bf16": round_bf16}
+    expected = {
+        name: np.asarray(eval(expression, dict(names)), dtype=np.float32)
+        for name, expression in case["expected"].items()
+    }
+    targets, initial = {}, {}
+    for name in [*expected, *case.get("destination", {})]:
+        spec = case.get("destination", {}).get(name, {})
+        shape = expected[name].shape if name in expected else tuple(spec["shape"])
+        parts = tuple(spec.get("parts") or (1,) * len(shape))
+        targets[name] = TensorInfo(spec.get("dtype", "float32"), shape, parts)
+        initial[name] = np.full(shape, spec.get("fill", -1), np.float32)
+    return Setting(
+        Transform.parse(case["statements"], case.get("reverse", False)),
+        {name: info for name, (info, _) in described.items()},
+        targets,
+        arrays,
+        initial,
+        expected,
+    )
+
+
+def _tensor(array: Array, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(getattr(torch, dtype))
+
+
+def _apply_whole(setting: Setting) -> dict[str, torch.Tensor]:
+    tensors = {n: _tensor(a, setting.sources[n].dtype) for n, a in setting.arrays.items()}
+    targets = {n: _tensor(a, setting.targets[n].dtype) for n, a in setting.initial.items()}
+    return evaluate.apply(setting.resolve(), tensors, targets)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case_whole(case: Case) -> None:
+    if case.get("expect_error"):
+        with pytest.raises(RemeshError):
+            _apply_whole(_setting(case))
+        return
+    setting = _setting(case)
+    for name, result in _apply_whole(setting).items():
+        assert str(result.dtype) == f"torch.{setting.targets[name].dtype}"
+        np.testing.assert_array_equal(result.to(torch.float32).numpy(), setting.expected[name])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", [c for c in CASES if not c.values[0].get("expect_error")])
+def test_case_cut_over_ranks(case: Case, num_ranks: int) -> None:
+    """How data is cut has nothing to do with the layout that the `fused_` macros are told of."""
+    setting = _setting(case)
+    sources = {
+        name: pieces_of(array, _boxes(array, num_ranks, axis))
+        for axis, (name, array) in enumerate(setting.arrays.items())
+    }
+    boxes = {
+        name: _boxes(array, num_ranks, axis + 1)
+        for axis, (name, array) in enumerate(setting.expected.items())
+    }
+    results = move(setting.resolve(), sources, boxes, setting.initial)
+    assert results.keys() == setting.expected.keys()
+    for name, result in results.items():
+        np.testing.assert_array_equal(result, setting.expected[name])
+
+
+def _boxes(array: Array, num_ranks: int, axis: int) -> list[Box]:
+    """One box a rank, cut along an axis that differs from tensor to tensor."""
+    counts = [1] * array.ndim
+    if array.ndim:
+        counts[axis % array.ndim] = num_ranks
+    return cut_evenly(array.shape, counts)
+
+
+def test_every_shared_case_is_here() -> None:
+    names = [case.values[0]["name"] for case in CASES if case.id.startswith("aoa_cases-")]
+    assert len(names) == len(set(names)) == 36
