@@ -1,0 +1,41 @@
+"""Tensors by their bits: any dtype filled with any bits, and comparison without rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from remesh.dtypes import DTYPES
+
+TORCH_DTYPES: list[torch.dtype] = [getattr(torch, dtype.name) for dtype in DTYPES]
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of random bits: NaNs with payloads, infinities, subnormal numbers; for bool 0 or 1.
+
+    Made from bytes, because torch cannot fill every dtype.
+    """
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    raw = np.random.default_rng(seed).integers(high, size=num_bytes, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of zero bits of the same dtype and shape."""
+    num_bytes = tensor.numel() * tensor.itemsize
+    return torch.zeros(num_bytes, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
+
+
+def bits_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and row-major bytes; equal only for tensors that differ in no bit."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
+
+
+def bits_of_all(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """`bits_of` of every tensor of a dict; of arrays too."""
+    return {name: bits_of(torch.as_tensor(tensor)) for name, tensor in tensors.items()}

@@ -1,0 +1,119 @@
+"""What may be imported without torch, and that every public name is there.
+
+Imports are looked at in processes of their own: this one has torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remesh
+
+WITHOUT_TORCH = [
+    "remesh",
+    "remesh.checkpoint",
+    "remesh.cli",
+    "remesh.coverage",
+    "remesh.errors",
+    "remesh.events",
+    "remesh.exchange",
+    "remesh.formats",
+    "remesh.formats.native",
+    "remesh.index",
+    "remesh.integrity",
+    "remesh.memory",
+    "remesh.pipeline",
+    "remesh.planner",
+    "remesh.state",
+    "remesh.storage",
+    "remesh.transform",
+    "remesh.values",
+]
+
+NEEDS_TORCH = ("remesh.adapters", "remesh.demo", "remesh.testing", "remesh.exchange.torch_group")
+"""Packages and modules that may import torch, with what lies below them."""
+
+
+GUARD = """
+import sys
+
+class NoTorch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        assert name.partition(".")[0] != "torch", "torch is imported"
+
+sys.meta_path.insert(0, NoTorch)
+"""
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Run code in a fresh interpreter in which an import of torch fails; what it prints."""
+    command = [sys.executable, "-W", "error", "-c", GUARD + code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torch_free_modules() -> list[str]:
+    """Every module of remesh but those that may import torch."""
+    found = [module.name for module in pkgutil.walk_packages(remesh.__path__, "remesh.")]
+    return [
+        name
+        for name in ("remesh", *found)
+        if not any(f"{name}.".startswith(f"{other}.") for other in NEEDS_TORCH)
+    ]
+
+
+def test_nothing_below_the_adapters_imports_torch() -> None:
+    modules = torch_free_modules()
+    assert set(WITHOUT_TORCH) <= set(modules)
+    code = """
+import importlib
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(len(sys.argv) - 1)
+"""
+    assert run_python(code, *modules) == f"{len(modules)}\n"
+
+
+def test_importing_the_package_imports_next_to_nothing() -> None:
+    code = "import remesh\nprint(sorted(name for name in sys.modules if name.startswith('remesh')))"
+    assert run_python(code) == "['remesh']\n"
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(set(remesh.__all__)) == len(remesh.__all__)
+    for name in remesh.__all__:
+        assert getattr(remesh, name) is not None, name
+    assert set(remesh.__all__) <= set(dir(remesh))
+    for error in vars(importlib.import_module("remesh.errors")).values():
+        if isinstance(error, type) and issubclass(error, Exception):
+            assert getattr(remesh, error.__name__) is error
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = remesh.lode
+
+
+def test_arrays_are_saved_and_loaded_without_torch(tmp_path: Path) -> None:
+    code = """
+import numpy as np, remesh
+part = np.arange(6, dtype="int32").reshape(2, 3)
+state = {"w": part, "half": remesh.ShardedTensor.whole("h", part.astype("float16")), "step": 3}
+remesh.save(state, sys.argv[1])
+target = {"w": part * 0, "half": remesh.ShardedTensor.whole("h", np.zeros((2, 3), "float16"))}
+remesh.load(target, sys.argv[1])
+assert (target["w"] == part).all() and (target["half"].parts[0].data == part).all()
+assert remesh.Checkpoint(sys.argv[1]).verify().ok
+print(remesh.Checkpoint(sys.argv[1]).values)
+"""
+    assert run_python(code, str(tmp_path)) == "{'step': 3}\n"
+    assert remesh.Checkpoint(tmp_path).read_array("h").dtype == np.float16
