@@ -114,7 +114,7 @@ def _with_bare_text(value: object) -> object:
     match value:
         case UnresolvedValue():
             inner = _with_bare_text(value.payload)
-            if value.kind.startswith("torch."):
+            if isinstance(inner, str) and inner.startswith("torch."):
                 return _Bare(inner)
             return _Bare(f"{value.type_name}({inner!r})")
         case dict():

@@ -1,0 +1,365 @@
+"""The command line as a process: what it loads, what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+
+import remesh
+from remesh.cli import inspect, places
+from remesh.pipeline.workers import run_workers
+from remesh.storage import Buffer
+
+from .conftest import data_files, flip_byte
+
+Run = Callable[..., Result]
+
+REMESH = [sys.executable, "-c", "from remesh.cli import main; main()"]
+NOBODY = 65534
+
+
+def remesh_process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, both outputs piped."""
+    environment = os.environ | options.pop("env", {})
+    return subprocess.run(
+        [*REMESH, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+        **options,
+    )
+
+
+# ----- what it loads -----
+
+
+@pytest.fixture
+def torch_checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint that holds torch's own values."""
+    state = {
+        "w": torch.arange(6, dtype=torch.bfloat16),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
+    remesh.save(state, tmp_path / "torch_ck")
+    return tmp_path / "torch_ck"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["ls", "{path}", "--values"], "torch.bfloat16"),
+        (["ls", "{root}"], "torch_ck *"),
+        (["show", "{path}", "w"], "[0. 1. 2. 3. 4. 5.]"),
+        (["show", "{path}", "dtype"], "torch.bfloat16"),
+        (["show", "{path}", "device"], "torch.device('cpu')"),
+        (["verify", "{path}"], "sound"),
+        (["--help"], "demo"),
+        (["demo", "--help"], "Usage: remesh demo"),
+        (["--version"], f"remesh {remesh.__version__}"),
+    ],
+)
+def test_torch_is_never_loaded(torch_checkpoint: Path, command: list[str], expected: str) -> None:
+    program = (
+        "import atexit, sys\n"
+        "from remesh.cli import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        "main()\n"
+    )
+    args = [arg.format(path=torch_checkpoint, root=torch_checkpoint.parent) for arg in command]
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert done.stderr == "False\n"
+
+
+def test_the_entry_point_is_installed_as_named(checkpoint: Path) -> None:
+    from importlib.metadata import entry_points
+
+    (entry,) = entry_points(group="console_scripts", name="remesh")
+
+    assert entry.load() is remesh.cli.main
+
+
+# ----- errors -----
+
+
+def test_an_error_is_one_line(run: Run, tmp_path: Path) -> None:
+    done = remesh_process("show", tmp_path, "w")
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"error: {tmp_path}: no checkpoint there, the directory is empty\n"
+
+
+def test_debug_adds_the_traceback(run: Run, tmp_path: Path) -> None:
+    result = run("--debug", "show", tmp_path, "w")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback (most recent call last):\n")
+    assert "CheckpointNotFoundError" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unknown_command_and_an_unknown_option(run: Run, checkpoint: Path) -> None:
+    for args in (("lss", checkpoint), ("ls", checkpoint, "--jsn"), ("ls",)):
+        result = run(*args)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "Usage: remesh" in result.stderr
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_place: str) -> remesh.Checkpoint:
+        raise OSError(5, "some other failure")
+
+    monkeypatch.setattr(places, "open_checkpoint", fail)
+
+    with pytest.raises(OSError, match="some other failure"):
+        run("show", checkpoint, "step")
+
+
+@pytest.fixture
+def shared_place() -> Iterator[Path]:
+    """A directory that users without rights can reach, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def without_rights() -> Iterator[Callable[[], None]]:
+    """Call it to go on as a user whom permissions bind; only root needs to."""
+    yield lambda: os.seteuid(NOBODY) if os.geteuid() == 0 else None
+    os.seteuid(os.getuid())
+
+
+@pytest.mark.parametrize("target", ["directory", "record", "data"])
+def test_no_permission(
+    run: Run, shared_place: Path, without_rights: Callable[[], None], target: str
+) -> None:
+    path = shared_place / "ck"
+    remesh.save({"w": np.zeros(3)}, path)
+    locked = {"directory": path, "record": path / "remesh.json", "data": data_files(path)[0]}
+    mode = stat.S_IMODE(locked[target].stat().st_mode)
+    locked[target].chmod(0)
+    run("--help")  # Modules are loaded while they can be.
+    without_rights()
+    try:
+        shown = run("show", path, "w")
+        verified = run("verify", path)
+        listed = run("ls", shared_place)
+    finally:
+        os.seteuid(os.getuid())
+        locked[target].chmod(mode)
+
+    for result in (shown, verified):
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("error: cannot read")
+        assert "Permission denied" in result.stderr
+    if target == "data":
+        # Listing asks for sizes only.
+        assert "committed" in listed.stdout
+    else:
+        assert listed.exit_code == 0
+        assert "unreadable" in listed.stdout
+        assert "Permission denied" in listed.stdout
+
+
+# ----- interrupts and broken pipes -----
+
+
+def test_ctrl_c_ends_quietly(checkpoint: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from remesh.cli import inspect, main\n"
+        "def check(path):\n"
+        "    print('checking', flush=True)\n"
+        "    time.sleep(60)\n"
+        "inspect.check = check\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "verify", str(checkpoint)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "checking\n"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+
+    assert (process.returncode, stdout, stderr) == (130, "", "")
+
+
+def test_ctrl_c_ends_the_threads_that_read() -> None:
+    """Else verify would go on to the end of the checkpoint before it ends."""
+    interrupted = threading.Event()
+    done: list[int] = []
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def work(task: int, _buffer: Buffer) -> None:
+        if task == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        interrupted.wait(60)
+        done.append(task)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_workers(2, 3_000_000, 1, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert len(done) < 3_000_000
+
+
+@pytest.mark.parametrize("arguments", [["ls", "{path}"], ["ls", "{path}", "--json"]])
+def test_a_reader_that_went_away(checkpoint: Path, arguments: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [*REMESH, *(argument.format(path=checkpoint) for argument in arguments)],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(write_end)
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# ----- terminals, pipes, encodings -----
+
+
+def read_terminal(master: int) -> bytes:
+    """Everything a process writes to a terminal until it closes it."""
+    content = b""
+    while select.select([master], [], [], 60)[0]:
+        try:
+            chunk = os.read(master, 1 << 16)
+        except OSError:
+            break
+        if not chunk:
+            break
+        content += chunk
+    return content
+
+
+def on_terminal(stream: str, *args: object) -> tuple[str, str, int]:
+    """Run a command with one of its outputs on a terminal of 80 columns: that, the other, code."""
+    master, slave = pty.openpty()
+    other = "stderr" if stream == "stdout" else "stdout"
+    pipes: dict[str, Any] = {stream: slave, other: subprocess.PIPE}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
+    command = [*REMESH, *map(str, args)]
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        os.close(slave)
+        shown = read_terminal(master)
+        os.close(master)
+        piped = getattr(process, other).read()
+        process.wait(60)
+    return shown.decode(), piped.decode(), process.returncode
+
+
+def test_pipes_get_plain_text(checkpoint: Path) -> None:
+    done = remesh_process("ls", checkpoint, env={"COLUMNS": "20", "TERM": "xterm-256color"})
+
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert "int64    [6]          1   48 B  model.tied -> model.head\n" in done.stdout
+
+
+def test_terminals_get_colours_and_whole_names(tmp_path: Path) -> None:
+    name = ".".join(["a_very_long_module_name"] * 8)
+    remesh.save({name: np.zeros(3)}, tmp_path / "ck")
+
+    shown, errors, code = on_terminal("stdout", "ls", tmp_path / "ck")
+
+    assert (code, errors) == (0, "")
+    assert "\x1b[1m" in shown
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert name in plain
+
+
+def test_progress_is_shown_on_terminals_only(checkpoint: Path) -> None:
+    shown, results, code = on_terminal("stderr", "verify", checkpoint)
+
+    assert code == 0
+    assert results.startswith(f"{checkpoint}: sound")
+    assert "\x1b" not in results
+    assert "100%" in shown
+
+    assert remesh_process("verify", checkpoint).stderr == ""
+
+
+def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
+    remesh.save({"schlüssel.ω": np.zeros(3), "a": 1}, tmp_path / "ck")
+
+    done = remesh_process("ls", tmp_path / "ck", env={"PYTHONIOENCODING": "ascii"})
+    as_json = remesh_process("ls", tmp_path / "ck", "--json", env={"PYTHONIOENCODING": "ascii"})
+
+    assert done.returncode == 0
+    assert r"schl\xfcssel.\u03c9" in done.stdout
+    assert r"schl\u00fcssel.\u03c9" in as_json.stdout
+
+
+def test_verify_in_a_process(checkpoint: Path) -> None:
+    assert remesh_process("verify", checkpoint).returncode == 0
+
+    flip_byte(data_files(checkpoint)[0], 100)
+    damaged = remesh_process("verify", checkpoint)
+
+    assert damaged.returncode == 1
+    assert "damaged" in damaged.stdout
+    assert damaged.stderr == ""
+
+
+def test_keyboard_interrupt_inside_a_command(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "check", interrupted)
+
+    result = run("verify", checkpoint)
+
+    assert (result.exit_code, result.output) == (130, "")

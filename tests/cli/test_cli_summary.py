@@ -1,0 +1,157 @@
+"""Statistics and element types, against numpy and torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import remesh
+from remesh.cli import summary
+from remesh.dtypes import BY_NAME
+from remesh.geometry import Box
+
+CODES: dict[int, npt.NDArray[Any]] = {
+    1: np.arange(256, dtype=np.uint8),
+    2: np.arange(65536).astype(np.uint16),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ],
+)
+def test_every_code_has_the_value_that_torch_gives_it(name: str) -> None:
+    codes = CODES[BY_NAME[name].itemsize]
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    expected = torch.from_numpy(codes).view(getattr(torch, name)).to(torch.float32).numpy()
+
+    found = summary.true_values(codes.view(BY_NAME[name].carrier), name)
+
+    np.testing.assert_array_equal(found.astype(np.float32), expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(found)[finite], np.signbit(expected)[finite])
+
+
+def test_complex32_has_the_values_that_torch_gives_it() -> None:
+    pairs = np.array([[1.5, -2.0], [65504.0, 0.25]], np.float16)
+    expected = torch.view_as_complex(torch.from_numpy(pairs)).to(torch.complex64).numpy()
+
+    found = summary.true_values(pairs.view("<u4").reshape(-1), "complex32")
+
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_every_type_is_summarised_or_said_not_to_be(name: str, tmp_path: Path) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    raw = torch.arange(1, 1 + 6 * BY_NAME[name].itemsize, dtype=torch.uint8)
+    tensor = (raw % 2 == 0)[:6] if name == "bool" else raw.view(getattr(torch, name))
+    remesh.save({"w": tensor}, tmp_path / "ck")
+    checkpoint = remesh.Checkpoint(tmp_path / "ck")
+    elements = summary.first_elements(checkpoint, "w", Box.whole((6,)), 10)
+
+    if name.startswith("complex"):
+        assert not summary.is_summarised(name)
+        np.testing.assert_array_equal(elements, tensor.to(torch.complex128).numpy())
+        return
+    expected = tensor.numpy() if BY_NAME[name].is_native else tensor.to(torch.float32).numpy()
+    np.testing.assert_array_equal(elements, expected)
+    found = summary.statistics_of(checkpoint, "w", Box.whole((6,)), lambda _size: None)
+    finite = expected[np.isfinite(expected)]
+    assert found.minimum == finite.min()
+    assert found.maximum == finite.max()
+    assert found.num_elements == 6
+
+
+@settings(deadline=None)
+@given(
+    shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=1, max_side=9),
+    max_elements=st.integers(1, 50),
+    data=st.data(),
+)
+def test_chunks_cover_a_box_once_in_order(
+    shape: tuple[int, ...], max_elements: int, data: st.DataObject
+) -> None:
+    offset = tuple(data.draw(st.integers(0, 5)) for _ in shape)
+    box = Box(offset, shape)
+    numbers = np.arange(box.size).reshape(shape)
+
+    chunks = list(summary.chunks_of(box, max_elements))
+
+    seen = [numbers[chunk.relative_to(box).slices].reshape(-1) for chunk in chunks]
+    np.testing.assert_array_equal(np.concatenate(seen), np.arange(box.size))
+    assert max(chunk.size for chunk in chunks) <= max_elements
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "uint8", "bool"])
+def test_statistics_of_many_chunks_are_those_of_the_whole(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    # A mean far from zero is what a sum of squares would lose its digits over.
+    values: Any = (1000 + random.normal(size=(37, 5, 11)) * 3).astype(dtype)
+    half = remesh.ShardedTensor(
+        "w",
+        values.shape,
+        tuple(
+            remesh.Part(box, values[box.slices].copy())
+            for box in (Box((0, 0, 0), (20, 5, 11)), Box((20, 0, 0), (17, 5, 11)))
+        ),
+    )
+    remesh.save({"w": half}, tmp_path / "ck")
+    monkeypatch.setattr(summary, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(summary, "_FOLD_ELEMENTS", 7)
+    checkpoint = remesh.Checkpoint(tmp_path / "ck")
+    box = Box((3, 1, 2), (30, 4, 7))
+    region = values[box.slices]
+    read: list[int] = []
+
+    found = summary.statistics_of(checkpoint, "w", box, read.append)
+
+    assert len(read) > 2
+    assert max(read) <= 300
+    assert sum(read) == region.nbytes
+    assert found.num_elements == region.size
+    assert found.num_zero == (region == 0).sum()
+    assert (found.minimum, found.maximum) == (region.min(), region.max())
+    assert found.mean == pytest.approx(region.mean(dtype=np.float64), rel=1e-12)
+    assert found.std == pytest.approx(region.std(dtype=np.float64), rel=1e-9)
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=1, max_side=40)))
+def test_folding_agrees_with_numpy(elements: Any) -> None:
+    folded = summary._Folded()
+    for start in range(0, elements.size, 7):
+        folded.add(elements[start : start + 7])
+    found = folded.result()
+    finite = elements[np.isfinite(elements)].astype(np.float64)
+
+    assert found.num_nan == np.isnan(elements).sum()
+    assert found.num_inf == np.isinf(elements).sum()
+    assert found.num_zero == (elements == 0).sum()
+    if not finite.size:
+        assert (found.minimum, found.mean, found.std) == (None, None, None)
+        return
+    scale = float(np.abs(finite).max())
+    assert (found.minimum, found.maximum) == (finite.min(), finite.max())
+    assert found.mean == pytest.approx(finite.mean(), rel=1e-12, abs=1e-12 * scale)
+    assert found.std == pytest.approx(finite.std(), rel=1e-6, abs=1e-7 * scale)

@@ -1,0 +1,254 @@
+"""`remesh verify`: all damage, whatever is damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import Result
+
+import remesh
+from remesh.formats import native
+from remesh.integrity import BLOCK_SIZE
+from remesh.storage import open_storage
+
+from .conftest import data_files, flip_byte
+
+Run = Callable[..., Result]
+RunJson = Callable[..., Any]
+
+
+def damages_of(run_json: RunJson, checkpoint: Path) -> list[dict[str, Any]]:
+    """What verify finds in a damaged checkpoint."""
+    (verdict,) = run_json("verify", checkpoint, exit_code=1)["checkpoints"]
+    assert verdict["status"] == "damaged"
+    damages: list[dict[str, Any]] = verdict["damages"]
+    return damages
+
+
+def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    num_bytes = sum(file.stat().st_size for file in data_files(checkpoint))
+
+    result = run("verify", checkpoint)
+
+    assert result.exit_code == 0
+    assert (
+        result.stdout == f"{checkpoint}: sound, 2 files with tensors, {num_bytes / 1000:.1f} kB\n"
+    )
+    assert result.stderr == ""
+    assert run_json("verify", checkpoint) == {
+        "checkpoints": [
+            {
+                "path": str(checkpoint),
+                "status": "sound",
+                "num_files": 2,
+                "num_bytes": num_bytes,
+                "damages": [],
+                "error": "",
+            }
+        ]
+    }
+
+
+def test_a_flipped_byte(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    file = data_files(checkpoint)[0]
+    size = file.stat().st_size
+    flip_byte(file, size - 1)
+    name = str(file.relative_to(checkpoint))
+
+    (damage,) = damages_of(run_json, checkpoint)
+    tensors = damage.pop("tensors")
+
+    assert damage == {"file": name, "problem": "content", "start": 0, "stop": size}
+    assert "model.embed" in tensors
+
+    result = run("verify", checkpoint)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{checkpoint}: damaged"
+    assert lines[1].split() == ["problem", "bytes", "file", "tensors"]
+    assert lines[2].split()[:4] == ["wrong", "bytes", f"0:{size}", name]
+    assert lines[2].endswith(", ".join(tensors))
+
+
+def test_blocks_are_told_apart_and_neighbours_are_united(run_json: RunJson, tmp_path: Path) -> None:
+    remesh.save(
+        {name: np.zeros(2 * BLOCK_SIZE, np.uint8) for name in ("a", "b", "c")}, tmp_path / "ck"
+    )
+    (file,) = data_files(tmp_path / "ck")
+    start = file.stat().st_size - 6 * BLOCK_SIZE
+    # Blocks are those of the file, whose header comes first: block 2 holds the end of a tensor and
+    # the beginning of the next, the blocks 1 and 5 lie inside one.
+    for block in (1, 2, 5):
+        flip_byte(file, block * BLOCK_SIZE + start)
+
+    damages = damages_of(run_json, tmp_path / "ck")
+
+    assert [(d["start"] // BLOCK_SIZE, d["stop"] // BLOCK_SIZE) for d in damages] == [
+        (1, 3),
+        (5, 6),
+    ]
+    assert [len(d["tensors"]) for d in damages] == [2, 1]
+    assert len(set(damages[0]["tensors"]) | set(damages[1]["tensors"])) == 3
+
+
+def test_a_truncated_file(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    file = data_files(checkpoint)[1]
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+
+    (damage,) = damages_of(run_json, checkpoint)
+
+    assert (damage["problem"], damage["start"], damage["stop"]) == ("size", size - 1, size)
+    assert len(damage["tensors"]) == 1
+    assert "wrong size" in run("verify", checkpoint).stdout
+
+
+def test_a_file_that_has_grown(run_json: RunJson, checkpoint: Path) -> None:
+    file = data_files(checkpoint)[1]
+    size = file.stat().st_size
+    os.truncate(file, size + 10)
+
+    (damage,) = damages_of(run_json, checkpoint)
+
+    assert (damage["problem"], damage["start"], damage["stop"]) == ("size", size, size + 10)
+
+
+def test_a_missing_file(run_json: RunJson, checkpoint: Path) -> None:
+    file = data_files(checkpoint)[1]
+    size = file.stat().st_size
+    file.unlink()
+
+    (damage,) = damages_of(run_json, checkpoint)
+
+    assert (damage["problem"], damage["start"], damage["stop"]) == ("missing", 0, size)
+    assert {"model.embed", "layers.9"} <= set(damage["tensors"])
+
+
+def test_all_damage_is_listed(run_json: RunJson, checkpoint: Path) -> None:
+    first, second = data_files(checkpoint)
+    flip_byte(first, 0)
+    second.unlink()
+
+    assert [damage["problem"] for damage in damages_of(run_json, checkpoint)] == [
+        "content",
+        "missing",
+    ]
+
+
+@pytest.mark.parametrize("name", ["index.safetensors", "values.msgpack"])
+@pytest.mark.parametrize("problem", ["content", "size", "missing"])
+def test_damaged_small_files(
+    run: Run, run_json: RunJson, checkpoint: Path, name: str, problem: str
+) -> None:
+    (file,) = checkpoint.glob(f"data-*/{name}")
+    size = file.stat().st_size
+    if problem == "content":
+        flip_byte(file, size // 2)
+    elif problem == "size":
+        os.truncate(file, size - 3)
+    else:
+        file.unlink()
+    # A data file is damaged as well; its size is checked even without an index.
+    data_files(checkpoint)[0].unlink()
+
+    first, other = sorted(damages_of(run_json, checkpoint), key=lambda d: str(d["file"])[-20:])
+    found = first if first["file"].endswith(name) else other
+    start = {"content": 0, "size": size - 3, "missing": 0}[problem]
+
+    assert found == {
+        "file": str(file.relative_to(checkpoint)),
+        "problem": problem,
+        "start": start,
+        "stop": size,
+        "tensors": [],
+    }
+    assert name in run("verify", checkpoint).stdout
+
+
+def test_a_damaged_record(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    record = checkpoint / "remesh.json"
+    text = record.read_text().replace('"world_size": 2', '"world_size": 3')
+    record.write_text(text)
+
+    assert damages_of(run_json, checkpoint) == [
+        {
+            "file": "remesh.json",
+            "problem": "content",
+            "start": 0,
+            "stop": len(text),
+            "tensors": [],
+        }
+    ]
+    assert "the commit record was changed after it was written" in run("verify", checkpoint).stdout
+
+
+def test_index_and_record_of_different_saves(run_json: RunJson, checkpoint: Path) -> None:
+    record = native.read_record(open_storage(checkpoint))
+    files = [msgspec.structs.replace(file, digest="0" * 32) for file in record.files]
+    changed = msgspec.structs.replace(record, files=tuple(files))
+    (checkpoint / "remesh.json").write_bytes(native.encode_record(changed))
+
+    (verdict,) = run_json("verify", checkpoint, exit_code=1)["checkpoints"]
+
+    assert verdict["status"] == "damaged"
+    assert "belong to different saves" in verdict["error"]
+
+
+def test_many_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, runs: Path) -> None:
+    (data,) = data_files(runs / "step_10")
+    flip_byte(data, 0)
+    paths = [checkpoint, runs / "step_10", runs / "step_200", runs, runs / "README"]
+
+    verdicts = run_json("verify", *paths, exit_code=1)["checkpoints"]
+
+    assert [verdict["path"] for verdict in verdicts] == [str(path) for path in paths]
+    assert [verdict["status"] for verdict in verdicts] == [
+        "sound",
+        "damaged",
+        "absent",
+        "absent",
+        "absent",
+    ]
+    result = run("verify", *paths)
+    assert result.exit_code == 1
+    assert result.stderr.count("error: ") == 3
+    assert "sound" in result.stdout
+
+
+def test_nothing_there_is_not_damage(run: Run, run_json: RunJson, runs: Path) -> None:
+    result = run("verify", runs / "step_9", runs / "nowhere")
+
+    assert result.exit_code == 2
+    assert result.stdout.startswith(f"{runs / 'step_9'}: sound")
+    assert result.stderr == f"error: {runs / 'nowhere'}: no such directory\n"
+    (verdict,) = run_json("verify", runs / "nowhere", exit_code=2)["checkpoints"]
+    assert (verdict["status"], verdict["damages"]) == ("absent", [])
+
+
+def test_a_newer_format_is_not_damage(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    record = native.read_record(open_storage(checkpoint))
+    newer = msgspec.structs.replace(record, version=native.FORMAT_VERSION + 1)
+    (checkpoint / "remesh.json").write_bytes(native.encode_record(newer))
+
+    (verdict,) = run_json("verify", checkpoint, exit_code=2)["checkpoints"]
+    assert verdict["status"] == "unreadable"
+    assert "Upgrade remesh" in verdict["error"]
+
+    for command in (["verify"], ["ls"]):
+        result = run(*command, checkpoint)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("error: ")
+        assert "Upgrade remesh" in result.stderr
+
+
+def test_without_a_path(run: Run) -> None:
+    result = run("verify")
+
+    assert result.exit_code == 2
+    assert "Missing argument 'PATH...'" in result.stderr
