@@ -405,6 +405,9 @@ class Description:
     rebuild: Rebuild = field(default=lambda _loaded: None)
 
 
+_MAX_DEPTH = 100
+
+
 def _is_path_key(key: object) -> bool:
     return isinstance(key, str | int) and not isinstance(key, bool)
 
@@ -434,6 +437,11 @@ class Walk:
 
     def visit(self, path: Path, node: Any) -> Rebuild:
         """Describe a node and everything below it; returns how to rebuild it after loading."""
+        if len(path) > _MAX_DEPTH:
+            raise UnsupportedValueError(
+                f"{name_of(path[:8])}...: nested more than {_MAX_DEPTH} deep, or it holds itself; "
+                "flatten it, or wrap it in remesh.LocalNonpersistentObject"
+            )
         # Framework leaves come first: a module or a tensor subclass may also be a container.
         rebuild = self._describe_leaf(self, path, node)
         if rebuild is not None:
@@ -522,7 +530,9 @@ class Walk:
             if not changed:
                 return node
             if isinstance(node, MutableMapping):
-                node.update(changed)
+                # Not update(): that of a Counter adds.
+                for key, new in changed.items():
+                    node[key] = new
                 return node
             return type(node)({**node, **changed})  # type: ignore[call-arg]
 
