@@ -167,3 +167,21 @@ def test_alias_keys_tell_same_memory() -> None:
     assert len({alias_key(other) for other in [tensor, *others]}) == 6
     assert alias_key(torch.zeros(0)) is None
     assert alias_key(torch.empty(3, device="meta")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_copies_to_and_from_a_real_device(name: str) -> None:
+    source = random_tensor(name, 6, 5)
+    target = torch.zeros_like(source, device="cuda")
+    box = Box((1, 2), (4, 3))
+    values = np.empty(box.shape, BY_NAME[name].carrier)
+    memory_of(source, "s").copy_out(box, values)
+    memory = memory_of(target, "t", writable=True)
+    assert isinstance(memory, DeviceMemory)
+    memory.copy_in(box, values)
+    back = np.empty_like(values)
+    memory.copy_out(box, back)
+    assert back.tobytes() == values.tobytes()
+    assert memory.carrier == values.dtype

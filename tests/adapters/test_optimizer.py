@@ -414,3 +414,21 @@ def test_older_torch_kept_steps_as_numbers() -> None:
     transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
     assert torch.equal(fresh.state[target[0].weight]["step"], torch.tensor(2.0))  # type: ignore[index]
     train(target, fresh)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
+def test_steps_lie_where_the_optimizer_needs_them(options: dict[str, Any]) -> None:
+    source, target = model(), model().cuda()
+    optimizer = torch.optim.AdamW(source.parameters())
+    train(source, optimizer)
+    fresh = torch.optim.AdamW(target.parameters(), **options)
+    transfer({"m": source, "o": optimizer}, {"m": target, "o": fresh})
+    entries = next(iter(fresh.state.values()))
+    assert entries["step"].is_cuda == bool(options)
+    assert entries["exp_avg"].is_cuda
+    for parameter in target.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    assert int(entries["step"]) == 3

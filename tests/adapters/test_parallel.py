@@ -209,6 +209,16 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
     assert any(gathered)
     result: dict[str, Any] = {"gathered": capture({"optim": optimizer, "net": net})}
 
+    # FSDP2 over a module without memory at first, with a shard that torch pads.
+    with torch.device("meta"):
+        empty = known_net(3)
+    net = LAYOUTS[2]["fsdp"](empty).to_empty(device="cpu")
+    restore({"net": net}, FakeCheckpoint([capture({"net": known_net(3)})]))
+    result["materialised"] = capture({"net": net})
+    result["output"] = net(torch.ones(2, 5)).tolist()
+
+    net = LAYOUTS[2]["fsdp"](known_net(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     flat = FullyShardedDataParallel(known_net(4), device_id=torch.device("cpu"))
     for state in ({"model": nn.Sequential(flat)}, {"optim": optimizer, "skip": [flat]}):
         with pytest.raises(UnsupportedValueError, match=r"(model|skip\.0): .*FSDP1.*fully_shard"):
@@ -234,10 +244,15 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
 
 
 def test_corner_cases() -> None:
-    captures = [of_rank["gathered"] for of_rank in run_processes(2, corner_cases)]
-    merged, expected = FakeCheckpoint(captures), capture({"net": known_net(4)})
-    for name, tensor in expected.tensors.items():
-        assert merged.tensors[name].data.tolist() == tensor.data.tolist()
+    results = run_processes(2, corner_cases)
+    for case, width in (("gathered", 4), ("materialised", 3)):
+        merged = FakeCheckpoint([of_rank[case] for of_rank in results])
+        for name, tensor in capture({"net": known_net(width)}).tensors.items():
+            assert merged.tensors[name].data.tolist() == tensor.data.tolist()
+    np.testing.assert_allclose(
+        results[1]["output"], known_net(3)(torch.ones(2, 5)).tolist(), rtol=1e-5
+    )
+    merged = FakeCheckpoint([of_rank["gathered"] for of_rank in results])
     assert merged.lists["optim.param_groups.0.params"] == [
         "up.weight", "up.bias", "down.weight", "down.bias",
     ]  # fmt: skip

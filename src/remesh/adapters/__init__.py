@@ -17,7 +17,7 @@ from torch import nn
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
 from remesh.adapters.optimizer import describe_optimizer
-from remesh.adapters.stateful import Stateful, describe_generator, describe_stateful
+from remesh.adapters.stateful import describe_generator, describe_stateful, is_stateful
 from remesh.adapters.tensor import describe_tensor
 from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
 from remesh.state import Path, Rebuild, Walk
@@ -41,6 +41,6 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
         return describe_optimizer(walk, path, node)
     if isinstance(node, torch.Generator):
         return describe_generator(walk, path, node)
-    if isinstance(node, Stateful) and not isinstance(node, type):
+    if is_stateful(node):
         return describe_stateful(walk, path, node)
     return None

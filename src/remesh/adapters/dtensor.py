@@ -81,10 +81,13 @@ def local_boxes(
         Disjoint boxes of the global tensor, each with its offset in the local tensor; none if the
         rank holds no element.
     """
-    segments = local_segments(global_shape, mesh_shape, coordinate, placements)
-    placed = [_with_local_offsets(of_dim) for of_dim in segments]
+    return boxes_of_segments(local_segments(global_shape, mesh_shape, coordinate, placements))
+
+
+def boxes_of_segments(segments: Sequence[Sequence[Segment]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """The boxes that the segments of all dims make, each with its offset in the local tensor."""
     boxes = []
-    for of_box in itertools.product(*placed):
+    for of_box in itertools.product(*map(_with_local_offsets, segments)):
         box = Box(tuple(start for start, _, _ in of_box), tuple(n for _, n, _ in of_box))
         boxes.append((box, tuple(local for _, _, local in of_box)))
     return boxes
@@ -229,7 +232,7 @@ def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[
         )
     return tuple(
         Part(box, local[Box(offset, box.shape).slices])
-        for box, offset in local_boxes(shape, mesh.shape, coordinate, placements)
+        for box, offset in boxes_of_segments(segments)
     )
 
 

@@ -8,7 +8,7 @@ state is a single tensor of bytes.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -16,7 +16,6 @@ from remesh.adapters.nested import describe_copy
 from remesh.state import Loaded, Path, Rebuild, Role, Walk
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """What an object needs to be saved and loaded."""
 
@@ -27,6 +26,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any:
         """Take over a state."""
         ...
+
+
+def is_stateful(node: object) -> TypeGuard[Stateful]:
+    """Whether an object, not a class, has the two methods."""
+    methods = (getattr(node, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) and not isinstance(node, type)
 
 
 def describe_stateful(walk: Walk, path: Path, node: Stateful) -> Rebuild:
