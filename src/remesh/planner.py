@@ -479,6 +479,11 @@ def _merge_runs(
         return np.zeros(1, dtype=np.int64), empty, empty
     file = index.file[found.piece]
     window = start // limits.window_bytes
+    if index.block_size:
+        # Whole blocks are read, so the gaps that count are those between blocks.
+        sizes = np.array([stored.num_bytes for stored in index.files], dtype=np.int64)
+        start = start - start % index.block_size
+        stop = np.minimum(stop + -stop % index.block_size, sizes[file])
     is_first = np.ones(len(start), dtype=np.bool_)
     is_first[1:] = (file[1:] != file[:-1]) | (window[1:] != window[:-1])
     # Ranges may overlap, so what counts is how far any range of the window has reached.
@@ -487,11 +492,5 @@ def _merge_runs(
     reached = np.maximum.accumulate(group * span + stop) - group * span
     is_first[1:] |= start[1:] - reached[:-1] > limits.gap_bytes
     run_first = np.flatnonzero(is_first)
-    run_start = start[run_first]
     run_stop = np.maximum.reduceat(stop, run_first)
-    if index.block_size:
-        sizes = np.array([stored.num_bytes for stored in index.files], dtype=np.int64)
-        run_start = run_start - run_start % index.block_size
-        run_stop = run_stop + -run_stop % index.block_size
-        run_stop = np.minimum(run_stop, sizes[file[run_first]])
-    return np.append(run_first, len(start)), run_start, run_stop
+    return np.append(run_first, len(start)), start[run_first], run_stop
