@@ -1,0 +1,524 @@
+"""Plans against brute force: elements written are counted, and reads are played on bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remesh.dtypes import BY_NAME
+from remesh.errors import CoverageError, StateError
+from remesh.geometry import Box, pad_dims
+from remesh.index import BoxTable, Index, StoredFile, TensorTable
+from remesh.planner import (
+    Holdings,
+    LoadPlan,
+    ReadLimits,
+    SavePlan,
+    longest_gaps,
+    merge_tensors,
+    plan_load,
+    plan_save,
+)
+from remesh.state import Role
+from tests.strategies import Shape, boxes_in, partitions, shapes
+
+Bytes = npt.NDArray[np.uint8]
+
+MAIN, REPLICA, EQUAL, ASSUMED = Role.MAIN, Role.REPLICA, Role.EQUAL, Role.ASSUMED
+DTYPE_NAMES = ["uint8", "float16", "float32", "float64", "complex128"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Saving
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box that a rank holds."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    box: Box
+    role: Role
+
+
+def holdings_of(held: list[Held]) -> Holdings:
+    tensors: dict[str, tuple[str, str, Shape]] = {}
+    for one in held:
+        tensors.setdefault(one.name, (one.name, one.dtype, one.shape))
+    names = list(tensors)
+    table = TensorTable.of(list(tensors.values()))
+    boxes = BoxTable.of(table, [(names.index(one.name), one.box) for one in held])
+    return Holdings(boxes, np.array([one.role for one in held], dtype=np.int64))
+
+
+def plan_of(job: list[list[Held]]) -> SavePlan:
+    return plan_save([holdings_of(held) for held in job])
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[list[Held]]:
+    """What the ranks of a job hold; every element can be written exactly once."""
+    world_size = draw(st.integers(1, 4))
+    job: list[list[Held]] = [[] for _ in range(world_size)]
+    ranks = st.integers(0, world_size - 1)
+    for number in range(draw(st.integers(0, 3))):
+        name, dtype = f"layer.{number}", draw(st.sampled_from(DTYPE_NAMES))
+        shape = draw(shapes(max_dims=3, min_extent=0, max_extent=4))
+        for box in draw(partitions(shape)):
+            holders = sorted(draw(st.sets(ranks, min_size=1)))
+            role = draw(st.sampled_from([MAIN, EQUAL, ASSUMED]))
+            main = draw(st.sampled_from(holders))
+            for rank in holders:
+                own = REPLICA if role is MAIN and rank != main else role
+                job[rank].append(Held(name, dtype, shape, box, own))
+        if shape:
+            # An empty box is nothing, wherever it lies and whoever holds it.
+            nothing = Box(shape, (0,) * len(shape))
+            job[draw(ranks)].append(Held(name, dtype, shape, nothing, MAIN))
+    return [draw(st.permutations(held)) for held in job]
+
+
+@given(jobs())
+def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[list[Held]]) -> None:
+    plan = plan_of(job)
+    tensors = plan.boxes.tensors
+    everything = {one.name: one for held in job for one in held}
+    assert set(tensors.names) == set(everything)
+    written = {name: np.zeros(one.shape, dtype=np.int64) for name, one in everything.items()}
+    for row in range(len(plan.boxes)):
+        name, box = tensors.names[plan.boxes.tensor[row]], plan.boxes.box(row)
+        source = job[plan.writer[row]][plan.row[row]]
+        assert (source.name, source.box) == (name, box)
+        assert tensors.dtype(int(plan.boxes.tensor[row])).name == source.dtype
+        assert tensors.shape(int(plan.boxes.tensor[row])) == source.shape
+        written[name][box.slices] += 1
+    assert all((count == 1).all() for count in written.values())
+    assert (np.diff(plan.boxes.tensor) >= 0).all()
+
+
+@given(jobs())
+def test_assignments_share_the_rows_and_align_them(job: list[list[Held]]) -> None:
+    plan, world_size = plan_of(job), len(job)
+    assignments = plan.assignments(world_size)
+    assert len(assignments) == world_size
+    assert sorted(np.concatenate(assignments).tolist()) == list(range(len(plan.boxes)))
+    for rank, rows in enumerate(assignments):
+        assert (plan.writer[rows] == rank).all()
+        itemsizes = plan.boxes.tensors.itemsizes[plan.boxes.tensor[rows]]
+        positions = np.cumsum(plan.boxes.num_bytes[rows]) - plan.boxes.num_bytes[rows]
+        assert (positions % itemsizes == 0).all()
+        assert plan.bytes_per_rank(world_size)[rank] == plan.boxes.num_bytes[rows].sum()
+
+
+@given(jobs())
+def test_a_plan_depends_on_nothing_else(job: list[list[Held]]) -> None:
+    one, other = plan_of(job), plan_of(job)
+    assert one.writer.tolist() == other.writer.tolist()
+    assert one.row.tolist() == other.row.tolist()
+    assert one.boxes.tensors.names == other.boxes.tensors.names
+    assert one.boxes.offsets.tolist() == other.boxes.offsets.tolist()
+
+
+def vector(name: str, start: int, size: int, role: Role, *, whole: int = 1000) -> Held:
+    return Held(name, "uint8", (whole,), Box((start,), (size,)), role)
+
+
+@given(
+    st.lists(st.integers(1, 100), max_size=12),
+    st.lists(st.integers(0, 200), min_size=1, max_size=6),
+)
+@example([50, 50, 50, 50], [0, 100, 100])
+def test_bytes_are_balanced(shared: list[int], own: list[int]) -> None:
+    # Every rank has one tensor of its own and all the shared ones; only those can move.
+    job = [
+        [Held(f"own.{rank}", "uint8", (size,), Box.whole((size,)), MAIN)]
+        + [
+            Held(f"shared.{n}", "uint8", (size,), Box.whole((size,)), EQUAL)
+            for n, size in enumerate(shared)
+        ]
+        for rank, size in enumerate(own)
+    ]
+    loads = plan_of(job).bytes_per_rank(len(own))
+    ideal = (sum(shared) + sum(own)) / len(own)
+    assert loads.sum() == sum(shared) + sum(own)
+    assert loads.max() <= max(*own, ideal + max(shared, default=0))
+
+
+def test_boxes_of_few_holders_are_given_away_first() -> None:
+    # If the tensor that both hold went first, rank 0 would have to write both.
+    pair = [vector("pair", 0, 10, EQUAL, whole=10)]
+    plan = plan_of([[*pair, vector("own", 0, 10, EQUAL, whole=10)], pair])
+    assert plan.bytes_per_rank(2).tolist() == [10, 10]
+
+
+def test_nothing_to_save() -> None:
+    plan = plan_of([[], []])
+    assert len(plan.boxes) == 0
+    assert [rows.tolist() for rows in plan.assignments(2)] == [[], []]
+    assert plan.bytes_per_rank(2).tolist() == [0, 0]
+
+
+def test_a_rank_may_hold_nothing() -> None:
+    plan = plan_of([[], [vector("w", 0, 4, MAIN, whole=4)], []])
+    assert plan.writer.tolist() == [1]
+    assert [len(rows) for rows in plan.assignments(3)] == [0, 1, 0]
+
+
+@given(jobs(), st.data())
+def test_a_box_that_nobody_holds_is_named(job: list[list[Held]], data: st.DataObject) -> None:
+    boxes = sorted({(one.name, one.box) for held in job for one in held if one.box.size})
+    if not boxes:
+        return
+    name, box = data.draw(st.sampled_from(boxes))
+    holed = [[one for one in held if (one.name, one.box) != (name, box)] for held in job]
+    holder = next(one for held in job for one in held if one.name == name)
+    # Somebody still knows the tensor, but holds nothing of it.
+    shape = holder.shape
+    if shape:
+        holed[0].append(Held(name, holder.dtype, shape, Box(shape, (0,) * len(shape)), MAIN))
+    elif not any(one.name == name for held in holed for one in held):
+        return
+    with pytest.raises(
+        CoverageError, match=re.escape(f"  {name} {shape}: nobody holds ")
+    ) as caught:
+        plan_of(holed)
+    # Holes are shown as few boxes, which may be cut otherwise; together they are the box.
+    missing = np.zeros(shape, dtype=np.int64)
+    for text in re.findall(r"\[[\d:, ]*\]", str(caught.value)):
+        bounds = [tuple(map(int, pair.split(":"))) for pair in text[1:-1].split(", ")]
+        missing[Box.from_slices(*((a, b) for a, b in bounds)).slices] += 1
+    expected = np.zeros(shape, dtype=np.int64)
+    expected[box.slices] = 1
+    assert "more" in str(caught.value) or (missing == expected).all()
+
+
+def test_overlapping_boxes_are_named_with_their_ranks() -> None:
+    job = [
+        [vector("w", 0, 600, MAIN)],
+        [vector("w", 0, 600, REPLICA)],
+        [vector("w", 500, 500, MAIN)],
+    ]
+    with pytest.raises(CoverageError) as caught:
+        plan_of(job)
+    assert str(caught.value) == (
+        "1 of 1 tensors are not covered exactly once by main replicas:\n"
+        "  w (1000,): these overlap: [0:600] (ranks 0, 1) and [500:1000] (rank 2)"
+    )
+
+
+def test_many_holders_are_shown_as_a_few() -> None:
+    everywhere = [[vector("w", 0, 600, EQUAL)] for _ in range(6)]
+    job = [*everywhere, [vector("w", 500, 500, EQUAL)]]
+    with pytest.raises(CoverageError, match=r"\[0:600\] \(ranks 0, 1, 2, 3, \.\.\.\) and"):
+        plan_of(job)
+
+
+def test_a_box_with_several_main_replicas_is_refused() -> None:
+    job = [[vector("w", 0, 9, MAIN, whole=9)], [], [vector("w", 0, 9, MAIN, whole=9)]]
+    with pytest.raises(CoverageError, match=r"^w: box \[0:9\] has several main.*ranks \[0, 2\]"):
+        plan_of(job)
+
+
+def test_a_box_without_a_main_replica_is_refused() -> None:
+    job = [
+        [vector("w", 0, 5, MAIN, whole=9)],
+        [vector("w", 5, 4, REPLICA, whole=9)],
+    ]
+    message = r"^w: box \[5:9\] has replicas but no main replica, held by ranks \[1\]"
+    with pytest.raises(CoverageError, match=message):
+        plan_of(job)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "says"),
+    [
+        ("float16", (4, 2), "float16 (4, 2)"),
+        ("uint8", (2, 4), "uint8 (2, 4)"),
+        ("uint8", (8,), "uint8 (8,)"),
+        ("uint8", (4, 2, 1), "uint8 (4, 2, 1)"),
+    ],
+)
+def test_ranks_must_agree_about_a_tensor(dtype: str, shape: Shape, says: str) -> None:
+    other = vector("other", 0, 3, MAIN, whole=3)
+    job = [
+        [other],
+        [Held("w", "uint8", (4, 2), Box.whole((4, 2)), MAIN)],
+        [Held("w", dtype, shape, Box.whole(shape), REPLICA)],
+    ]
+    with pytest.raises(StateError) as caught:
+        plan_of(job)
+    assert not isinstance(caught.value, CoverageError)
+    assert str(caught.value).startswith(f"w: rank 2 says {says}, rank 1 says uint8 (4, 2); ")
+
+
+def test_tables_are_united_in_order_of_first_appearance() -> None:
+    a = TensorTable.of([("x", "int8", (2,)), ("y", "float32", (3, 4, 5))])
+    b = TensorTable.of([("z", "bool", ()), ("x", "int8", (2,))])
+    united, renumber = merge_tensors([a, b, a])
+    assert united.names == ("x", "y", "z")
+    assert [united.shape(row) for row in range(3)] == [(2,), (3, 4, 5), ()]
+    assert [united.dtype(row).name for row in range(3)] == ["int8", "float32", "bool"]
+    assert [rows.tolist() for rows in renumber] == [[0, 1], [2, 0], [0, 1]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """A checkpoint in memory: its index, its files, and the tensors that they hold."""
+
+    index: Index
+    files: list[Bytes]
+    tensors: list[Bytes]
+    """One of shape (*tensor shape, itemsize) for each tensor."""
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Random tensors in random pieces, in random order, with gaps, in a few files."""
+    tensor_shapes = st.one_of(
+        shapes(min_dims=1, max_dims=3, min_extent=3, max_extent=9), shapes(min_extent=0)
+    )
+    rows = [
+        (f"t{n}", draw(st.sampled_from(DTYPE_NAMES)), draw(tensor_shapes))
+        for n in range(draw(st.integers(1, 3)))
+    ]
+    table = TensorTable.of(rows)
+    pieces = [(n, box) for n, (_, _, shape) in enumerate(rows) for box in draw(partitions(shape))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    tensors = [
+        rng.integers(0, 256, (*shape, BY_NAME[dtype].itemsize), np.uint8)
+        for _, dtype, shape in rows
+    ]
+    num_files = draw(st.integers(1, 3))
+    block_size = draw(st.sampled_from([0, 16, 64]))
+    contents = [bytearray() for _ in range(num_files)]
+    file, position = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)
+    for row in draw(st.permutations(range(len(pieces)))):
+        tensor, box = pieces[row]
+        number = draw(st.integers(0, num_files - 1))
+        content = contents[number]
+        content += bytes(draw(st.sampled_from([0, 0, 3, 100])))
+        content += bytes(-len(content) % tensors[tensor].shape[-1])
+        file[row], position[row] = number, len(content)
+        content += tensors[tensor][box.slices].tobytes()
+    files = tuple(StoredFile(f"{n}.bin", len(content)) for n, content in enumerate(contents))
+    index = Index(BoxTable.of(table, pieces), file, position, files, block_size=block_size)
+    return World(index, [np.frombuffer(bytes(c), np.uint8) for c in contents], tensors)
+
+
+@st.composite
+def limits_for(draw: st.DrawFn) -> ReadLimits:
+    window = draw(st.sampled_from([1 << 20, 192, 64]))
+    return ReadLimits(window, draw(st.sampled_from([0, 7, 20, 90])))
+
+
+def wanted_boxes(world: World) -> st.SearchStrategy[list[tuple[int, Box]]]:
+    table = world.index.boxes.tensors
+    one = st.integers(0, len(table) - 1).flatmap(
+        lambda row: st.tuples(st.just(row), boxes_in(table.shape(row), min_extent=1))
+    )
+    return st.lists(one, min_size=1, max_size=5)
+
+
+LOADS = worlds().flatmap(lambda world: st.tuples(st.just(world), wanted_boxes(world), limits_for()))
+Load = tuple[World, list[tuple[int, Box]], ReadLimits]
+
+
+def plan_for(load: Load) -> LoadPlan:
+    world, wants, limits = load
+    return plan_load(world.index, BoxTable.of(world.index.boxes.tensors, wants), limits)
+
+
+def files_of_runs(world: World, plan: LoadPlan) -> list[int]:
+    return [int(world.index.file[plan.piece[first]]) for first in plan.run_first[:-1]]
+
+
+def read(load: Load, plan: LoadPlan) -> list[Bytes]:
+    """Play a plan: what it puts into each wanted box, of shape (*box shape, itemsize)."""
+    world, wants, _ = load
+    index = world.index
+    filled = [
+        np.zeros((*box.shape, world.tensors[tensor].shape[-1]), np.uint8) for tensor, box in wants
+    ]
+    times = [np.zeros(box.shape, np.int64) for _, box in wants]
+    for run, file in enumerate(files_of_runs(world, plan)):
+        start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
+        buffer = world.files[file][start:stop]
+        assert len(buffer) == stop - start
+        for row in range(int(plan.run_first[run]), int(plan.run_first[run + 1])):
+            piece, want = int(plan.piece[row]), int(plan.want[row])
+            assert index.file[piece] == file
+            begin, end = int(plan.start[row]), int(plan.stop[row])
+            assert start <= begin < end <= stop
+            stored, (tensor, box) = index.boxes.box(piece), wants[want]
+            ndim, itemsize = box.ndim, filled[want].shape[-1]
+            region = Box(
+                tuple(plan.offsets[row, :ndim].tolist()), tuple(plan.extents[row, :ndim].tolist())
+            )
+            assert index.boxes.tensor[piece] == tensor
+            assert region.size
+            assert stored.contains(region)
+            assert box.contains(region)
+            # The piece as it lies in the file, of which the buffer holds a part.
+            flat = np.arange(stored.size).reshape(stored.shape)[region.relative_to(stored).slices]
+            first = int(index.position[piece]) + flat[..., None] * itemsize + np.arange(itemsize)
+            assert first.min() == begin
+            assert first.max() + 1 == end
+            inside = region.relative_to(box).slices
+            filled[want][inside] = buffer[first - start]
+            times[want][inside] += 1
+    assert all((count == 1).all() for count in times)
+    return filled
+
+
+@given(LOADS)
+def test_wanted_boxes_are_filled_once_with_what_is_stored(load: Load) -> None:
+    world, wants, _ = load
+    filled = read(load, plan_for(load))
+    for (tensor, box), found in zip(wants, filled, strict=True):
+        assert (found == world.tensors[tensor][box.slices]).all()
+
+
+@given(LOADS)
+def test_runs_stay_in_their_windows_and_read_no_block_twice(load: Load) -> None:
+    world, _, limits = load
+    plan = plan_for(load)
+    block = world.index.block_size or 1
+    seen: set[tuple[int, int]] = set()
+    before = (-1, 0)
+    for run, file in enumerate(files_of_runs(world, plan)):
+        start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
+        assert start // limits.window_bytes == (stop - 1) // limits.window_bytes
+        assert start % block == 0
+        assert stop % block == 0 or stop == world.index.files[file].num_bytes
+        assert before <= (file, start)
+        before = (file, stop)
+        blocks = {(file, number) for number in range(start // block, -(-stop // block))}
+        assert not seen & blocks
+        seen |= blocks
+    assert plan.bytes_read == sum((plan.run_stop - plan.run_start).tolist())
+    assert plan.num_runs == len(plan.run_start)
+
+
+@given(LOADS)
+def test_no_more_is_read_than_needed_blocks_and_short_gaps(load: Load) -> None:
+    world, wants, limits = load
+    plan = plan_for(load)
+    index = world.index
+    needed = [np.zeros(file.num_bytes, bool) for file in index.files]
+    for piece in range(len(index.boxes)):
+        stored = index.boxes.box(piece)
+        for tensor, box in wants:
+            common = stored.intersect(box) if tensor == index.boxes.tensor[piece] else None
+            if common is not None:
+                itemsize = world.tensors[tensor].shape[-1]
+                inside = np.zeros((*stored.shape, itemsize), bool)
+                inside[common.relative_to(stored).slices] = True
+                at = int(index.position[piece])
+                needed[index.file[piece]][at : at + inside.size] |= inside.reshape(-1)
+    slack = 2 * (index.block_size - 1) if index.block_size else 0
+    for run, file in enumerate(files_of_runs(world, plan)):
+        start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
+        used = np.flatnonzero(needed[file][start:stop])
+        assert used[0] <= slack / 2
+        assert stop - start - 1 - used[-1] <= slack / 2
+        assert (np.diff(used, prepend=used[0]) - 1).max(initial=0) <= limits.gap_bytes + slack
+
+
+def vector_index(num_bytes: int, *, block_size: int) -> Index:
+    table = TensorTable.of([("w", "uint8", (num_bytes,))])
+    boxes = BoxTable.of(table, [(0, Box.whole((num_bytes,)))])
+    zero = np.zeros(1, np.int64)
+    return Index(boxes, zero, zero, (StoredFile("f", num_bytes),), block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("wants", "block_size", "runs"),
+    [
+        # Two ranges in one block, farther apart than a gap: the block is read once.
+        ([(0, 10), (50, 60)], 64, [(0, 64)]),
+        ([(0, 10), (50, 60)], 0, [(0, 10), (50, 60)]),
+        ([(0, 10), (19, 20)], 0, [(0, 20)]),
+        # Neighbouring blocks are read together, and so are those a short gap apart.
+        ([(0, 10), (64, 65)], 64, [(0, 128)]),
+        ([(0, 10), (130, 140)], 64, [(0, 64), (128, 192)]),
+        # A run ends where its window or the file does.
+        ([(100, 300)], 64, [(64, 256), (256, 320)]),
+        ([(0, 1), (399, 400)], 64, [(0, 64), (384, 400)]),
+        # One range inside another.
+        ([(0, 100), (10, 20), (90, 120)], 0, [(0, 120)]),
+    ],
+)
+def test_runs(wants: list[tuple[int, int]], block_size: int, runs: list[tuple[int, int]]) -> None:
+    index = vector_index(400, block_size=block_size)
+    boxes = [(0, Box((start,), (stop - start,))) for start, stop in wants]
+    plan = plan_load(index, BoxTable.of(index.boxes.tensors, boxes), ReadLimits(256, 9))
+    assert list(zip(plan.run_start.tolist(), plan.run_stop.tolist(), strict=True)) == runs
+
+
+def test_nothing_wanted_reads_nothing() -> None:
+    index = vector_index(400, block_size=64)
+    for wants in ([], [(0, Box((7,), (0,)))]):
+        plan = plan_load(index, BoxTable.of(index.boxes.tensors, wants), ReadLimits())
+        assert (plan.num_runs, plan.bytes_read, plan.run_first.tolist()) == (0, 0, [0])
+
+
+@given(LOADS, st.data())
+def test_what_is_not_stored_once_is_named(load: Load, data: st.DataObject) -> None:
+    world, wants, limits = load
+    boxes = world.index.boxes
+    if not len(boxes):
+        return
+    victim = data.draw(st.integers(0, len(boxes) - 1))
+    rows = list(range(len(boxes)))
+    rows[victim : victim + 1] = data.draw(st.sampled_from([[], [victim, victim]]))
+    index = Index(
+        BoxTable(boxes.tensors, boxes.tensor[rows], boxes.offsets[rows], boxes.extents[rows]),
+        world.index.file[rows],
+        world.index.position[rows],
+        world.index.files,
+    )
+    hit = [
+        box
+        for tensor, box in wants
+        if tensor == boxes.tensor[victim] and box.intersect(boxes.box(victim)) is not None
+    ]
+    if not hit:
+        plan_for((World(index, world.files, world.tensors), wants, limits))
+        return
+    name = boxes.tensors.names[boxes.tensor[victim]]
+    message = re.escape(f"{name}: the checkpoint's pieces do not hold box {hit[0]} exactly once")
+    with pytest.raises(CoverageError, match=f"^{message}"):
+        plan_for((World(index, world.files, world.tensors), wants, limits))
+
+
+@given(
+    shapes(min_dims=1, max_extent=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), boxes_in(shape, min_extent=1))
+    )
+)
+def test_the_longest_gap_of_a_box(drawn: tuple[Shape, Box]) -> None:
+    shape, box = drawn
+    flat = np.arange(math.prod(shape)).reshape(shape)[box.slices].reshape(-1)
+    expected = max((b - a - 1 for a, b in itertools.pairwise(flat.tolist())), default=0)
+    found = longest_gaps(
+        pad_dims([shape], 4, 1),
+        pad_dims([box.shape], 4, 1),
+        np.array([flat[-1] + 1 - flat[0]]),
+    )
+    assert found.tolist() == [expected]
