@@ -33,6 +33,19 @@ def ignore(_event: Event) -> None:
     """The listener of those who do not listen."""
 
 
+Emit = Callable[..., None]
+"""Tells a listener of a moment of one rank: `emit(point, num_bytes=0)`."""
+
+
+def emitter(on_event: OnEvent, rank: int) -> Emit:
+    """The `Emit` of a rank."""
+
+    def emit(point: str, num_bytes: int = 0) -> None:
+        on_event(Event(rank, point, num_bytes))
+
+    return emit
+
+
 SAVE_POINTS = (
     "save.described",
     "save.planned",
@@ -46,7 +59,8 @@ SAVE_POINTS = (
     "save.committed",
     "save.done",
 )
-"""The moments of a save, in order; those from `parts_gathered` to `committed` are rank 0's."""
+"""The moments of a save, in order. `planned` and those from `parts_gathered` to `committed` are
+rank 0's."""
 
 LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
 """The moments of a load, in order."""

@@ -29,6 +29,11 @@ def hex_digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def raw_digest(data: bytes) -> bytes:
+    """The xxh3-128 digest of bytes, as 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
 def block_digests(data: npt.NDArray[np.uint8], block_size: int = BLOCK_SIZE) -> Digests:
     """Digests of the blocks of bytes that begin at a block's beginning."""
     digests = np.empty((-(-len(data) // block_size), 2), dtype=np.uint64)

@@ -34,7 +34,7 @@ from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.dtypes import BY_NAME
 from remesh.errors import MismatchError
-from remesh.events import Event, OnEvent, ignore
+from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.geometry import Box
@@ -92,10 +92,7 @@ def load(
     started = time.monotonic()
     exchange = exchange_of(group)
     storage = open_storage(path)
-
-    def emit(point: str, num_bytes: int = 0) -> None:
-        on_event(Event(exchange.rank, point, num_bytes))
-
+    emit = emitter(on_event, exchange.rank)
     stored = open_shared(exchange, storage)
     emit("load.opened")
     target = _Target(stored, storage, _Options(missing == "keep", cast))

@@ -240,7 +240,13 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
         for name, items in document.lists.items():
             union = dict.fromkeys([*merged.lists.get(name, ()), *items])
             merged.lists[name] = list(union)
-        merged.objects.update(document.objects)
+        for name, element in document.objects.items():
+            if bytes(merged.objects.setdefault(name, element).value) != bytes(element.value):
+                raise DivergedReplicaError(
+                    f"{name}: two ranks, one of them rank {rank}, have different values for this "
+                    "element and both say to be its main replica; exactly one rank must have "
+                    "replica_id 0"
+                )
         for name, path in document.paths.items():
             if merged.paths.setdefault(name, path) != path:
                 raise NameCollisionError(
@@ -305,6 +311,10 @@ class Part(msgspec.Struct, frozen=True):
     num_bytes: int
     positions: bytes
     digests: bytes
+
+
+NO_PART = Part("", 0, b"", b"")
+"""What a rank says that wrote no file."""
 
 
 def build_index(
@@ -440,6 +450,11 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
                 "belong to different saves. Load another checkpoint."
             )
     return damages
+
+
+def encode_positions(positions: Sequence[int]) -> bytes:
+    """Positions as bytes for a `Part`."""
+    return np.array(positions, dtype="<i8").tobytes()
 
 
 def encode_digests(digests: Digests) -> bytes:

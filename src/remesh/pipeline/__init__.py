@@ -9,6 +9,6 @@ device, nothing unverified in the user's tensors, and memory that does not grow 
 """
 
 from remesh.pipeline.read import Want, read_runs
-from remesh.pipeline.write import FilePiece, WrittenFile, write_file
+from remesh.pipeline.write import FileLayout, FilePiece, WrittenFile, write_file
 
-__all__ = ["FilePiece", "Want", "WrittenFile", "read_runs", "write_file"]
+__all__ = ["FileLayout", "FilePiece", "Want", "WrittenFile", "read_runs", "write_file"]

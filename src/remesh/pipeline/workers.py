@@ -1,4 +1,4 @@
-"""A few threads that share a list of chunks, each with a buffer of its own."""
+"""A few threads that share work."""
 
 from __future__ import annotations
 
@@ -9,43 +9,69 @@ from concurrent.futures import ThreadPoolExecutor
 from remesh.storage import Buffer, aligned_buffer
 
 
+def run_threads(num_threads: int, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Do the same work in a few threads; the first error is raised when all have ended.
+
+    Args:
+        num_threads: How many; a single one is the caller's own.
+        work: What each does.
+        stop: Tells all of them to end soon; called when one fails, and on Ctrl-C, which arrives in
+            the thread that waits and not in those that work.
+    """
+
+    def work_or_stop() -> None:
+        try:
+            work()
+        except BaseException:
+            stop()
+            raise
+
+    if num_threads <= 1:
+        work_or_stop()
+        return
+    with ThreadPoolExecutor(num_threads, "remesh") as pool:
+        try:
+            for done in [pool.submit(work_or_stop) for _ in range(num_threads)]:
+                done.result()
+        except BaseException:
+            stop()
+            raise
+
+
 def run_workers(
     num_threads: int, num_tasks: int, buffer_bytes: int, work: Callable[[int, Buffer], None]
 ) -> None:
     """Do tasks 0, 1, 2, ... with a few threads; the first error stops all of them and is raised.
 
     Args:
-        num_threads: Threads at most; a single one is the caller's own.
+        num_threads: Threads at most.
         num_tasks: Number of tasks.
         buffer_bytes: Size of the aligned buffer that each thread has.
         work: Does a task, given its number and the thread's buffer.
     """
-    tasks = iter(range(num_tasks))
-    lock = threading.Lock()
-    failed = threading.Event()
+    tasks = SharedTasks(num_tasks)
 
     def take_tasks() -> None:
         buffer = aligned_buffer(buffer_bytes)
-        while not failed.is_set():
-            with lock:
-                task = next(tasks, None)
-            if task is None:
-                return
-            try:
-                work(task, buffer)
-            except BaseException:
-                failed.set()
-                raise
+        while (task := tasks.next()) is not None:
+            work(task, buffer)
 
-    num_threads = min(num_threads, num_tasks)
-    if num_threads <= 1:
-        take_tasks()
-        return
-    with ThreadPoolExecutor(num_threads, "remesh") as pool:
-        try:
-            for done in [pool.submit(take_tasks) for _ in range(num_threads)]:
-                done.result()
-        except BaseException:
-            # Ctrl-C arrives here and not in the threads, which would go on to the last task.
-            failed.set()
-            raise
+    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop)
+
+
+class SharedTasks:
+    """The numbers 0, 1, 2, ... handed out to several threads, each once."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self._numbers = iter(range(num_tasks))
+        self._lock = threading.Lock()
+
+    def next(self) -> int | None:
+        """The next number, or None if there is none left."""
+        with self._lock:
+            return next(self._numbers, None)
+
+    def stop(self) -> None:
+        """Hand out no more."""
+        with self._lock:
+            self._numbers = iter(())

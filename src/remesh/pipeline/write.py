@@ -47,6 +47,42 @@ class FilePiece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FileLayout:
+    """All that determines the bytes of a data file.
+
+    Attributes:
+        header: Its first bytes.
+        pieces: What follows, sorted by position, without gaps.
+        positions: Position of each piece.
+        num_bytes: Size of the whole file.
+    """
+
+    header: bytes
+    pieces: Sequence[FilePiece]
+    positions: Sequence[int]
+    num_bytes: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the file."""
+        return -(-self.num_bytes // CHUNK_SIZE)
+
+    def fill_chunk(self, number: int, buffer: Buffer) -> Buffer:
+        """Gather the bytes of a chunk in the beginning of a buffer; returns that part of it."""
+        start = number * CHUNK_SIZE
+        chunk = buffer[: min(CHUNK_SIZE, self.num_bytes - start)]
+        stop = start + len(chunk)
+        if start < len(self.header):
+            part = np.frombuffer(self.header, dtype=np.uint8)[start:stop]
+            chunk[: len(part)] = part
+        piece = max(bisect.bisect_right(self.positions, start) - 1, 0)
+        while piece < len(self.pieces) and self.positions[piece] < stop:
+            _copy_piece(self.pieces[piece], chunk, start)
+            piece += 1
+        return chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WrittenFile:
     """A finished data file."""
 
@@ -55,68 +91,72 @@ class WrittenFile:
     digests: Digests
 
 
+class ChunkWriter:
+    """A data file that is written chunk by chunk, digesting each.
+
+    Args:
+        storage: Where to.
+        path: Name of the file; it must not exist.
+        num_bytes: Its size.
+
+    Raises:
+        NoSpaceError: If there is no room.
+        StorageError: If the storage fails.
+    """
+
+    def __init__(self, storage: Storage, path: str, num_bytes: int) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
+        self._writer = storage.create(path, num_bytes)
+
+    def write(self, number: int, chunk: Buffer) -> None:
+        """Write a chunk; any thread, any order."""
+        start = number * CHUNK_SIZE
+        found = block_digests(chunk)
+        first = start // BLOCK_SIZE
+        self._digests[first : first + len(found)] = found
+        self._writer.write(start, chunk)
+
+    def finish(self) -> WrittenFile:
+        """Make the file durable."""
+        self._writer.finish()
+        return WrittenFile(self._path, self._num_bytes, self._digests)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        self._writer.abort()
+
+
 def write_file(
-    storage: Storage,
-    path: str,
-    header: bytes,
-    pieces: Sequence[FilePiece],
-    num_bytes: int,
-    on_chunk: Callable[[int], None],
+    storage: Storage, path: str, layout: FileLayout, on_chunk: Callable[[int], None]
 ) -> WrittenFile:
     """Write a data file and make it durable.
 
     Args:
         storage: Where to.
         path: Name of the file; it must not exist.
-        header: The file's first bytes.
-        pieces: What follows, sorted by position, without gaps.
-        num_bytes: Size of the whole file.
+        layout: What it holds.
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
 
     Raises:
         NoSpaceError: If there is no room; the file is gone then.
         StorageError: If the storage fails; the file is gone then, if the storage still can.
     """
-    writer = storage.create(path, num_bytes)
-    digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
-    positions = [piece.position for piece in pieces]
+    writer = ChunkWriter(storage, path, layout.num_bytes)
 
     def write_chunk(number: int, buffer: Buffer) -> None:
-        start = number * CHUNK_SIZE
-        chunk = buffer[: min(CHUNK_SIZE, num_bytes - start)]
-        _fill(chunk, start, header, pieces, positions)
-        first = start // BLOCK_SIZE
-        found = block_digests(chunk)
-        digests[first : first + len(found)] = found
-        writer.write(start, chunk)
+        chunk = layout.fill_chunk(number, buffer)
+        writer.write(number, chunk)
         on_chunk(len(chunk))
 
     try:
-        num_chunks = -(-num_bytes // CHUNK_SIZE)
-        run_workers(NUM_THREADS, num_chunks, min(CHUNK_SIZE, num_bytes), write_chunk)
-        writer.finish()
+        buffer_bytes = min(CHUNK_SIZE, layout.num_bytes)
+        run_workers(NUM_THREADS, layout.num_chunks, buffer_bytes, write_chunk)
+        return writer.finish()
     except BaseException:
         writer.abort()
         raise
-    return WrittenFile(path, num_bytes, digests)
-
-
-def _fill(
-    chunk: Buffer,
-    start: int,
-    header: bytes,
-    pieces: Sequence[FilePiece],
-    positions: Sequence[int],
-) -> None:
-    """Gather the bytes of the file from `start` on."""
-    stop = start + len(chunk)
-    if start < len(header):
-        part = np.frombuffer(header, dtype=np.uint8)[start:stop]
-        chunk[: len(part)] = part
-    number = max(bisect.bisect_right(positions, start) - 1, 0)
-    while number < len(pieces) and positions[number] < stop:
-        _copy_piece(pieces[number], chunk, start)
-        number += 1
 
 
 def _copy_piece(piece: FilePiece, chunk: Buffer, start: int) -> None:

@@ -1,0 +1,414 @@
+"""What the ranks of a save agree on before a byte moves.
+
+Every rank describes what it holds. Rank 0 unites the descriptions, checks that every element is
+held exactly once and that there is room, decides who writes what, and tells each rank its order.
+
+A job saves the same layout again and again. Who saves through a `Saver` keeps a `PlanCache`: then
+the ranks first exchange fingerprints of their layouts, 16 bytes each, and if all are what they were
+the last time, the plan of the last time is used and no layout crosses the network. Values differ
+from save to save; rank 0's copy is taken if the fingerprints say that all ranks have the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from remesh import values
+from remesh.checkpoint.local import (
+    LocalTensors,
+    describe_local,
+    sample_digests,
+    tensors_to_store,
+)
+from remesh.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DivergedReplicaError,
+    NoSpaceError,
+    StateError,
+)
+from remesh.events import Emit
+from remesh.exchange import Exchange, run_joined, run_on_all
+from remesh.formats import native
+from remesh.geometry import IntArray
+from remesh.index import BoxTable, decode_columns, encode_columns
+from remesh.integrity import raw_digest
+from remesh.pipeline import FileLayout, FilePiece
+from remesh.planner import Holdings, SavePlan, plan_save
+from remesh.state import Description
+from remesh.storage import FileSystemSpace, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What the caller of a save asked for.
+
+    Attributes:
+        overwrite: Replace a checkpoint that is there.
+        metadata: What to record beside the state.
+    """
+
+    overwrite: bool
+    metadata: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coordination:
+    """What rank 0 knows of a save.
+
+    Attributes:
+        save_id: Names the save.
+        options: What the caller asked for.
+        plan: Which rank writes which box.
+        assignments: Rows of the plan that each rank writes, in the order of its file.
+        document: The values of all ranks.
+        replaced: The record that is going to be overwritten, if there is one.
+    """
+
+    save_id: str
+    options: SaveOptions
+    plan: SavePlan
+    assignments: Sequence[IntArray]
+    document: native.ValuesDocument
+    replaced: native.CommitRecord | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """What one rank has to do.
+
+    Attributes:
+        save_id: Names the save.
+        path: The data file that this rank writes; empty if it writes none.
+        layout: What the file holds.
+        coordination: On rank 0, what it knows of all ranks.
+    """
+
+    save_id: str
+    path: str
+    layout: FileLayout
+    coordination: Coordination | None
+
+    @property
+    def coordinator(self) -> Coordination:
+        """On rank 0, what it knows of all ranks."""
+        assert self.coordination is not None
+        return self.coordination
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """The plan of the last save of a layout, kept by whoever saves again and again.
+
+    Attributes:
+        key: The fingerprints of all ranks for which it holds; empty if there is none.
+        rows: Rows of this rank's holdings that it writes.
+        holdings: On rank 0, what each rank holds.
+        plan: On rank 0, the plan.
+        assignments: On rank 0, rows of the plan by rank.
+        hits: How often it was used.
+    """
+
+    key: bytes = b""
+    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    holdings: list[Holdings] = field(default_factory=list)
+    plan: SavePlan | None = None
+    assignments: list[IntArray] = field(default_factory=list)
+    hits: int = 0
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """What a rank tells rank 0; holdings and document are empty if rank 0 has them already."""
+
+    holdings: bytes
+    samples: list[str]
+    document: bytes
+    space: tuple[str, int] | None
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What rank 0 tells a rank: rows of its holdings, in file order, as int64 bytes."""
+
+    save_id: str
+    rows: bytes | None
+
+
+def agree(
+    exchange: Exchange,
+    storage: Storage,
+    state: Any,
+    options: SaveOptions,
+    *,
+    cache: PlanCache,
+    emit: Emit,
+) -> Agreement:
+    """Describe, compare, check and plan. Collective.
+
+    Args:
+        exchange: The group.
+        storage: Where the checkpoint is going to be.
+        state: This rank's part of the state.
+        options: What the caller asked for.
+        cache: The plan of the last save; filled with that of this one.
+        emit: Told of `save.described` and `save.planned`.
+
+    Raises:
+        StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
+        CheckpointExistsError: If there is a checkpoint and it is not to be overwritten.
+        NoSpaceError: If there is too little room.
+    """
+    rank = _Rank(exchange, storage, options, cache, emit)
+    fingerprints = run_on_all(exchange, lambda: rank.describe(state))
+    rank.compare(fingerprints)
+    reply = run_joined(exchange, rank.tell, rank.plan)
+    return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's side of the agreement; its methods are the steps."""
+
+    exchange: Exchange
+    storage: Storage
+    options: SaveOptions
+    cache: PlanCache
+    emit: Emit
+    tensors: LocalTensors | None = field(default=None, init=False)
+    holdings: bytes = field(default=b"", init=False)
+    document: bytes = field(default=b"", init=False)
+    is_known: bool = field(default=False, init=False)
+    same_document: bool = field(default=False, init=False)
+    replaced: native.CommitRecord | None = field(default=None, init=False)
+    coordination: Coordination | None = field(default=None, init=False)
+
+    def describe(self, state: Any) -> bytes:
+        """What do I hold? Returns the fingerprints of layout and values."""
+        if self.exchange.rank == 0:
+            self.replaced = existing_record(self.storage, self.options)
+            _check_metadata(self.options.metadata)
+        description = describe_local(state)
+        self.tensors = tensors_to_store(description)
+        self.holdings = encode_columns({**self.tensors.boxes.columns(), "role": self.tensors.roles})
+        self.document = document_of(description, self.tensors.aliases).encode()
+        self.emit("save.described")
+        return raw_digest(self.holdings) + raw_digest(self.document)
+
+    def compare(self, fingerprints: Sequence[bytes]) -> None:
+        """Do all ranks hold what they held the last time, and have the same values?"""
+        self.is_known = self.cache.key == _layout_key(fingerprints)
+        self.same_document = len({fingerprint[16:] for fingerprint in fingerprints}) == 1
+
+    def tell(self) -> bytes:
+        """What rank 0 does not know yet."""
+        assert self.tensors is not None
+        space = self.storage.space()
+        is_spokesman = self.exchange.rank == 0 or not self.same_document
+        return msgspec.msgpack.encode(
+            _Described(
+                b"" if self.is_known else self.holdings,
+                sample_digests(self.tensors) if self.exchange.world_size > 1 else [],
+                self.document if is_spokesman else b"",
+                None if space is None else (space.identity, space.free_bytes),
+            )
+        )
+
+    def plan(self, replies: list[bytes]) -> list[bytes]:
+        """Rank 0: who writes what?"""
+        described = [msgspec.msgpack.decode(reply, type=_Described) for reply in replies]
+        cache, world_size = self.cache, self.exchange.world_size
+        if not self.is_known:
+            cache.key = b""
+            cache.holdings = [_decode_holdings(one.holdings) for one in described]
+            cache.plan = None
+        check_samples(cache.holdings, [one.samples for one in described])
+        if cache.plan is None:
+            cache.plan = plan_save(cache.holdings)
+            cache.assignments = cache.plan.assignments(world_size)
+        plan = cache.plan
+        document = native.merge_documents(
+            [
+                native.ValuesDocument.decode(one.document, "values")
+                for one in described
+                if one.document
+            ]
+        )
+        _check_names(plan, document)
+        _check_space(
+            [None if one.space is None else FileSystemSpace(*one.space) for one in described],
+            plan.bytes_per_rank(world_size),
+        )
+        save_id = secrets.token_hex(6)
+        self.coordination = Coordination(
+            save_id, self.options, plan, cache.assignments, document, self.replaced
+        )
+        self.emit("save.planned")
+        return [
+            msgspec.msgpack.encode(
+                _Order(save_id, None if self.is_known else plan.row[rows].tobytes())
+            )
+            for rows in cache.assignments
+        ]
+
+    def accept(self, order: _Order, fingerprints: Sequence[bytes]) -> Agreement:
+        """Lay out my file."""
+        if order.rows is None:
+            self.cache.hits += 1
+        else:
+            self.cache.rows = np.frombuffer(order.rows, dtype=np.int64)
+            self.cache.key = _layout_key(fingerprints)
+        assert self.tensors is not None
+        layout = file_layout(self.tensors, self.cache.rows)
+        path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
+        return Agreement(order.save_id, path, layout, self.coordination)
+
+
+def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
+    return b"".join(fingerprint[:16] for fingerprint in fingerprints)
+
+
+def _decode_holdings(data: bytes) -> Holdings:
+    columns, _ = decode_columns(data, "holdings")
+    return Holdings(BoxTable.from_columns(columns), columns["role"])
+
+
+def file_layout(tensors: LocalTensors, rows: IntArray) -> FileLayout:
+    """The data file that holds some of this rank's boxes, in the given order."""
+    boxes = tensors.boxes
+    header, positions, num_bytes = native.data_header(boxes, rows)
+    places = positions.tolist()
+    pieces = [
+        FilePiece(
+            tensors.memories[row],
+            boxes.box(row).shape,
+            boxes.tensors.dtype(int(boxes.tensor[row])),
+            position,
+        )
+        for row, position in zip(rows.tolist(), places, strict=True)
+    ]
+    return FileLayout(header, pieces, places, num_bytes)
+
+
+def existing_record(storage: Storage, options: SaveOptions) -> native.CommitRecord | None:
+    """The record that a save replaces, if there is one.
+
+    Raises:
+        CheckpointExistsError: If there is one and it is not to be overwritten.
+    """
+    try:
+        found = native.read_record(storage)
+    except CheckpointNotFoundError:
+        return None
+    except CheckpointError:
+        # A damaged record is replaced like any other, but what it refers to is unknown.
+        if not options.overwrite:
+            raise
+        return None
+    if not options.overwrite:
+        raise CheckpointExistsError(
+            f"{storage.url}: there is a checkpoint already, saved {found.created}. Save to another "
+            "path, or pass overwrite=True to replace it."
+        )
+    return found
+
+
+def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:
+    """What a rank knows that is not a tensor."""
+    document = native.ValuesDocument(
+        values={
+            name: msgspec.Raw(values.encode(value, name))
+            for name, value in description.values.items()
+        },
+        lists=dict(description.merged_lists),
+        sequences=[(list(path), kind) for path, kind in description.sequences.items()],
+        aliases=dict(aliases),
+    )
+    for element in description.objects:
+        if element.is_main_replica:
+            document.objects[element.unique_name] = native.ObjectElement(
+                element.name,
+                element.global_shape,
+                element.global_offset,
+                msgspec.Raw(values.encode(element.data, element.unique_name)),
+            )
+    for name, path in description.paths.items():
+        document.set_path(name, path)
+    for name in (*(entry.name for entry in description.tensors), *document.objects):
+        if name not in description.paths:
+            document.set_path(name, (name,))
+    return document
+
+
+def check_samples(holdings: Sequence[Holdings], samples: Sequence[Sequence[str]]) -> None:
+    """Check that copies which ranks only assume to be equal begin and end equally.
+
+    Raises:
+        DivergedReplicaError: Naming the first tensor that differs, and the ranks.
+    """
+    seen: dict[tuple[str, bytes, bytes], tuple[int, str]] = {}
+    for rank, (held, digests) in enumerate(zip(holdings, samples, strict=True)):
+        boxes = held.boxes
+        for row, digest in enumerate(digests):
+            if not digest:
+                continue
+            name = boxes.tensors.names[boxes.tensor[row]]
+            key = (name, boxes.offsets[row].tobytes(), boxes.extents[row].tobytes())
+            first, expected = seen.setdefault(key, (rank, digest))
+            if digest != expected:
+                raise DivergedReplicaError(
+                    f"{name}: ranks {first} and {rank} hold different values of shape "
+                    f"{boxes.box(row).shape} under this one name. If they are shards of a larger "
+                    "tensor, describe them (DTensor, or remesh.ShardedTensor with the global "
+                    "shape). If each rank has its own, give them names of their own or wrap them "
+                    "in remesh.ShardedObject. If they should be equal, broadcast them from one "
+                    "rank before saving."
+                )
+
+
+def _check_names(plan: SavePlan, document: native.ValuesDocument) -> None:
+    """A name is a tensor or a value or an alias, on whichever ranks."""
+    tensors = set(plan.boxes.tensors.names)
+    for kind, names in (("value", document.values), ("tied tensor", document.aliases)):
+        both = tensors.intersection(names)
+        if both:
+            name = min(both)
+            raise StateError(
+                f"{name}: a tensor of its own on one rank and a {kind} on another; give them "
+                "different names, or make the ranks agree"
+            )
+
+
+def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray) -> None:
+    """Is there room for all files that share a file system?"""
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for space, size in zip(spaces, num_bytes.tolist(), strict=True):
+        if space is not None:
+            needed[space.identity] += size
+            free[space.identity] = min(space.free_bytes, free.get(space.identity, space.free_bytes))
+    for identity, size in needed.items():
+        if size > free[identity]:
+            raise NoSpaceError(
+                f"the state needs {size / 1e9:.3f} GB on {identity}, where "
+                f"{free[identity] / 1e9:.3f} GB are free. Nothing was written. Free some space, or "
+                "save elsewhere."
+            )
+
+
+def _check_metadata(metadata: Mapping[str, object]) -> None:
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise StateError(f"metadata must be a JSON object: {error}") from error
+    if not same:
+        raise StateError(
+            "metadata must be a JSON object: only strings as keys, and str, int, float, bool, None,"
+            " lists and dicts as values"
+        )

@@ -1,0 +1,89 @@
+"""The commit: rank 0 makes a checkpoint exist once every rank's file is durable."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+from remesh import __version__
+from remesh.checkpoint.agreement import Coordination
+from remesh.errors import StorageError
+from remesh.events import Emit
+from remesh.formats import native
+from remesh.integrity import hex_digest
+from remesh.storage import Storage
+
+
+def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit) -> None:
+    """Write values, index and, in one atomic step, the commit record.
+
+    A failure before that step removes all files of the save. A failure in it, or after it, leaves
+    everything in place, because the record may be visible already.
+
+    Args:
+        storage: Where the checkpoint is.
+        save: What rank 0 knows of the save.
+        parts: What each rank says of its file, in rank order.
+        emit: Told of the moments from `save.parts_gathered` to `save.committed`.
+
+    Raises:
+        CheckpointExistsError: If somebody else has committed a checkpoint there meanwhile.
+        StorageError: If the storage fails.
+    """
+    try:
+        emit("save.parts_gathered")
+        record = _write_small_files(storage, save, parts, emit)
+        storage.sync()
+        emit("save.before_commit")
+    except BaseException:
+        remove_files(storage, save.save_id)
+        raise
+    storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=save.options.overwrite)
+    emit("save.committed")
+    if save.replaced is not None:
+        remove_files(storage, save.replaced.save_id)
+
+
+def _write_small_files(
+    storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit
+) -> native.CommitRecord:
+    """Write values and index; returns the record that refers to everything."""
+    folder = native.data_folder(save.save_id)
+    document = save.document.encode()
+    values_path = f"{folder}/values.msgpack"
+    storage.put(values_path, document, overwrite=False)
+    emit("save.values_written", len(document))
+    index = native.build_index(save.plan.boxes, save.assignments, parts, save.document.aliases)
+    encoded = index.encode()
+    index_path = f"{folder}/index.safetensors"
+    storage.put(index_path, encoded, overwrite=False)
+    emit("save.index_written", len(encoded))
+    return native.CommitRecord(
+        format=native.FORMAT_NAME,
+        version=native.FORMAT_VERSION,
+        save_id=save.save_id,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        world_size=len(parts),
+        remesh_version=__version__,
+        index=native.FileRecord(
+            path=index_path, num_bytes=len(encoded), digest=hex_digest(encoded)
+        ),
+        values=native.FileRecord(
+            path=values_path, num_bytes=len(document), digest=hex_digest(document)
+        ),
+        files=tuple(
+            native.FileRecord(path=file.path, num_bytes=file.num_bytes, digest=digest)
+            for file, digest in zip(index.files, native.file_digests(index), strict=True)
+        ),
+        metadata=dict(save.options.metadata),
+    )
+
+
+def remove_files(storage: Storage, save_id: str) -> None:
+    """Remove the files of a save, as far as the storage can."""
+    try:
+        for path in storage.list(native.data_folder(save_id) + "/"):
+            storage.delete(path)
+    except StorageError:
+        # They are not part of any checkpoint; the failure that led here matters more.
+        return
