@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
+
+from remesh.cli.inspect import ls
+from remesh.cli.output import EXIT_USAGE, example, print_error
+
+EXIT_FAILED = 1
+"""Something is not as the demo promises."""
 
 
-@click.command()
+@click.command(epilog=example("remesh demo --out demo-output"))
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -19,28 +27,39 @@ from rich.console import Console
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def demo(*, out: Path, as_json: bool) -> None:
-    r"""Train, kill a rank in the middle of a save, and resume in two other layouts.
+    """Train, kill a rank in the middle of a save, and resume in two other layouts.
 
     Trains a small transformer on the CPU with FSDP2 on 4 processes, kills one of them while it
     saves, and resumes from the newest committed checkpoint with FSDP2 on 2 processes and with
     tensor parallelism on 2. Takes a minute or two. The exit code is 0 if the losses after the
-    resume are those of a run that nobody disturbed.
-
-    \b
-    Example:
-        remesh demo --out demo-output
+    resume are those of a run that nobody disturbed, 1 if not, 2 if the directory cannot be used.
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("the demo trains with torch: pip install 'remesh[torch]'")
     from remesh.demo import report, story
 
     console = Console(stderr=as_json, highlight=False)
+    context = click.get_current_context()
+
+    def list_path(path: Path, patterns: tuple[str, ...]) -> None:
+        if as_json:
+            return  # `ls` would print to where the result goes
+        console.print(
+            f"\n[bold]$ {escape(shlex.join(['remesh', 'ls', str(path), *patterns]))}[/bold]"
+        )
+        context.invoke(
+            ls, path=str(path), patterns=patterns, with_values=False, with_pieces=False,
+            as_json=False,
+        )  # fmt: skip
+
     try:
-        result = story.tell(out, console)
+        result = story.tell(out, console, list_path)
     except story.DemoError as error:
-        raise click.ClickException(str(error)) from error
+        print_error(str(error))
+        refused = isinstance(error, story.DirectoryRefusedError)
+        context.exit(EXIT_USAGE if refused else EXIT_FAILED)
     report.show_result(console, result, out)
     if as_json:
         click.echo(result.to_json())
     if not result.passed:
-        raise click.ClickException(report.verdict_text(result))
+        context.exit(EXIT_FAILED)

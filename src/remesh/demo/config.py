@@ -51,9 +51,9 @@ class ModelConfig:
     """
 
     vocab_size: int = 257
-    dim: int = 192
-    num_layers: int = 3
-    num_heads: int = 6
+    dim: int = 256
+    num_layers: int = 2
+    num_heads: int = 8
     num_kv_heads: int = 2
     hidden_dim: int = 640
     max_seq_len: int = 64
@@ -98,7 +98,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     num_sequences: int = 16
     seq_len: int = 48
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     adam_eps: float = 1e-5
     weight_decay: float = 0.1
     num_warmup_steps: int = 5
@@ -113,16 +113,21 @@ class TrainConfig:
         return max(1 - 0.9 * done, 0.1)
 
 
+def step_name(num_steps_done: int) -> str:
+    """The name of the checkpoint taken after so many steps."""
+    return f"step_{num_steps_done:08d}"
+
+
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """Save into `root/step_...` whenever `every` more steps are done."""
+    """Save under `root` whenever `every` more steps are done."""
 
     root: Path
     every: int
 
     def path(self, num_steps_done: int) -> Path:
         """Where the checkpoint taken after so many steps goes."""
-        return self.root / f"step_{num_steps_done:08d}"
+        return self.root / step_name(num_steps_done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from remesh.checkpoint import Checkpoint
 from remesh.demo import picture
 from remesh.demo.config import RunSpec
 from remesh.demo.messages import (
@@ -23,7 +22,15 @@ from remesh.demo.messages import (
     SaveDone,
     StepDone,
 )
-from remesh.demo.result import DemoResult, HalfWritten, RunResult
+from remesh.demo.result import (
+    LOGS_NAME,
+    REFERENCE,
+    RESULT_NAME,
+    DemoResult,
+    HalfWritten,
+    KillResult,
+    RunResult,
+)
 
 DRAWN = (
     "embedding.weight",
@@ -34,6 +41,9 @@ DRAWN = (
     "blocks.0.mlp.down_proj.weight",
 )
 """Parameters that the page shows: one of each way to be cut."""
+
+LISTED = ("model.blocks.0.*", "num_steps_done")
+"""What is listed of a checkpoint: enough to see what one looks like."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -47,13 +57,13 @@ def following(console: Console, spec: RunSpec) -> Iterator[Callable[[int, Messag
     title = f"run {spec.name}  {spec.purpose}, {spec.layout}"
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{title:<34}", total=spec.train.num_steps, note="starting")
+        task = progress.add_task(f"{title:<36}", total=spec.train.num_steps, note="starting")
 
         def show(rank: int, message: Message) -> None:
             match message:
@@ -79,43 +89,25 @@ def _line_of(spec: RunSpec, rank: int, message: Message) -> list[str]:
         case AboutToDie(num_steps_done=step, point=point):
             return [f"rank {rank} killed (SIGKILL) while saving step {step}, at {point}"]
         case Failed(error=error):
-            return [f"rank {rank} ends: {_first_line(error)}"]
+            return [f"rank {rank} ends: {_cut(error, 72)}"]
     return []
 
 
-def _first_line(text: str) -> str:
+def _cut(text: str, length: int) -> str:
+    """The first line of a text, cut to a length."""
     line = text.strip().splitlines()[0]
-    return line if len(line) <= 140 else f"{line[:137]}..."
+    return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
 def show_half_written(console: Console, left: HalfWritten, newest: Path) -> None:
     """Say what became of the interrupted save."""
     console.print(
-        f"\n[bold]{left.path.name}[/bold] was never committed: {left.num_files} files, "
-        f"{_bytes(left.num_bytes)} of no use to anybody. Opening it says"
+        f"\n[bold]{left.path.name}[/bold] was never committed. "
+        f"What is there ({left.num_files} files, {_bytes(left.num_bytes)}) is no checkpoint:",
+        soft_wrap=True,
     )
-    console.print(f"  [dim]{escape(_first_line(left.refusal))}[/dim]", soft_wrap=True)
-    console.print(f"The newest committed checkpoint is [bold]{newest.name}[/bold]. It holds:\n")
-
-
-def show_checkpoint(console: Console, path: Path) -> None:
-    """A short list of what a checkpoint holds."""
-    index = Checkpoint(path).index
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("tensor", "dtype", "shape"):
-        table.add_column(heading)
-    table.add_column("pieces", justify="right")
-    table.add_column("bytes", justify="right")
-    names = list(index)
-    for name in names[:8]:
-        stored = index[name]
-        shape = " x ".join(map(str, stored.shape)) or "scalar"
-        table.add_row(
-            name, stored.dtype, shape, str(len(index.pieces(name))), f"{stored.num_bytes:,}"
-        )
-    console.print(table)
-    total = sum(index[name].num_bytes for name in names)
-    console.print(f"[dim]... {len(names)} tensors, {_bytes(total)} in all[/dim]\n")
+    console.print(f"  [dim]{escape(left.refusal)}[/dim]", soft_wrap=True)
+    console.print(f"The newest committed checkpoint is [bold]{newest.name}[/bold].", soft_wrap=True)
 
 
 def _bytes(count: int) -> str:
@@ -127,68 +119,74 @@ def _bytes(count: int) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-RUN_HEADINGS = ("run", "layout", "steps", "saved", "how it ended", "difference to A", "time")
+RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
 
 
 def show_result(console: Console, result: DemoResult, out: Path) -> None:
     """The closing table, the verdict, and where the files are."""
-    table = Table(title="What happened", title_justify="left", title_style="bold")
+    console.print("\n[bold]What happened[/bold]\n")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in RUN_HEADINGS:
         table.add_column(heading)
     for run in result.runs:
         table.add_row(*(escape(cell) for cell in run_row(run)))
     console.print(table)
-    verdict = "[bold green]passed[/bold green]" if result.passed else "[bold red]FAILED[/bold red]"
-    console.print(f"{verdict}: {escape(verdict_text(result))}")
+    console.print()
+    for run in result.runs:
+        if run.kill is not None:
+            console.print(kill_text(run.kill), soft_wrap=True)
     stored = result.resumed_from
     console.print(
-        f"{_bytes(stored.num_file_bytes)} a checkpoint ({stored.num_tensors} tensors), "
-        f"{result.seconds:.0f} s in all\n"
+        f"The others resumed from step {stored.step}: {stored.num_tensors} tensors, "
+        f"{_bytes(stored.num_file_bytes)} on disk.",
+        soft_wrap=True,
     )
-    files = Table(box=None, pad_edge=False, show_header=False)
-    files.add_row("picture", str(result.picture), style="bold")
-    files.add_row("checkpoint", str(stored.path))
-    files.add_row("numbers", str(out / "result.json"))
-    files.add_row("output of the ranks", str(out / "logs"))
-    console.print(files, soft_wrap=True)
+    verdict = "[bold green]Passed[/bold green]" if result.passed else "[bold red]Failed[/bold red]"
+    console.print(f"{verdict}: {escape(verdict_text(result))}.", soft_wrap=True)
+    console.print(f"It took {result.seconds:.0f} s.\n")
+    for what, path in (
+        ("picture", result.picture),
+        ("checkpoint", stored.path),
+        ("numbers", out / RESULT_NAME),
+        ("output of ranks", out / LOGS_NAME),
+    ):
+        console.print(f"  {what:<16} {escape(str(path))}", soft_wrap=True)
 
 
 def run_row(run: RunResult) -> tuple[str, ...]:
     """A run in the columns of `RUN_HEADINGS`."""
-    difference = "" if run.purpose == "reference" else _difference(run)
     return (
         f"{run.name} {run.purpose}",
         run.layout,
-        f"{run.first_step + 1} to {run.last_step}",
+        f"{run.first_step + 1}-{run.last_step}",
         ", ".join(map(str, run.commits)) or "-",
-        _ending(run),
-        difference,
+        "-" if run.purpose == REFERENCE else f"{run.max_difference:.1e}".replace("0.0e+00", "0"),
         f"{run.seconds:.1f} s",
+        "done" if run.kill is None else "killed",
     )
 
 
-def _ending(run: RunResult) -> str:
-    if run.kill is None:
-        return "completed" if run.first_step == 0 else f"resumed at {run.first_step}, completed"
-    return f"rank {run.kill.rank} killed in the save of step {run.kill.step}"
-
-
-def _difference(run: RunResult) -> str:
-    return f"{run.max_difference:.1e} in {run.num_compared} steps"
+def kill_text(kill: KillResult) -> str:
+    """What became of a run with a killed rank, in a sentence."""
+    others = f"{kill.num_noticed} others noticed and ended by themselves"
+    if kill.num_ended_by_launcher:
+        others += f", {kill.num_ended_by_launcher} had to be ended"
+    return (
+        f"Rank {kill.rank} was killed in the middle of the save of step {kill.step}; the {others}."
+    )
 
 
 def verdict_text(result: DemoResult) -> str:
     """The outcome in a sentence."""
-    if result.passed:
-        return (
-            f"after the resume the losses are those of the reference; the largest difference is "
-            f"{result.max_difference:.1e}, {result.tolerance:.0e} is accepted"
-        )
-    off = ", ".join(f"run {run.name}" for run in result.runs[1:] if not run.agrees)
-    return (
-        f"the losses of {off} are not those of the reference: the largest difference after the "
-        f"resume is {result.max_difference:.1e}, {result.tolerance:.0e} is accepted"
+    num_compared = min(run.num_compared for run in result.runs if run.first_step)
+    numbers = (
+        f"the largest difference in {num_compared} steps after the resume is "
+        f"{result.max_difference:.1e}, {result.tolerance:.0e} is accepted"
     )
+    if result.passed:
+        return f"every loss is that of the reference; {numbers}"
+    off = ", ".join(f"run {run.name}" for run in result.runs[1:] if not run.agrees)
+    return f"the losses of {off} are not those of the reference; {numbers}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -247,7 +245,7 @@ def draw(result: DemoResult, ready: Sequence[Mapping[int, Ready]]) -> str:
                 "The runs",
                 [
                     picture.table(RUN_HEADINGS, [run_row(run) for run in (reference, *later)]),
-                    picture.paragraph(f"{verdict_text(result).capitalize()}."),
+                    *(picture.paragraph(text) for text in _closing_words(result)),
                 ],
             ),
         ],
@@ -285,6 +283,12 @@ def _marks(result: DemoResult) -> list[picture.Mark]:
             text = f"rank {run.kill.rank} killed while saving"
             marks.append(picture.Mark(run.kill.step, text, "kill"))
     return marks
+
+
+def _closing_words(result: DemoResult) -> list[str]:
+    verdict = verdict_text(result)
+    kills = [kill_text(run.kill) for run in result.runs if run.kill is not None]
+    return [*kills, f"{verdict[0].upper()}{verdict[1:]}."]
 
 
 def _introduction(result: DemoResult) -> str:

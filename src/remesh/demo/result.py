@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,13 @@ TOLERANCE = 1e-5
 
 MIN_COMPARED = 10
 """Fewest steps after a resume that must agree."""
+
+
+RESULT_NAME = "result.json"
+LOGS_NAME = "logs"
+
+REFERENCE = "reference"
+"""The purpose of the run that the others are compared to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +152,11 @@ class DemoResult:
 
 
 def compare(losses: Mapping[int, float], reference: Mapping[int, float]) -> tuple[int, float]:
-    """Steps that both have, and the largest difference of their losses (0 if there is none)."""
-    common = losses.keys() & reference.keys()
-    return len(common), max((abs(losses[step] - reference[step]) for step in common), default=0.0)
+    """Steps that both have, and the largest difference of their losses.
+
+    The difference is 0 if there is no such step, and infinite if a loss is not a number.
+    """
+    differences = [abs(losses[step] - reference[step]) for step in losses.keys() & reference.keys()]
+    if any(math.isnan(difference) for difference in differences):
+        return len(differences), math.inf
+    return len(differences), max(differences, default=0.0)

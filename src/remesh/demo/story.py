@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -19,9 +19,12 @@ from rich.console import Console
 
 from remesh.checkpoint import Checkpoint
 from remesh.demo import launch, report
-from remesh.demo.config import Kill, Kind, Layout, RunSpec, Saves, TrainConfig
+from remesh.demo.config import Kill, Kind, Layout, RunSpec, Saves, TrainConfig, step_name
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
 from remesh.demo.result import (
+    LOGS_NAME,
+    REFERENCE,
+    RESULT_NAME,
     TOLERANCE,
     DemoResult,
     HalfWritten,
@@ -33,9 +36,7 @@ from remesh.demo.result import (
 from remesh.errors import CheckpointNotFoundError
 
 MARKER = ".remesh-demo"
-RESULT_NAME = "result.json"
 PICTURE_NAME = "layout.html"
-LOGS_NAME = "logs"
 
 SAVE_EVERY = 10
 KILL = Kill(rank=2, step=30)
@@ -43,6 +44,10 @@ KILL = Kill(rank=2, step=30)
 
 class DemoError(RuntimeError):
     """Something in the demo is not as it must be; the message says what and where to look."""
+
+
+class DirectoryRefusedError(DemoError):
+    """The output directory belongs to somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +59,63 @@ class Told:
     end: launch.RunEnd
 
 
-def tell(out: Path, console: Console) -> DemoResult:
+def tell(
+    out: Path, console: Console, list_path: Callable[[Path, tuple[str, ...]], None]
+) -> DemoResult:
     """Run the demo.
 
     Args:
         out: Directory for checkpoints, logs and the picture. What an earlier demo left there is
             replaced.
         console: Where to show the progress.
+        list_path: Shows the checkpoints in a directory, or what a checkpoint holds of the names
+            that match the patterns.
 
     Returns:
         What happened; it is also in `result.json` under `out`.
 
     Raises:
-        DemoError: If `out` belongs to somebody else, or anything goes wrong except that losses
-            differ.
+        DirectoryRefusedError: If `out` belongs to somebody else.
+        DemoError: If anything else goes wrong, except that losses differ.
     """
     begin = time.monotonic()
-    out = out.absolute()
     prepare_directory(out)
     context = launch.prepare()
+    logs = out.absolute() / LOGS_NAME
     train = TrainConfig()
     four, two = Layout(Kind.FSDP2, 4), Layout(Kind.FSDP2, 2)
     split = Layout(Kind.TENSOR_PARALLEL, 2)
-    saves = Saves(out, SAVE_EVERY)
+    saves = Saves(out.absolute(), SAVE_EVERY)
 
     def play(spec: RunSpec) -> Told:
-        return _play(context, spec, out / LOGS_NAME, console)
+        return _play(context, spec, logs, console)
 
-    reference = play(RunSpec(name="A", purpose="reference", layout=four, train=train))
-    _require_success(reference, out / LOGS_NAME)
+    reference = play(RunSpec(name="A", purpose=REFERENCE, layout=four, train=train))
+    _require_success(reference, logs)
     killed = play(
         RunSpec(name="B", purpose="killed", layout=four, train=train, saves=saves, kill=KILL)
     )
-    _require_death(killed, out / LOGS_NAME)
+    _require_death(killed, logs)
 
-    half_written = examine_half_written(saves.path(KILL.step))
+    half_written = examine_half_written(out / step_name(KILL.step))
     newest = newest_committed(out)
     stored = examine_stored(newest, int(newest.name.removeprefix("step_")))
     report.show_half_written(console, half_written, newest)
-    report.show_checkpoint(console, newest)
+    list_path(out, ())
+    list_path(newest, report.LISTED)
 
     resumed = []
     for name, layout in (("C", two), ("D", split)):
         told = play(
-            RunSpec(name=name, purpose="resumed", layout=layout, train=train, resume_from=newest)
+            RunSpec(
+                name=name,
+                purpose="resumed",
+                layout=layout,
+                train=train,
+                resume_from=newest.absolute(),
+            )
         )
-        _require_success(told, out / LOGS_NAME)
+        _require_success(told, logs)
         resumed.append(told)
 
     told_runs = (reference, killed, *resumed)
@@ -125,13 +141,13 @@ def prepare_directory(out: Path) -> None:
     """Make the output directory, or clear what an earlier demo left in it.
 
     Raises:
-        DemoError: If it is a file, or holds something and was not made by the demo.
+        DirectoryRefusedError: If it is a file, or holds something and was not made by the demo.
     """
     if out.exists() and not out.is_dir():
-        raise DemoError(f"{out} is a file; name a directory with --out")
+        raise DirectoryRefusedError(f"{out} is a file; name a directory with --out")
     marker = out / MARKER
     if out.is_dir() and any(out.iterdir()) and not marker.exists():
-        raise DemoError(
+        raise DirectoryRefusedError(
             f"{out} is not empty and was not made by the demo; name another directory with --out"
         )
     out.mkdir(parents=True, exist_ok=True)

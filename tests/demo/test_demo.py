@@ -1,0 +1,114 @@
+"""The demo as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from remesh.checkpoint import Checkpoint
+from remesh.cli.demo import demo
+from remesh.errors import CheckpointNotFoundError
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from remesh.cli import main; main()", "demo"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_demo(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*COMMAND, "--out", str(out), "--json"],
+        capture_output=True, text=True, timeout=540, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((out / "result.json").read_text())
+
+    reference, killed, *resumed = result["runs"]
+    assert result["passed"] is True
+    assert result["max_difference"] <= 1e-5
+    assert [run["layout"] for run in resumed] == ["FSDP2 x 2", "tensor parallel x 2"]
+    for run in resumed:
+        assert (run["first_step"], run["last_step"]) == (20, 40)
+        assert run["num_compared"] == 20
+        differences = [
+            abs(loss - reference["losses"][step]) for step, loss in run["losses"].items()
+        ]
+        assert max(differences) == run["max_difference"] <= 1e-5
+    assert reference["losses"]["40"] < reference["losses"]["1"] - 1
+
+    assert killed["commits"] == [10, 20]
+    assert (killed["kill"]["rank"], killed["kill"]["exit_code"]) == (2, -signal.SIGKILL)
+    assert (killed["kill"]["num_noticed"], killed["kill"]["num_ended_by_launcher"]) == (3, 0)
+    assert result["half_written"]["num_files"] > 0
+    assert result["half_written"]["refusal"].startswith("CheckpointNotFoundError")
+    with pytest.raises(CheckpointNotFoundError):
+        Checkpoint(out / "step_00000030")
+    assert Checkpoint(out / "step_00000020").verify().ok
+    assert result["resumed_from"]["path"] == str(out / "step_00000020")
+
+    # Everything on the page comes from this run, and ranks of undisturbed runs print nothing.
+    page = ET.parse(out / "layout.html").getroot()
+    boxes = [e.attrib for e in page.iter() if "data-tensor" in e.attrib]
+    assert len({box["data-tensor"] for box in boxes}) == 6
+    assert len(boxes) == 6 * 4 + 6 * 2 + 5 * 2 + 1
+    for log in (out / "logs").glob("run-[acd]-*.log"):
+        assert log.read_text() == ""
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(out)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until((out / "logs" / "run-a-rank-3.log").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    wait_until(lambda: members_of_session(process.pid) == [])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def members_of_session(session: int) -> list[int]:
+    """Processes that are alive in a session."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not empty and was not made by the demo" in result.output
+    assert "Traceback" not in result.output

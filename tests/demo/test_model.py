@@ -1,0 +1,121 @@
+"""The transformer computes what its description says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from remesh.demo.config import ModelConfig
+from remesh.demo.model import MLP, Attention, RMSNorm, Transformer
+
+SMALL = ModelConfig(
+    vocab_size=11, dim=24, num_layers=2, num_heads=6, num_kv_heads=2, hidden_dim=20, max_seq_len=9
+)
+
+
+def model_of(config: ModelConfig) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(config)
+
+
+def naive_attention(attention: Attention, config: ModelConfig, x: Tensor) -> Tensor:
+    """Head by head and position by position, with rotations as complex numbers."""
+    batch, seq, _ = x.shape
+    width, group = config.head_dim, config.num_heads // config.num_kv_heads
+    q, k, v = (
+        (x @ projection.weight.T).double()
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+
+    def turned(head: Tensor, position: int) -> Tensor:
+        half = width // 2
+        angles = torch.tensor(
+            [position * config.rope_base ** (-2 * i / width) for i in range(half)],
+            dtype=torch.float64,
+        )
+        numbers = torch.complex(head[:half], head[half:]) * torch.exp(1j * angles)
+        return torch.cat((numbers.real, numbers.imag))
+
+    mixed = torch.zeros(batch, seq, config.dim, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(config.num_heads):
+            own = slice(h * width, (h + 1) * width)
+            shared = slice(h // group * width, (h // group + 1) * width)
+            for i in range(seq):
+                query = turned(q[b, i, own], i)
+                scores = torch.stack(
+                    [query @ turned(k[b, j, shared], j) for j in range(i + 1)]
+                ) / math.sqrt(width)
+                mixed[b, i, own] = torch.softmax(scores, 0) @ v[b, : i + 1, shared]
+    return mixed.float() @ attention.o_proj.weight.T
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+def test_grouped_query_attention_equals_plain_attention(num_kv_heads: int) -> None:
+    config = ModelConfig(
+        vocab_size=11, dim=24, num_heads=6, num_kv_heads=num_kv_heads, max_seq_len=9
+    )
+    torch.manual_seed(1)
+    attention = Attention(config)
+    x = torch.randn(2, 7, 24)
+    torch.testing.assert_close(
+        attention(x), naive_attention(attention, config, x), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_rms_norm_by_hand() -> None:
+    norm = RMSNorm(2, eps=0.0)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0]))
+    root = math.sqrt((9 + 16) / 2)
+    torch.testing.assert_close(
+        norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3 / root, 8 / root]])
+    )
+
+
+def test_mlp_is_swiglu() -> None:
+    torch.manual_seed(2)
+    mlp = MLP(SMALL)
+    x = torch.randn(3, 24)
+    gate = x @ mlp.gate_proj.weight.T
+    expected = (gate * torch.sigmoid(gate) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shapes_and_number_of_parameters(tied: bool) -> None:
+    config = ModelConfig(
+        vocab_size=11, dim=24, num_layers=2, num_heads=6, num_kv_heads=2, hidden_dim=20,
+        tied_embeddings=tied,
+    )  # fmt: skip
+    model = model_of(config)
+    assert model(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 11)
+    block = 2 * 24 * 24 + 2 * 8 * 24 + 3 * 20 * 24 + 2 * 24
+    table = 11 * 24
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters == 2 * block + 24 + table * (1 if tied else 2)
+    assert (model.output.weight is model.embedding.weight) == tied
+    assert ("output.weight" in dict(model.named_parameters())) != tied
+
+
+def test_no_token_sees_later_ones() -> None:
+    model = model_of(SMALL)
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    changed = torch.tensor([[1, 2, 3, 9, 8]])
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3:], after[:, 3:])
+
+
+def test_rotary_tables_are_not_part_of_the_state() -> None:
+    assert set(model_of(SMALL).state_dict()) == dict(model_of(SMALL).named_parameters()).keys()
+
+
+def test_impossible_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="dim 24 does not cut into 5 heads"):
+        ModelConfig(dim=24, num_heads=5)
+    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
+        ModelConfig(dim=24, num_heads=6, num_kv_heads=4)

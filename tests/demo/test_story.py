@@ -1,0 +1,164 @@
+"""The parts of the story that need no processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from remesh.checkpoint import save
+from remesh.demo import story
+from remesh.demo.config import Kind, Layout, RunSpec, TrainConfig
+from remesh.demo.launch import Ended, RunEnd
+from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
+from remesh.demo.result import DemoResult, HalfWritten, RunResult, StoredResult, compare
+from remesh.demo.story import DemoError, Told
+
+
+def spec(name: str = "B", num_ranks: int = 3) -> RunSpec:
+    return RunSpec(
+        name=name, purpose="test", layout=Layout(Kind.FSDP2, num_ranks), train=TrainConfig()
+    )
+
+
+def told(messages: list[tuple[int, Message]], *ended: Ended) -> Told:
+    return Told(spec(num_ranks=len(ended)), tuple(messages), RunEnd(tuple(ended), 1.5))
+
+
+FINE = Ended(0, by_launcher=False)
+
+
+def test_a_new_directory_is_made_and_an_own_one_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    story.prepare_directory(out)
+    (out / "step_00000010" / "data").mkdir(parents=True)
+    (out / "step_00000010" / "data" / "file").write_text("x")
+    (out / "result.json").write_text("{}")
+    (out / "logs" / "old.log").write_text("old")
+    (out / "notes.txt").write_text("mine")
+    story.prepare_directory(out)
+    assert sorted(path.name for path in out.iterdir()) == [".remesh-demo", "logs", "notes.txt"]
+    assert list((out / "logs").iterdir()) == []
+
+
+def test_directories_of_others_are_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    with pytest.raises(DemoError, match="not empty and was not made by the demo"):
+        story.prepare_directory(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(DemoError, match="is a file"):
+        story.prepare_directory(file)
+
+
+def test_newest_committed_skips_what_was_not_committed(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="no committed checkpoint"):
+        story.newest_committed(tmp_path)
+    for step in (10, 20):
+        save({"w": np.arange(6.0)}, tmp_path / f"step_{step:08d}")
+    half = tmp_path / "step_00000030"
+    (half / "data-0").mkdir(parents=True)
+    (half / "data-0" / "00000.safetensors").write_bytes(b"12345")
+    assert story.newest_committed(tmp_path) == tmp_path / "step_00000020"
+    left = story.examine_half_written(half)
+    assert (left.num_files, left.num_bytes) == (1, 5)
+    assert left.refusal.startswith("CheckpointNotFoundError: ")
+    with pytest.raises(DemoError, match="opens as a checkpoint"):
+        story.examine_half_written(tmp_path / "step_00000010")
+
+
+def test_counts_of_a_stored_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "step_00000004"
+    save({"w": np.zeros((3, 5)), "n": 7}, path)
+    stored = story.examine_stored(path, 4)
+    assert (stored.num_tensors, stored.num_bytes) == (1, 3 * 5 * 8)
+    assert stored.num_file_bytes == sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+
+def test_compare() -> None:
+    assert compare({3: 1.0, 4: 2.0, 9: 5.0}, {3: 1.5, 4: 1.75}) == (2, 0.5)
+    assert compare({}, {1: 1.0}) == (0, 0.0)
+    assert compare({1: 1.0, 2: math.nan, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}) == (3, math.inf)
+
+
+def test_a_killed_run_in_numbers() -> None:
+    messages: list[tuple[int, Message]] = [
+        (0, Ready(0, (), None)),
+        (1, Ready(0, (), None)),
+        (2, Ready(0, (), None)),
+        (0, StepDone(1, 5.0)),
+        (1, StepDone(1, 5.0)),
+        (0, SaveDone(1, 0.5)),
+        (0, StepDone(2, 4.0)),
+        (1, AboutToDie(2, "save.chunk_written", 4)),
+        (2, Failed("ExchangeError: gone")),
+    ]
+    ended = (
+        Ended(-15, by_launcher=True),
+        Ended(-9, by_launcher=False),
+        Ended(1, by_launcher=False),
+    )
+    run = story.summarise(told(messages, *ended), {1: 5.0, 2: 4.5, 3: 4.0})
+    assert (run.first_step, run.last_step, run.commits) == (0, 2, (1,))
+    assert (run.num_compared, run.max_difference) == (2, 0.5)
+    assert run.load_seconds is None
+    assert run.kill is not None
+    assert (run.kill.rank, run.kill.step, run.kill.exit_code) == (1, 2, -9)
+    assert (run.kill.num_noticed, run.kill.num_ended_by_launcher) == (1, 1)
+    assert run.kill.errors == ("rank 2: ExchangeError: gone",)
+
+
+def test_a_resumed_run_in_numbers() -> None:
+    messages: list[tuple[int, Message]] = [
+        (1, Ready(20, (), 0.25)),
+        (0, Ready(20, (), 0.5)),
+        (0, StepDone(21, 3.0)),
+    ]
+    run = story.summarise(told(messages, FINE, FINE), {21: 3.0})
+    assert (run.first_step, run.last_step, run.load_seconds) == (20, 21, 0.5)
+    assert run.kill is None
+    assert not run.agrees  # one step is too few to say so
+
+
+def test_a_failed_rank_is_named_with_its_reason_and_log(tmp_path: Path) -> None:
+    bad = told([(1, Failed("OSError: disk"))], FINE, Ended(1, by_launcher=False))
+    with pytest.raises(DemoError, match=r"rank 1 ended with code 1: OSError: disk .*rank-1\.log"):
+        story._require_success(bad, tmp_path)
+    story._require_success(told([], FINE, FINE), tmp_path)
+
+
+def test_a_survivor_that_noticed_nothing_is_an_error(tmp_path: Path) -> None:
+    failed, killed = Ended(1, by_launcher=False), Ended(-9, by_launcher=False)
+    story._require_death(told([], failed, failed, killed, failed), tmp_path)
+    with pytest.raises(DemoError, match="rank 3 did not notice"):
+        story._require_death(told([], failed, failed, killed, FINE), tmp_path)
+    with pytest.raises(DemoError, match="rank 2 should have been killed"):
+        story._require_death(told([], failed, failed, failed, failed), tmp_path)
+
+
+def test_result_as_json() -> None:
+    run = RunResult(
+        name="A", purpose="p", layout="l", num_ranks=1, first_step=0, last_step=12,
+        losses=dict.fromkeys(range(12), 1.0), commits=(), kill=None, num_compared=12,
+        max_difference=1e-5, load_seconds=None, seconds=1.0,
+    )  # fmt: skip
+    assert run.agrees
+    result = DemoResult(
+        passed=True,
+        tolerance=1e-5,
+        max_difference=1e-5,
+        runs=(run,),
+        half_written=HalfWritten(path=Path("/x/y"), num_files=1, num_bytes=2, refusal="r"),
+        resumed_from=StoredResult(
+            path=Path("/x/z"), step=1, num_tensors=1, num_bytes=1, num_file_bytes=1
+        ),
+        picture=Path("/x/p.html"),
+        seconds=3.0,
+    )
+    read = json.loads(result.to_json())
+    assert read["runs"][0]["losses"]["3"] == 1.0
+    assert read["half_written"]["path"] == "/x/y"

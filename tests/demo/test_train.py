@@ -1,0 +1,120 @@
+"""Training in any layout is the training of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that torch users know
+from torch.distributed.tensor import DTensor
+
+from remesh.demo.config import Kind, Layout, ModelConfig, TrainConfig
+from remesh.demo.data import global_batch, read_tokens
+from remesh.demo.layouts import held_tensors
+from remesh.demo.messages import HeldTensor
+from remesh.demo.model import Transformer
+from remesh.demo.train import build, train_step
+from remesh.exchange import Exchange
+from remesh.geometry import Box
+from remesh.testing import run_processes
+
+NUM_STEPS = 4
+LAYOUTS = [Layout(Kind.FSDP2, 2), Layout(Kind.TENSOR_PARALLEL, 2), Layout(Kind.FSDP2, 3)]
+
+Trained = tuple[list[float], dict[str, torch.Tensor], tuple[HeldTensor, ...]]
+
+
+def config_of(*, tied: bool) -> TrainConfig:
+    model = ModelConfig(
+        dim=32, num_layers=2, num_heads=4, hidden_dim=40, max_seq_len=12, tied_embeddings=tied
+    )
+    return TrainConfig(model=model, num_sequences=6, seq_len=12, num_warmup_steps=2, num_steps=8)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def trained_by(_exchange: Exchange, layout: Layout, tied: bool) -> Trained:
+    """What one rank has after a few steps: losses, whole parameters, its own boxes."""
+    torch.set_num_threads(1)
+    config = config_of(tied=tied)
+    trainee = build(config, layout)
+    tokens = read_tokens()
+    losses = [train_step(trainee, config, tokens, step) for step in range(NUM_STEPS)]
+    parameters = {name: whole(p) for name, p in trainee.model.named_parameters()}
+    return losses, parameters, held_tensors(trainee.model)
+
+
+def trained_alone(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same steps, spelled out without any of the demo's training code."""
+    config = config_of(tied=tied)
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-5)
+    losses = []
+    for step, factor in zip(range(NUM_STEPS), (0.5, 1.0, 1.0, 1 - 0.9 / 6), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        batch = global_batch(
+            read_tokens(), seed=config.seed, step=step, num_sequences=6, seq_len=12
+        )
+        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_in_turn(exchange: Exchange, layouts: list[Layout]) -> dict[tuple[Layout, bool], Trained]:
+    """Several trainings in one job, which saves the time of starting it."""
+    return {
+        (layout, tied): trained_by(exchange, layout, tied)
+        for layout in layouts
+        for tied in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[Layout, bool], list[Trained]]:
+    """What every rank has after training, by layout and by whether the embeddings are tied."""
+    results: dict[tuple[Layout, bool], list[Trained]] = {}
+    for num_ranks in (2, 3):
+        layouts = [layout for layout in LAYOUTS if layout.num_ranks == num_ranks]
+        ranks = run_processes(num_ranks, train_in_turn, layouts)
+        results.update({key: [of_rank[key] for of_rank in ranks] for key in ranks[0]})
+    return results
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_layout_trains_like_one_process(
+    trained: dict[tuple[Layout, bool], list[Trained]], layout: Layout, tied: bool
+) -> None:
+    expected_losses, expected = trained_alone(tied)
+    assert len(trained[layout, tied]) == layout.num_ranks
+    for losses, parameters, _ in trained[layout, tied]:
+        assert losses == pytest.approx(expected_losses, abs=2e-6)
+        assert parameters.keys() == expected.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], atol=2e-5, rtol=0, msg=name)
+
+
+def test_held_boxes_are_those_of_the_layout(
+    trained: dict[tuple[Layout, bool], list[Trained]],
+) -> None:
+    by_rank = [
+        {held.name: held for held in of_rank}
+        for _, _, of_rank in trained[Layout(Kind.TENSOR_PARALLEL, 2), False]
+    ]
+    gate, down = "blocks.1.mlp.gate_proj.weight", "blocks.1.mlp.down_proj.weight"
+    assert by_rank[0][gate] == HeldTensor(gate, (40, 32), (Box((0, 0), (20, 32)),))
+    assert by_rank[1][gate] == HeldTensor(gate, (40, 32), (Box((20, 0), (20, 32)),))
+    assert by_rank[1][down] == HeldTensor(down, (32, 40), (Box((0, 20), (32, 20)),))
+    assert by_rank[1]["embedding.weight"].boxes == (Box((129, 0), (128, 32)),)
+    for rank in range(2):
+        assert by_rank[rank]["norm.weight"].boxes == (Box((0,), (32,)),)
