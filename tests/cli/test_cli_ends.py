@@ -176,6 +176,7 @@ def test_no_permission(
         shown = run("show", path, "w")
         verified = run("verify", path)
         listed = run("ls", shared_place)
+        above = run("show", shared_place, "w")
     finally:
         os.seteuid(os.getuid())
         locked[target].chmod(mode)
@@ -184,6 +185,8 @@ def test_no_permission(
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith("error: cannot read")
         assert "Permission denied" in result.stderr
+    assert (above.exit_code, above.stdout) == (2, "")
+    assert above.stderr.startswith(f"error: {shared_place}: not a ")
     if target == "data":
         # Listing asks for sizes only.
         assert "committed" in listed.stdout

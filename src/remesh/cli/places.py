@@ -119,7 +119,8 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
             f"{native.RECORD_NAME}). Use another checkpoint; unless a save is running, this "
             "directory may be deleted."
         )
-    committed = [name for name in names if (root / name / native.RECORD_NAME).exists()]
+    # Unlike `Path.exists`, this takes a directory that we may not look into for one without.
+    committed = [name for name in names if os.path.exists(root / name / native.RECORD_NAME)]
     if committed:
         return CheckpointNotFoundError(
             f"{root}: not a checkpoint itself, but it holds {len(committed)}; name one of them, "
