@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -123,6 +123,11 @@ def roles(_exchange: Exchange) -> dict[str, dict[str, Role]]:
     for name, wrap in LAYOUTS[2].items():
         entries = describe(wrap(known_net(4)), describe_leaf).tensors
         result[name] = {entry.name: entry.role for entry in entries}
+    compiled = nn.Sequential(cast("nn.Module", torch.compile(LAYOUTS[2]["ddp"](known_net(4)))))
+    entries = describe(compiled, describe_leaf).tensors
+    result["compiled"] = {entry.name: entry.role for entry in entries}
+    entries = describe(job(LAYOUTS[2]["ddp"](known_net(4))), describe_leaf).tensors
+    result["optimizer"] = {e.name: e.role for e in entries if e.name.startswith("optim.")}
     ignoring = known_net(4)
     ignored = ["up.weight", "steps"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ignored)  # type: ignore[no-untyped-call]
@@ -139,7 +144,36 @@ def test_roles_say_who_keeps_copies_equal() -> None:
     for layout in ("fsdp", "tensor_parallel"):
         assert found[layout] == {**dict.fromkeys(names, equal), "steps": assumed}
     prefixed = {f"0.{name}": equal for name in names}
+    assert found["compiled"] == prefixed
+    assert len(found["optimizer"]) == 12
+    assert set(found["optimizer"].values()) == {equal}
     assert found["ignoring"] == {**prefixed, "0.up.weight": assumed, "0.steps": assumed}
+
+
+def packed_under_fsdp(_exchange: Exchange) -> Capture:
+    """Two blocks of rows in one weight, each cut by tensor parallelism, then by FSDP2."""
+    mesh = mesh_of(2, 2)
+    full = torch.arange(28.0).reshape(14, 2)
+    blocks = full.reshape(2, 7, 2)
+    own = (blocks[:, :4], blocks[:, 4:])[mesh["tp"].get_local_rank()].reshape(-1, 2)
+    weight = DTensor.from_local(
+        own.clone(), mesh["tp"], [_StridedShard(0, split_factor=2)], run_check=False,
+        shape=full.shape, stride=full.stride(),
+    )  # fmt: skip
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    fully_shard(module, mesh=mesh["dp"])
+    placements = str(cast("DTensor", module.weight).placements)
+    assert placements == "(_StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=2))"
+    return capture(module)
+
+
+def test_packed_blocks_under_fsdp() -> None:
+    captures = run_processes(4, packed_under_fsdp)
+    merged = FakeCheckpoint(captures)
+    assert merged.tensors["weight"].data.flatten().tolist() == list(range(28))
+    rows = [np.flatnonzero(c.tensors["weight"].held[:, 0]).tolist() for c in captures]
+    assert rows == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [11, 12, 13]]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
