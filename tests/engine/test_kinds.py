@@ -1,0 +1,409 @@
+"""Every ordinary kind of state through a real save and load, in one process and one directory."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import enum
+import math
+import types
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import remesh
+from remesh.geometry import Box
+from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
+
+SHAPES = {"matrix": (3, 4), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 2)}
+
+
+def load_exactly(target: Any, path: Path) -> Any:
+    """Load everything that is stored, and no more."""
+    reports: list[remesh.RestoreReport] = []
+    loaded = remesh.load(target, path, unexpected="error", on_report=reports.append)
+    report = reports[0]
+    assert (report.missing, report.cast, report.resized) == ((), {}, {})
+    return loaded
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors and arrays
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = {name: random_tensor(dtype, shape) for name, shape in SHAPES.items()}
+    remesh.save(source, tmp_path)
+    target = {name: zeros_like(tensor) for name, tensor in source.items()}
+    before = dict(target)
+    assert load_exactly(target, tmp_path) is target
+    for name, tensor in before.items():
+        assert target[name] is tensor
+    assert bits_of_all(target) == bits_of_all(source)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_checkpoint_reads_every_dtype_and_region(dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = random_tensor(dtype, (5, 7))
+    tensors = {name: random_tensor(dtype, shape) for name, shape in SHAPES.items()}
+    remesh.save({"w": whole, **tensors}, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for name, tensor in tensors.items():
+        assert bits_of(checkpoint.read(name)) == bits_of(tensor)
+    for offset, shape in [((0, 0), (5, 7)), ((1, 2), (3, 4)), ((4, 6), (1, 1)), ((2, 3), (0, 2))]:
+        box = Box(offset, shape)
+        assert bits_of(checkpoint.read("w", box)) == bits_of(whole[box.slices])
+        assert checkpoint.read_array("w", box).tobytes() == bits_of(whole[box.slices])[2]
+    assert bits_of_all(checkpoint.state()) == bits_of_all({"w": whole, **tensors})
+
+
+def test_reading_outside_a_tensor_or_by_a_wrong_name_is_refused(tmp_path: Path) -> None:
+    remesh.save({"layer": {"weight": torch.ones(2, 3)}}, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for box in (Box((0, 1), (2, 3)), Box((0,), (2,)), Box((0, 0, 0), (1, 1, 1))):
+        with pytest.raises(remesh.StateError, match=r"layer\.weight: box .* shape \(2, 3\)"):
+            checkpoint.read("layer.weight", box)
+    with pytest.raises(remesh.StateError, match=r"layer\.wieght: .* near are layer\.weight"):
+        checkpoint.read("layer.wieght")
+
+
+def test_memory_of_any_strides_is_saved(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).reshape(5, 4, 3)
+    source = {
+        "transposed": whole.transpose(0, 2),
+        "sliced": whole[1:4, ::2, 1],
+        "expanded": torch.arange(3.0)[:, None].expand(3, 4),
+        "channels_last": whole[None].contiguous(memory_format=torch.channels_last),
+        "one_element_expanded": torch.tensor(7.0).expand(2, 2, 2),
+        "numpy_transposed": whole.numpy().T,
+        "numpy_reversed": whole.numpy()[::-1, :, ::2],
+        "numpy_broadcast": np.broadcast_to(np.arange(4, dtype=np.int16), (3, 4)),
+        "numpy_fortran": np.asfortranarray(whole.numpy()),
+    }
+    remesh.save(source, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for name, value in source.items():
+        expected = value.numpy() if isinstance(value, torch.Tensor) else value
+        np.testing.assert_array_equal(checkpoint.read_array(name), expected, name)
+
+
+def test_memory_of_any_strides_is_filled_and_its_gaps_are_left_alone(tmp_path: Path) -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    names = ["columns", "transposed", "reversed"]
+    remesh.save({name: values + number for number, name in enumerate(names)}, tmp_path)
+    holders = {name: torch.full((4, 6), -1.0) for name in names}
+    array: Any = holders["reversed"].numpy()
+    target: dict[str, Any] = {
+        "columns": holders["columns"][1:3, ::2],
+        "transposed": holders["transposed"].T[3:5, 1:4],
+        "reversed": array[2:4, 1:4][::-1, ::-1],
+    }
+    load_exactly(target, tmp_path)
+    for number, name in enumerate(names):
+        assert np.asarray(target[name]).tolist() == (values + number).tolist()
+        assert (holders[name] == -1).sum() == 24 - 6
+
+
+def test_parameters_are_filled_in_place_and_stay_parameters(tmp_path: Path) -> None:
+    source = torch.nn.Parameter(torch.arange(4.0))
+    remesh.save({"p": source, "computed": source * 2}, tmp_path)
+    leaf = torch.nn.Parameter(torch.zeros(4))
+    target = {"p": leaf, "computed": leaf + 0}
+    load_exactly(target, tmp_path)
+    assert target["p"] is leaf
+    assert leaf.requires_grad
+    assert leaf.grad_fn is None
+    assert leaf.tolist() == [0, 1, 2, 3]
+    assert target["computed"].tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("code", ["b", "u1", "<i2", ">i4", "<f2", ">f8", "?", "<c8", ">c16"])
+def test_numpy_arrays_keep_values_and_dtype(code: str, tmp_path: Path) -> None:
+    source = (np.arange(12) % 2 if code == "?" else np.arange(12)).reshape(3, 4).astype(code)
+    if source.dtype.isnative:
+        remesh.save({"a": source}, tmp_path)
+        target = {"a": np.zeros_like(source)}
+        load_exactly(target, tmp_path)
+        assert target["a"].dtype == source.dtype
+        np.testing.assert_array_equal(target["a"], source)
+    else:
+        with pytest.raises(remesh.UnsupportedValueError, match=f"^a: element type {code} cannot"):
+            remesh.save({"a": source}, tmp_path)
+
+
+def test_numpy_and_torch_read_each_others_tensors(tmp_path: Path) -> None:
+    remesh.save({"a": np.arange(6.0).reshape(2, 3), "t": torch.arange(3)}, tmp_path)
+    target: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=torch.float64)}
+    target["t"] = np.zeros(3, dtype=np.int64)
+    load_exactly(target, tmp_path)
+    assert isinstance(target["a"], torch.Tensor)
+    assert target["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert target["t"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_of_many_chunks(tmp_path: Path) -> None:
+    """Longer than chunks, windows and blocks, and not a multiple of any of them."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randint(-(2**31), 2**31, (5, 1_100_003), generator=generator, dtype=torch.int32)
+    remesh.save({"w": whole, "odd": whole[:, ::2].T}, tmp_path)
+    target = {"w": torch.zeros_like(whole), "odd": torch.zeros_like(whole)[:, ::2].T}
+    load_exactly(target, tmp_path)
+    assert torch.equal(target["w"], whole)
+    assert torch.equal(target["odd"], whole[:, ::2].T)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for offset, shape in [((0, 700_000), (5, 3)), ((1, 1_048_570), (2, 20)), ((4, 0), (1, 1))]:
+        box = Box(offset, shape)
+        assert torch.equal(checkpoint.read("w", box), whole[box.slices])
+    assert checkpoint.verify().num_bytes == sum(
+        path.stat().st_size for path in tmp_path.rglob("0*.safetensors")
+    )
+
+
+def _holds_itself() -> list[Any]:
+    result: list[Any] = []
+    result.append(result)
+    return result
+
+
+REFUSED_ON_SAVE: dict[str, Callable[[], Any]] = {
+    "meta tensor": lambda: torch.empty(2, device="meta"),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "objects": lambda: np.array([{}], dtype=object),
+    "function": lambda: print,
+    "module class": lambda: torch.nn.Linear,
+    "itself": _holds_itself,
+    "lambda deep inside": lambda: [{"a": (1, lambda: 0)}],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_ON_SAVE)
+def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_written(
+    kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(remesh.UnsupportedValueError, match=r"^deep\.down"):
+        remesh.save({"fine": 1, "deep": {"down": REFUSED_ON_SAVE[kind]()}}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSED_ON_LOAD: dict[str, Callable[[], Any]] = {
+    "meta": lambda: torch.empty(3, device="meta"),
+    "expanded": lambda: torch.zeros(1).expand(3),
+    "read-only": lambda: np.broadcast_to(np.zeros(1, dtype=np.float32), (3,)),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_ON_LOAD)
+def test_what_cannot_be_filled_is_refused_and_nothing_is_changed(kind: str, tmp_path: Path) -> None:
+    remesh.save({"first": torch.ones(2), "odd": torch.ones(3)}, tmp_path)
+    target = {"first": torch.zeros(2), "odd": REFUSED_ON_LOAD[kind]()}
+    with pytest.raises(remesh.UnsupportedValueError, match=r"^odd: "):
+        remesh.load(target, tmp_path)
+    assert target["first"].tolist() == [0, 0]
+
+
+def test_a_module_on_the_meta_device_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    remesh.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
+    with torch.device("meta"):
+        module = torch.nn.Linear(2, 2)
+    with pytest.raises(remesh.StateError, match=r"model\.weight: .*to_empty"):
+        remesh.load({"model": module}, tmp_path)
+    module.to_empty(device="cpu")
+    load_exactly({"model": module}, tmp_path)
+    assert module.weight.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------
+# Values and containers
+# ---------------------------------------------------------------------------------------------
+
+
+class Phase(enum.Enum):
+    WARMUP = 1
+    MAIN = 2
+
+
+class Moments(NamedTuple):
+    mean: Any
+    variance: Any
+
+
+PLAIN_VALUES: dict[str, object] = {
+    "none": None,
+    "true": True,
+    "int": -3,
+    "big int": 2**200,
+    "float": 0.1,
+    "infinity": -math.inf,
+    "text": "línea\n☃",
+    "bytes": b"\x00\xff",
+    "complex": 1 - 2j,
+    "empty list": [],
+    "empty dict": {},
+    "empty tuple": (),
+    "list": [1, [2.5, None], "x"],
+    "tuple": (1, ("a", b"b")),
+    "set": {3, 1, 2},
+    "frozenset": frozenset({"a", (1, 2)}),
+    "keys": {(1, 2): "tuple", None: 0, True: 1, 2.5: [3]},
+    "marker": {"$": "int", ("v",): "0x1"},
+    "enum": Phase.MAIN,
+    "namedtuple": Moments(1, (2, 3)),
+    "path": Path("/data/set"),
+    "datetime": dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.UTC),
+    "date": dt.date(2024, 2, 29),
+    "time": dt.time(1, 2, 3, 4),
+    "timedelta": dt.timedelta(days=-1, microseconds=5),
+    "namespace": argparse.Namespace(lr=0.1, layers=[1, 2]),
+    "simple namespace": types.SimpleNamespace(a=(1,)),
+    "numpy scalar": np.float32(1.5),
+    "numpy int": np.int8(-7),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cuda:1"),
+    "size": torch.Size([2, 3]),
+    "layout": torch.strided,
+    "memory format": torch.channels_last,
+}
+
+
+def test_every_kind_of_plain_value(tmp_path: Path) -> None:
+    remesh.save(PLAIN_VALUES, tmp_path)
+    target: dict[str, object] = dict.fromkeys(PLAIN_VALUES, "not loaded")
+    load_exactly(target, tmp_path)
+    assert target == PLAIN_VALUES
+    for name, value in PLAIN_VALUES.items():
+        assert type(target[name]) is type(value), name
+    assert remesh.Checkpoint(tmp_path).values == PLAIN_VALUES
+    assert remesh.Checkpoint(tmp_path).state() == PLAIN_VALUES
+
+
+def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
+    remesh.save({"loss": math.nan, "zero": -0.0}, tmp_path)
+    target = {"loss": 0.0, "zero": 1.0}
+    load_exactly(target, tmp_path)
+    assert math.isnan(target["loss"])
+    assert math.copysign(1, target["zero"]) == -1
+
+
+def nested(fill: float) -> dict[str, Any]:
+    """A state of every container, in which each tensor and value is `fill` and a bit."""
+
+    def tensor(more: int) -> torch.Tensor:
+        return torch.full((2,), fill + more)
+
+    return {
+        "list": [tensor(1), {"inner": tensor(2), "value": fill + 3}, fill + 4],
+        "tuple": (tensor(5), fill + 6),
+        "named": Moments(tensor(7), fill + 8),
+        "ordered": OrderedDict(b=tensor(9), a=fill + 10),
+        "default": defaultdict(list, {"x": tensor(11), "y": fill + 12}),
+        "counter": Counter({"seen": int(fill) + 13}),
+        "frozen": types.MappingProxyType({"v": tensor(14), "w": fill + 15}),
+        "numbered": {0: tensor(16), 7: {3: fill + 17}},
+        "plain list": [fill + 18, [fill + 19]],
+        "deep": {"er": {"est": ((tensor(20), [tensor(21)]),)}},
+    }
+
+
+def flat(node: Any) -> dict[str, Any]:
+    """Leaves of a nested state by place, tensors and arrays as lists."""
+    if isinstance(node, torch.Tensor | np.ndarray):
+        return {"": node.tolist()}
+    if isinstance(node, Mapping):
+        items = list(node.items())
+    elif isinstance(node, list | tuple):
+        items = list(enumerate(node))
+    else:
+        return {"": node}
+    return {f"/{key!r}{rest}": leaf for key, child in items for rest, leaf in flat(child).items()}
+
+
+def test_containers_are_loaded_in_place_and_keep_their_types(tmp_path: Path) -> None:
+    remesh.save(nested(100.0), tmp_path)
+    target = nested(0.0)
+    before = dict(target)
+    first = target["list"][0]
+    assert load_exactly(target, tmp_path) is target
+    assert flat(target) == flat(nested(100.0))
+    for name in ("list", "ordered", "default", "counter", "numbered", "deep"):
+        assert target[name] is before[name]
+    assert target["list"][0] is first
+    for name, value in before.items():
+        assert type(target[name]) is type(value), name
+    assert target["default"].default_factory is list
+    assert list(target["ordered"]) == ["b", "a"]
+    # What cannot be changed is replaced; the old one keeps its values.
+    assert before["tuple"][1] == 6.0
+    assert before["named"].variance == 8.0
+    assert before["frozen"]["w"] == 15.0
+    assert target["tuple"][0] is before["tuple"][0]
+
+
+def test_the_nested_state_comes_back_without_a_target(tmp_path: Path) -> None:
+    source = nested(100.0)
+    remesh.save(source, tmp_path)
+    state = remesh.Checkpoint(tmp_path).state()
+    assert flat(state) == flat(source)
+    assert (type(state["list"]), type(state["tuple"])) == (list, tuple)
+    assert type(state["deep"]["er"]["est"]) is tuple
+    assert type(state["deep"]["er"]["est"][0][1]) is list
+
+
+def test_names_with_dots_and_numbers_keep_their_places(tmp_path: Path) -> None:
+    source = {"a.b": torch.ones(1), "a": {"c.d": 2, "e": {"f.g": torch.zeros(2)}, 4: 5}, "": 6}
+    remesh.save(source, tmp_path)
+    assert set(remesh.Checkpoint(tmp_path).index) == {"a.b", "a.e.f.g"}
+    assert flat(remesh.Checkpoint(tmp_path).state()) == flat(source)
+
+
+def test_a_list_of_values_may_grow_and_shrink(tmp_path: Path) -> None:
+    remesh.save({"losses": [3.0, 2.0, 1.0], "best": None}, tmp_path)
+    target = {"losses": [9.0], "best": 0.5}
+    load_exactly(target, tmp_path)
+    assert target == {"losses": [3.0, 2.0, 1.0], "best": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (torch.ones(2), "bare tensor"),
+        (3, "bare int"),
+        ("path/first", "bare str"),
+        (None, "bare NoneType"),
+    ],
+)
+def test_a_state_must_have_names(state: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(remesh.StateError, match=message):
+        remesh.save(state, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_state(tmp_path: Path) -> None:
+    remesh.save({}, tmp_path)
+    assert load_exactly({}, tmp_path) == {}
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert (len(checkpoint.index), checkpoint.values, checkpoint.state()) == (0, {}, {})
+    assert checkpoint.verify().ok
+
+
+def test_metadata_is_kept_beside_the_state(tmp_path: Path) -> None:
+    metadata = {"step": 7, "note": "first ☃", "eval": {"loss": [0.5, None, True]}}
+    remesh.save({"metadata": "a value of the state"}, tmp_path, metadata=metadata)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert dict(checkpoint.metadata) == metadata
+    assert checkpoint.values == {"metadata": "a value of the state"}
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"a": object()}, {1: "int key"}, {"t": (1,)}, {"nan": math.nan}]
+)
+def test_metadata_that_is_not_json_is_refused(metadata: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(remesh.StateError, match="metadata must be a JSON object"):
+        remesh.save({}, tmp_path, metadata=metadata)
+    assert list(tmp_path.iterdir()) == []

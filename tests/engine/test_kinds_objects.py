@@ -1,0 +1,607 @@
+"""Modules, optimizers, objects with a state dict and remesh's descriptions, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import Optimizer, lr_scheduler
+
+import remesh
+from remesh.state import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from remesh.state import ShardedTensorFactory as Factory
+from tests.engine.bits import bits_of_all
+from tests.engine.test_kinds import flat, load_exactly
+
+# ---------------------------------------------------------------------------------------------
+# Modules
+# ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer with normalisation statistics, and buffers of both kinds."""
+
+    kept: torch.Tensor
+    recomputed: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("kept", torch.rand(2))
+        self.register_buffer("recomputed", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.linear(x))
+        return result
+
+
+BLOCK_NAMES = {
+    "linear.weight",
+    "linear.bias",
+    "norm.weight",
+    "norm.bias",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.num_batches_tracked",
+    "kept",
+}
+
+
+def test_a_module_is_filled_in_place(tmp_path: Path) -> None:
+    source, target = Block(), Block()
+    source(torch.rand(5, 3))
+    remesh.save({"model": source}, tmp_path)
+    assert set(remesh.Checkpoint(tmp_path).index) == {f"model.{name}" for name in BLOCK_NAMES}
+    weight, own = target.linear.weight, target.recomputed.clone()
+    state = {"model": target}
+    load_exactly(state, tmp_path)
+    assert state["model"] is target
+    assert target.linear.weight is weight
+    assert bits_of_all(target.state_dict()) == bits_of_all(source.state_dict())
+    assert target.norm.num_batches_tracked == 1
+    assert torch.equal(target.recomputed, own)
+
+
+def test_a_module_may_be_the_whole_state(tmp_path: Path) -> None:
+    source, target = Block(), Block()
+    remesh.save(source, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert set(checkpoint.index) == BLOCK_NAMES
+    assert bits_of_all(checkpoint.state()) == bits_of_all(source.state_dict())
+    assert load_exactly(target, tmp_path) is target
+    assert bits_of_all(target.state_dict()) == bits_of_all(source.state_dict())
+    plain = Block()
+    plain.load_state_dict(checkpoint.state())
+    assert bits_of_all(plain.state_dict()) == bits_of_all(source.state_dict())
+
+
+def as_it_is(block: Block) -> nn.Module:
+    return block
+
+
+def compiled(block: Any) -> Any:
+    return torch.compile(block, backend="eager")
+
+
+def compiled_in_place(block: Block) -> nn.Module:
+    block.linear = compiled(block.linear)
+    return block
+
+
+def recomputing(block: Block) -> nn.Module:
+    wrapped: Any = checkpoint_wrapper(block.linear)
+    block.linear = wrapped
+    return checkpoint_wrapper(block)
+
+
+WRAPPERS = [as_it_is, compiled, compiled_in_place, recomputing]
+
+
+@pytest.mark.parametrize("wrap_target", WRAPPERS)
+@pytest.mark.parametrize("wrap_source", WRAPPERS)
+def test_wrappers_leave_no_trace_in_names(
+    wrap_source: Callable[[Block], nn.Module],
+    wrap_target: Callable[[Block], nn.Module],
+    tmp_path: Path,
+) -> None:
+    source, target = Block(), Block()
+    expected = bits_of_all(source.state_dict())
+    remesh.save({"model": wrap_source(source)}, tmp_path)
+    assert set(remesh.Checkpoint(tmp_path).index) == {f"model.{name}" for name in BLOCK_NAMES}
+    wrapped = wrap_target(target)
+    load_exactly({"model": wrapped}, tmp_path)
+    found = bits_of_all(wrapped.state_dict())
+    assert list(found.values()) == list(expected.values())
+
+
+class Extra(nn.Module):
+    """Keeps more than tensors."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.seen = seen
+        self.amax = torch.full((2,), float(seen))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "amax": self.amax, "recipe": ("delayed", None)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["recipe"] == ("delayed", None)
+        self.seen, self.amax = state["seen"], state["amax"]
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    remesh.save({"model": nn.Sequential(Extra(3), Extra(4))}, tmp_path)
+    target = nn.Sequential(Extra(0), Extra(0))
+    load_exactly({"model": target}, tmp_path)
+    assert [layer.seen for layer in target] == [3, 4]
+    assert [layer.amax.tolist() for layer in target] == [[3, 3], [4, 4]]  # type: ignore[operator]
+
+
+class Tied(nn.Module):
+    """An embedding whose weight may be the output layer's, too."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.out = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.out.weight = self.embed.weight
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    source = Tied(tied=True)
+    remesh.save({"model": source}, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert set(checkpoint.index) == {"model.embed.weight", "model.out.weight"}
+    assert checkpoint.index.aliases == {"model.out.weight": "model.embed.weight"}
+    assert checkpoint.index.pieces("model.out.weight") == checkpoint.index.pieces(
+        "model.embed.weight"
+    )
+    assert sum(piece.num_bytes for piece in checkpoint.index.pieces("model.embed.weight")) == 60
+    assert torch.equal(checkpoint.state()["model"]["out.weight"], source.embed.weight)
+    assert len(checkpoint.index.boxes) == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_load_into_tied_and_untied_modules(tied: bool, tmp_path: Path) -> None:
+    source, target = Tied(tied=True), Tied(tied=tied)
+    remesh.save({"model": source}, tmp_path)
+    load_exactly({"model": target}, tmp_path)
+    assert (target.out.weight is target.embed.weight) == tied
+    assert torch.equal(target.embed.weight, source.embed.weight)
+    assert torch.equal(target.out.weight, source.embed.weight)
+
+
+def test_equal_untied_weights_load_into_a_tied_module(tmp_path: Path) -> None:
+    source, target = Tied(tied=False), Tied(tied=True)
+    with torch.no_grad():
+        source.out.weight.copy_(source.embed.weight)
+    remesh.save({"model": source}, tmp_path)
+    load_exactly({"model": target}, tmp_path)
+    assert target.out.weight is target.embed.weight
+    assert torch.equal(target.embed.weight, source.embed.weight)
+
+
+def test_different_untied_weights_do_not_fit_a_tied_module(tmp_path: Path) -> None:
+    source, target = Tied(tied=False), Tied(tied=True)
+    with torch.no_grad():
+        source.out.weight.copy_(source.embed.weight)
+        source.out.weight[4, 2] += 1
+    remesh.save({"model": source}, tmp_path)
+    before = target.embed.weight.detach().clone()
+    with pytest.raises(remesh.MismatchError, match="tied in the state") as caught:
+        remesh.load({"model": target}, tmp_path)
+    assert len(caught.value.conflicts) == 1
+    assert "model.embed.weight" in caught.value.conflicts[0]
+    assert "model.out.weight" in caught.value.conflicts[0]
+    assert torch.equal(target.embed.weight, before)
+
+
+def test_a_tied_weight_that_is_stored_under_its_second_name(tmp_path: Path) -> None:
+    values = torch.rand(5, 3)
+    remesh.save({"model": {"out.weight": values}}, tmp_path)
+    target = Tied(tied=True)
+    reports: list[remesh.RestoreReport] = []
+    remesh.load({"model": target}, tmp_path, on_report=reports.append)
+    assert torch.equal(target.embed.weight, values)
+    assert reports[0].derived == {"model.embed.weight": "model.out.weight"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Optimizers
+# ---------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True),
+}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.rand(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def train(module: nn.Module, optimizers: list[Optimizer], steps: range) -> list[float]:
+    """Some steps; the loss of each."""
+    losses = []
+    for step in steps:
+        loss = module(batch(step)).square().mean()
+        module.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "in use"])
+def test_training_goes_on_with_the_same_losses(name: str, fresh: bool, tmp_path: Path) -> None:
+    source, target = net(), net()
+    optimizer, resumed = (OPTIMIZERS[name](module.parameters()) for module in (source, target))
+    train(source, [optimizer], range(4))
+    remesh.save({"model": source, "optim": optimizer, "step": 4}, tmp_path)
+    if not fresh:
+        train(target, [resumed], range(7, 9))
+    state: dict[str, Any] = {"model": target, "optim": resumed, "step": 0}
+    load_exactly(state, tmp_path)
+    assert state["step"] == 4
+    assert state["optim"] is resumed
+    assert train(target, [resumed], range(4, 10)) == train(source, [optimizer], range(4, 10))
+
+
+def test_two_optimizers_frozen_parameters_and_groups(tmp_path: Path) -> None:
+    def job() -> tuple[nn.Sequential, dict[str, Any]]:
+        module = net()
+        module[2].bias.requires_grad = False
+        groups = [
+            {"params": [module[0].weight], "weight_decay": 0.1},
+            {"params": [module[0].bias, module[2].bias], "lr": 0.125},
+        ]
+        matrices = torch.optim.AdamW(groups, lr=0.01)
+        rest = torch.optim.SGD([{"params": [module[2].weight]}], lr=0.05, momentum=0.5)
+        return module, {"model": module, "optim": {"main": matrices, "head": rest}}
+
+    def go_on(module: nn.Module, state: dict[str, Any], steps: range) -> list[float]:
+        return train(module, list(state["optim"].values()), steps)
+
+    module, state = job()
+    go_on(module, state, range(3))
+    state["optim"]["main"].param_groups[1]["lr"] = 0.25
+    remesh.save(state, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.lists["optim.main.param_groups.1.params"] == ["0.bias", "2.bias"]
+    stored = {name for name in checkpoint.index if name.startswith("optim.")}
+    assert {name.removeprefix("optim.") for name in stored} == {
+        *(f"main.state.0.{p}.{key}" for p in ("weight", "bias") for key in ADAM_STATE),
+        "head.state.2.weight.momentum_buffer",
+    }
+    again, target = job()
+    load_exactly(target, tmp_path)
+    assert target["optim"]["main"].param_groups[1]["lr"] == 0.25
+    assert again[2].bias not in target["optim"]["main"].state
+    assert go_on(again, target, range(3, 8)) == go_on(module, state, range(3, 8))
+
+
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def test_an_optimizer_alone_has_no_names(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(net().parameters())
+    with pytest.raises(remesh.StateError, match="belongs to no module of the state"):
+        remesh.save({"optim": optimizer}, tmp_path)
+    with pytest.raises(remesh.StateError, match="belongs to no module of the state"):
+        remesh.save(optimizer, tmp_path)
+
+
+def test_an_optimizer_without_its_module(tmp_path: Path) -> None:
+    source, target = net(), net()
+    optimizer, resumed = (torch.optim.AdamW(module.parameters()) for module in (source, target))
+    train(source, [optimizer], range(2))
+    remesh.save({"model": LocalNonpersistentObject(source), "optim": optimizer}, tmp_path)
+    assert not any(name.startswith("model.") for name in remesh.Checkpoint(tmp_path).index)
+    before = bits_of_all(target.state_dict())
+    load_exactly({"model": LocalNonpersistentObject(target), "optim": resumed}, tmp_path)
+    assert bits_of_all(target.state_dict()) == before
+    target.load_state_dict(source.state_dict())
+    assert train(target, [resumed], range(2, 5)) == train(source, [optimizer], range(2, 5))
+
+
+# ---------------------------------------------------------------------------------------------
+# Other objects with a state
+# ---------------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "multi step": lambda o: lr_scheduler.MultiStepLR(o, [2, 6, 6]),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=20),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on(name: str, tmp_path: Path) -> None:
+    def job() -> dict[str, Any]:
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        return {"model": module, "optim": optimizer, "sched": SCHEDULERS[name](optimizer)}
+
+    def go_on(state: dict[str, Any], steps: range) -> list[float]:
+        rates = []
+        for step in steps:
+            loss = train(state["model"], [state["optim"]], range(step, step + 1))
+            scheduler = state["sched"]
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*(loss if plateau else []))
+            rates.append(state["optim"].param_groups[0]["lr"])
+        return rates
+
+    source, target = job(), job()
+    go_on(source, range(4))
+    remesh.save(source, tmp_path)
+    scheduler = target["sched"]
+    load_exactly(target, tmp_path)
+    assert target["sched"] is scheduler
+    assert scheduler.state_dict().keys() == source["sched"].state_dict().keys()
+    expected = go_on(source, range(4, 12))
+    assert len(set(expected)) > 1
+    assert go_on(target, range(4, 12)) == expected
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradient_scalers(enabled: bool, tmp_path: Path) -> None:
+    def scaler(scale: float) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3, enabled=enabled)
+
+    source, target = scaler(8.0), scaler(1.0)
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(4):
+        source.scale(module(torch.ones(1, 2)).sum()).backward()
+        source.step(optimizer)
+        source.update()
+    remesh.save({"scaler": source}, tmp_path)
+    load_exactly({"scaler": target}, tmp_path)
+    assert target.state_dict() == source.state_dict()
+    assert target.get_scale() == (16.0 if enabled else 1.0)
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+    numpy_generator, python_generator = np.random.default_rng(3), random.Random(4)
+    state = {
+        "torch": generator,
+        "numpy": numpy_generator.bit_generator.state,
+        "python": python_generator.getstate(),
+        "global": torch.get_rng_state(),
+    }
+    remesh.save(state, tmp_path)
+    target: dict[str, Any] = {
+        "torch": torch.Generator(),
+        "numpy": np.random.default_rng().bit_generator.state,
+        "python": random.Random().getstate(),
+        "global": torch.zeros_like(torch.get_rng_state()),
+    }
+    load_exactly(target, tmp_path)
+    assert torch.equal(torch.rand(4, generator=target["torch"]), torch.rand(4, generator=generator))
+    other_numpy, other_python = np.random.default_rng(), random.Random()
+    other_numpy.bit_generator.state = target["numpy"]
+    other_python.setstate(target["python"])
+    assert other_numpy.random(4).tolist() == numpy_generator.random(4).tolist()
+    assert other_python.random() == python_generator.random()
+    assert torch.equal(target["global"], torch.get_rng_state())
+
+
+class Stateful:
+    """Anything with a state dict; remembers what it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+STATES: dict[str, Any] = {
+    "mixed": {"buffer": torch.arange(3.0), "array": np.arange(4), "epoch": 2, "seen": ["a", 1]},
+    "nested": {"workers": [{"rng": torch.arange(2)}, {"rng": torch.arange(5)}], "at": (1, None)},
+    "numbered": {0: torch.ones(1), 5: "x"},
+    "a tensor": torch.arange(4.0),
+    "a value": 17,
+    "a tuple": (torch.ones(2), {"x": 1}),
+    "nothing": {},
+    "odd keys": {(1, 2): 3},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_objects_with_a_state_dict(kind: str, tmp_path: Path) -> None:
+    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
+    target = Stateful(copy.deepcopy(STATES[kind]))
+    load_exactly({"data": target}, tmp_path)
+    assert flat(target.state) == flat(STATES[kind])
+    assert type(target.state) is type(STATES[kind])
+    if kind == "mixed":
+        assert isinstance(target.state["array"], np.ndarray)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_objects_get_the_stored_state_when_theirs_is_empty(kind: str, tmp_path: Path) -> None:
+    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
+    target = Stateful({})
+    load_exactly({"data": target}, tmp_path)
+    assert flat(target.state) == flat(STATES[kind])
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_objects_get_the_stored_state_when_theirs_is_another(kind: str, tmp_path: Path) -> None:
+    """What only they have is missing, where the stored state has names of that kind."""
+    remesh.save({"data": Stateful(STATES[kind])}, tmp_path)
+    live = {"buffer": torch.zeros(7), "epoch": 0}
+    target = Stateful(copy.deepcopy(live))
+    missing = {"data.buffer", "data.epoch"} if kind in {"nested", "numbered"} else set()
+    if missing:
+        with pytest.raises(remesh.MismatchError) as caught:
+            remesh.load({"data": target}, tmp_path)
+        assert set(caught.value.missing) == missing
+        assert flat(target.state) == flat(live)
+    remesh.load({"data": target}, tmp_path, unexpected="error", missing="keep")
+    assert flat(target.state) == flat({**STATES[kind], **live} if missing else STATES[kind])
+
+
+# ---------------------------------------------------------------------------------------------
+# Descriptions
+# ---------------------------------------------------------------------------------------------
+
+
+def split(name: str, data: torch.Tensor) -> dict[str, ShardedTensor]:
+    gate, up = data.chunk(2)
+    return {
+        "gate": ShardedTensor.whole(f"{name}.gate", gate),
+        "up": ShardedTensor.whole(f"{name}.up", up.t().contiguous()),
+    }
+
+
+def join(parts: dict[str, ShardedTensor]) -> torch.Tensor:
+    gate, up = (parts[key].parts[0].data for key in ("gate", "up"))
+    assert isinstance(gate, torch.Tensor)
+    assert isinstance(up, torch.Tensor)
+    return torch.cat([gate, up.t()])
+
+
+def test_a_factory_is_stored_in_another_form(tmp_path: Path) -> None:
+    fused = torch.arange(24.0).reshape(6, 4)
+    remesh.save({"w": Factory("mlp", fused, split, join)}, tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert set(checkpoint.index) == {"mlp.gate", "mlp.up"}
+    assert torch.equal(checkpoint.read("mlp.up"), fused[3:].t())
+    parameter = nn.Parameter(torch.zeros(6, 4))
+    state = {"w": Factory("mlp", parameter, split, join)}
+    load_exactly(state, tmp_path)
+    assert state["w"].data is parameter
+    assert torch.equal(parameter, fused)
+
+
+def test_a_factory_of_values_gives_a_new_one(tmp_path: Path) -> None:
+    def build(name: str, data: list[Any]) -> dict[str, Any]:
+        return {"first": data[0], "rest": ShardedTensor.whole(name, data[1])}
+
+    def merge(built: dict[str, Any]) -> list[Any]:
+        return [built["first"], built["rest"].parts[0].data]
+
+    remesh.save({"f": Factory("g", ["x", np.arange(3)], build, merge)}, tmp_path)
+    state = {"f": Factory("g", ["", np.zeros(3, np.int64)], build, merge)}
+    load_exactly(state, tmp_path)
+    assert state["f"].data[0] == "x"
+    assert state["f"].data[1].tolist() == [0, 1, 2]
+
+
+def test_elements_of_sharded_objects(tmp_path: Path) -> None:
+    def grid(values: list[object]) -> dict[str, Any]:
+        return {
+            "rng": [
+                ShardedObject("rng", value, (2, 2), divmod(number, 2))
+                for number, value in enumerate(values)
+            ]
+        }
+
+    values: list[object] = [{"seed": 1}, (2, None), b"\x03", None]
+    remesh.save(grid(values), tmp_path)
+    stored = remesh.Checkpoint(tmp_path).objects
+    assert stored["rng/shard_1.0_2.2"] == b"\x03"
+    assert len(stored) == 4
+    target = grid([0, 0, 0, 0])
+    loaded = load_exactly(target, tmp_path)
+    assert [element.data for element in loaded["rng"]] == values
+
+
+def test_a_nonpersistent_object_is_neither_stored_nor_touched(tmp_path: Path) -> None:
+    lock = object()
+    cache = {"t": torch.zeros(2)}
+    state: dict[str, Any] = {
+        "lock": LocalNonpersistentObject(lock),
+        "cache": LocalNonpersistentObject(cache),
+        "w": torch.ones(1),
+    }
+    remesh.save(state, tmp_path)
+    assert set(remesh.Checkpoint(tmp_path).state()) == {"w"}
+    wrapped = state["lock"]
+    load_exactly(state, tmp_path)
+    assert state["lock"] is wrapped
+    assert wrapped.obj is lock
+    assert cache["t"].tolist() == [0, 0]
+
+
+def vocabulary(rows: int, *, fill: bool) -> dict[str, ShardedTensor]:
+    """Rows in two boxes; rows past the seventh are padding, and filled with -1."""
+    whole = torch.full((rows, 2), -1.0)
+    if fill:
+        whole[:7] = torch.arange(14.0)[: 2 * rows].reshape(-1, 2)
+    cut = rows // 2
+    parts = tuple(
+        remesh.Part(remesh.Box((start, 0), (stop - start, 2)), whole[start:stop])
+        for start, stop in ((0, cut), (cut, rows))
+    )
+    return {"embed": ShardedTensor("embed", (rows, 2), parts, allow_shape_mismatch=True)}
+
+
+@pytest.mark.parametrize("stored", [5, 7, 8])
+@pytest.mark.parametrize("wanted", [3, 7, 16])
+def test_padding_may_differ_where_it_is_allowed(stored: int, wanted: int, tmp_path: Path) -> None:
+    remesh.save(vocabulary(stored, fill=True), tmp_path)
+    target = vocabulary(wanted, fill=False)
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(target, tmp_path, on_report=reports.append)
+    found = torch.cat([torch.as_tensor(part.data) for part in target["embed"].parts])
+    expected = torch.zeros(wanted, 2)
+    same = min(stored, wanted)
+    written = vocabulary(stored, fill=True)["embed"]
+    whole = torch.cat([torch.as_tensor(part.data) for part in written.parts])
+    expected[:same] = whole[:same]
+    assert torch.equal(found, expected)
+    change = f"({stored}, 2) → ({wanted}, 2)"
+    assert reports[0].resized == ({} if stored == wanted else {"embed": change})
+    assert reports[0].bytes_needed == same * 8
+
+
+def test_padding_does_not_excuse_another_number_of_dims(tmp_path: Path) -> None:
+    remesh.save({"w": torch.ones(4)}, tmp_path)
+    target = ShardedTensor.whole("w", torch.zeros(4, 1), allow_shape_mismatch=True)
+    with pytest.raises(remesh.MismatchError, match=r"shape \(4,\) is stored, \(4, 1\) is wanted"):
+        remesh.load({"w": target}, tmp_path)
+    strict = ShardedTensor.whole("w", torch.zeros(5))
+    with pytest.raises(remesh.MismatchError, match=r"shape \(4,\) is stored, \(5,\) is wanted"):
+        remesh.load({"w": strict}, tmp_path)
