@@ -49,6 +49,8 @@ def emitter(on_event: OnEvent, rank: int) -> Emit:
 SAVE_POINTS = (
     "save.described",
     "save.planned",
+    "save.chunk_staged",
+    "save.staged",
     "save.file_created",
     "save.chunk_written",
     "save.file_finished",
@@ -59,8 +61,8 @@ SAVE_POINTS = (
     "save.committed",
     "save.done",
 )
-"""The moments of a save, in order. `planned` and those from `parts_gathered` to `committed` are
-rank 0's."""
+"""The moments of a save. `planned` and those from `parts_gathered` to `committed` are rank 0's;
+staging is part of asynchronous saves only, and overlaps with writing."""
 
 LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
 """The moments of a load, in order."""

@@ -211,18 +211,7 @@ def _numpy_carrier(array: ArrayLike, where: str, writable: bool) -> CarrierArray
         raise UnsupportedValueError(
             f"{where}: expected a torch tensor or a numpy array, got {type(array).__qualname__}"
         )
-    memory = memory_of_numpy(array, where)
-    if writable and not array.flags.writeable:
-        raise UnsupportedValueError(
-            f"{where}: this array is read-only, so nothing can be loaded into it; put a copy() "
-            "into the state"
-        )
-    if writable and _shares_elements(array.shape, array.strides):
-        raise UnsupportedValueError(
-            f"{where}: several elements of this broadcast array are the same memory, so they "
-            "cannot be loaded one by one; put a copy() into the state"
-        )
-    return memory.array.view(BY_NAME[array.dtype.name].carrier)
+    return memory_of_numpy(array, where, writable=writable).array
 
 
 def _movable_view(array: CarrierArray) -> torch.Tensor:

@@ -9,6 +9,16 @@ together what lies below: the state is described (`state`, `adapters`), planned 
 from remesh.checkpoint.loading import load
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.saver import Progress, SaveHandle, Saver
 from remesh.checkpoint.saving import save
 
-__all__ = ["Checkpoint", "RestoreReport", "VerifyReport", "load", "save"]
+__all__ = [
+    "Checkpoint",
+    "Progress",
+    "RestoreReport",
+    "SaveHandle",
+    "Saver",
+    "VerifyReport",
+    "load",
+    "save",
+]

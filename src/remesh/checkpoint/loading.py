@@ -196,6 +196,13 @@ class _Target:
                 found.conflicts.append(f"{name}: a tensor is stored where a plain value is wanted")
             elif name not in description.optional:
                 found.missing.append(name)
+        for name, items in description.merged_lists.items():
+            known = stored.merged_list(name)
+            if known is None:
+                found.missing.append(name)
+            else:
+                absent = sorted(set(items).difference(known))
+                found.missing.extend(f"{name} ({item})" for item in absent)
         for element in description.objects:
             here = element.unique_name in stored.document.objects
             (found.restored if here else found.missing).append(element.unique_name)

@@ -28,12 +28,17 @@ class StoredState:
         record: The commit record.
         index: The tensors.
         document: Everything else.
+        sequences: Paths of stored containers that were a `list` or a `tuple`.
     """
 
     record: native.CommitRecord
     index: Index
     document: native.ValuesDocument
+    sequences: Mapping[Path, str] = field(init=False)
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
 
     @classmethod
     def decode(cls, files: native.NativeFiles, where: str) -> StoredState:
@@ -89,11 +94,6 @@ class StoredState:
                 for length in range(len(full) + 1):
                     self._children.setdefault(full[:length], []).append((full, name))
         return self._children.get(path, [])
-
-    @property
-    def sequences(self) -> Mapping[Path, str]:
-        """Paths of stored containers that were a `list` or a `tuple`."""
-        return {tuple(path): kind for path, kind in self.document.sequences}
 
 
 def read_box(storage: Storage, index: Index, name: str, box: Box) -> CarrierArray:

@@ -12,7 +12,14 @@ imported here.
 """
 
 from remesh.exchange.alone import Alone
-from remesh.exchange.protocol import Exchange, run_joined, run_on_all, run_on_one
+from remesh.exchange.protocol import (
+    Exchange,
+    decode_failure,
+    encode_failure,
+    run_joined,
+    run_on_all,
+    run_on_one,
+)
 from remesh.exchange.threads import ThreadExchange, ThreadGroup
 
 __all__ = [
@@ -20,6 +27,8 @@ __all__ = [
     "Exchange",
     "ThreadExchange",
     "ThreadGroup",
+    "decode_failure",
+    "encode_failure",
     "run_joined",
     "run_on_all",
     "run_on_one",

@@ -58,7 +58,8 @@ class _Failure(msgspec.Struct, frozen=True):
 _OK, _FAILED = b"+", b"-"
 
 
-def _encode_failure(rank: int, error: Exception) -> bytes:
+def encode_failure(rank: int, error: BaseException) -> bytes:
+    """An exception of a rank as bytes, for `decode_failure` on another one."""
     kind = type(error)
     if isinstance(error, RemeshError) and hasattr(errors, kind.__name__):
         class_name = kind.__name__
@@ -73,7 +74,8 @@ def _encode_failure(rank: int, error: Exception) -> bytes:
     return _FAILED + msgspec.msgpack.encode(_Failure(rank, class_name, str(error), *lists))
 
 
-def _decode_failure(data: bytes) -> RemeshError:
+def decode_failure(data: bytes) -> RemeshError:
+    """The exception to raise for what happened on another rank."""
     failure = msgspec.msgpack.decode(data[1:], type=_Failure)
     kind = getattr(errors, failure.class_name, None)
     message = f"{failure.message} [raised on rank {failure.rank}]"
@@ -93,7 +95,7 @@ def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, Ex
     try:
         return _OK + action(), None
     except Exception as error:  # noqa: BLE001 - it is raised again once every rank knows of it
-        return _encode_failure(exchange.rank, error), error
+        return encode_failure(exchange.rank, error), error
 
 
 def _raise_first(replies: list[bytes], own: Exception | None) -> None:
@@ -102,7 +104,7 @@ def _raise_first(replies: list[bytes], own: Exception | None) -> None:
         raise own
     for reply in replies:
         if reply.startswith(_FAILED):
-            raise _decode_failure(reply)
+            raise decode_failure(reply)
 
 
 def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
@@ -163,7 +165,7 @@ def run_joined(
             try:
                 answers = [_OK + share for share in join(arrived)]
             except Exception as error:  # noqa: BLE001 - every rank raises it below
-                own, failed = error, _encode_failure(exchange.rank, error)
+                own, failed = error, encode_failure(exchange.rank, error)
         elif undo is not None:
             undo()
         if failed is not None:

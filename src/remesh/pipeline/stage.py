@@ -1,8 +1,10 @@
 """Writing a data file in two halves: copy it out of the trainer's memory, then write the copy.
 
 The arena holds final file bytes. A stager fills chunk after chunk and hands each over; writers
-digest and write what they get and give the chunks back. The trainer only waits for the stager, and
-the stager only waits for writers if the arena is smaller than the file.
+digest and write what they get and give the chunks back. The trainer waits for the stager alone: if
+the arena can hold the whole file, writers do not begin before everything is staged, because they
+would only take memory bandwidth and time from what the trainer waits for. If the arena is smaller,
+both run at once, and the stager waits for chunks that come back.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ class StagedFile:
         self._arena = arena
         self._filled: queue.SimpleQueue[tuple[int, Buffer, Buffer] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._may_write = threading.Event()
+        if arena.budget < layout.num_chunks * CHUNK_SIZE:
+            self._may_write.set()
 
     def cancel(self) -> None:
         """Let `stage` and `write` end soon; what is written is given up."""
         self._stop.set()
+        self._may_write.set()
         self._arena.wake()
 
     def stage(self, on_chunk: Callable[[int], None]) -> None:
@@ -67,6 +73,7 @@ class StagedFile:
         try:
             run_threads(min(NUM_STAGERS, self._layout.num_chunks), fill_some, self.cancel)
         finally:
+            self._may_write.set()
             for _ in range(NUM_WRITERS):
                 self._filled.put(None)
 
@@ -86,6 +93,7 @@ class StagedFile:
         Raises:
             StorageError: If the storage fails; the file is gone then, if the storage still can.
         """
+        self._may_write.wait()
         try:
             writer = ChunkWriter(storage, path, self._layout.num_bytes)
         except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from remesh.storage import Buffer, aligned_buffer
 
@@ -18,24 +17,30 @@ def run_threads(num_threads: int, work: Callable[[], None], stop: Callable[[], N
         stop: Tells all of them to end soon; called when one fails, and on Ctrl-C, which arrives in
             the thread that waits and not in those that work.
     """
+    errors: list[BaseException] = []
 
     def work_or_stop() -> None:
         try:
             work()
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            errors.append(error)
             stop()
-            raise
 
     if num_threads <= 1:
         work_or_stop()
-        return
-    with ThreadPoolExecutor(num_threads, "remesh") as pool:
+    else:
+        # Threads inherit whether the interpreter waits for them at its exit.
+        threads = [threading.Thread(target=work_or_stop) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
         try:
-            for done in [pool.submit(work_or_stop) for _ in range(num_threads)]:
-                done.result()
+            for thread in threads:
+                thread.join()
         except BaseException:
             stop()
             raise
+    if errors:
+        raise errors[0]
 
 
 def run_workers(

@@ -1,0 +1,94 @@
+"""Notes that ranks of a background save leave for each other, in the storage that they save to.
+
+In the background there are no collectives. A rank that has finished its file puts its part beside
+it; one that failed puts its failure. Rank 0 reads them and either commits, which everybody sees as
+a commit record with the save's id, or gives up and puts the failure of the whole save. Storage is
+what every rank can reach for certain, even when the process group is gone; notes are small, and
+listing one folder tells rank 0 all it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError
+from remesh.exchange import decode_failure, encode_failure
+from remesh.formats import native
+from remesh.storage import Storage
+
+
+class Board:
+    """The notes of one save.
+
+    Args:
+        storage: Where the save goes.
+        save_id: Names the save.
+    """
+
+    def __init__(self, storage: Storage, save_id: str) -> None:
+        self._storage = storage
+        self._save_id = save_id
+        self._folder = native.data_folder(save_id)
+        self._seen: dict[int, native.Part] = {}
+
+    def put_part(self, rank: int, part: native.Part) -> None:
+        """Say that a rank's file is durable."""
+        self._storage.put(self._part(rank), msgspec.msgpack.encode(part), overwrite=True)
+
+    def put_failure(self, rank: int, error: BaseException) -> None:
+        """Say that a rank has failed."""
+        self._storage.put(self._failure(rank), encode_failure(rank, error), overwrite=True)
+
+    def put_end(self, rank: int, error: BaseException) -> None:
+        """Rank 0: say that the whole save has failed."""
+        self._storage.put(self._end, encode_failure(rank, error), overwrite=True)
+
+    def missing_parts(self, ranks: Sequence[int]) -> list[int]:
+        """Rank 0: the ranks whose parts are not there yet.
+
+        Raises:
+            RemeshError: What a rank says it failed with.
+        """
+        found = set(self._storage.list(f"{self._folder}/"))
+        for rank in ranks:
+            if self._failure(rank) in found:
+                raise decode_failure(self._storage.read(self._failure(rank)))
+            if rank not in self._seen and self._part(rank) in found:
+                data = self._storage.read(self._part(rank))
+                self._seen[rank] = msgspec.msgpack.decode(data, type=native.Part)
+        return [rank for rank in ranks if rank not in self._seen]
+
+    def parts(self, world_size: int) -> list[native.Part]:
+        """Rank 0: what each rank says of its file."""
+        return [self._seen.get(rank, native.NO_PART) for rank in range(world_size)]
+
+    def clear(self) -> None:
+        """Rank 0: remove the parts; the index has what they said."""
+        for rank in self._seen:
+            self._storage.delete(self._part(rank))
+
+    def is_committed(self) -> bool:
+        """Whether the save is seen to be committed."""
+        try:
+            return native.read_record(self._storage).save_id == self._save_id
+        except CheckpointError:
+            return False
+
+    def end(self) -> RemeshError | None:
+        """Why rank 0 gave the save up, if it did."""
+        try:
+            return decode_failure(self._storage.read(self._end))
+        except CheckpointNotFoundError:
+            return None
+
+    @property
+    def _end(self) -> str:
+        return f"{self._folder}/failed.msgpack"
+
+    def _part(self, rank: int) -> str:
+        return f"{self._folder}/part-{rank:05d}.msgpack"
+
+    def _failure(self, rank: int) -> str:
+        return f"{self._folder}/failed-{rank:05d}.msgpack"
