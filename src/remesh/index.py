@@ -287,7 +287,8 @@ class Index(Mapping[str, StoredTensor]):
         columns, metadata = decode_columns(data, where)
         try:
             files = msgspec.json.decode(metadata["remesh.files"], type=list[tuple[str, int]])
-            return cls(
+            _check_columns(columns)
+            index = cls(
                 BoxTable.from_columns(columns),
                 columns["piece.file"],
                 columns["piece.position"],
@@ -297,8 +298,90 @@ class Index(Mapping[str, StoredTensor]):
                 columns["block.digest"],
                 columns["block.first"],
             )
+            _check_numbers(index)
+            return index
         except (KeyError, ValueError, msgspec.DecodeError) as error:
             raise CorruptCheckpointError(f"{where}: not an index: {error!r}") from error
+
+
+_COLUMN_DIMS = {
+    "tensor.name_bytes": "c",
+    "tensor.name_ends": "t",
+    "tensor.dtype": "t",
+    "tensor.ndim": "t",
+    "tensor.shape": "td",
+    "box.tensor": "b",
+    "box.offset": "bd",
+    "box.shape": "bd",
+    "piece.file": "b",
+    "piece.position": "b",
+    "block.digest": "k2",
+    "block.first": "f",
+}
+"""Dims of each column of an index; equal letters are equal extents."""
+
+_COLUMN_TYPES = {"tensor.name_bytes": np.uint8, "block.digest": np.uint64}
+"""Element types of the columns that are not int64."""
+
+
+def _require(holds: object, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _check_columns(columns: Columns) -> None:
+    """Check that the columns of an index have the right types and fit each other.
+
+    Raises:
+        KeyError: If one is missing.
+        ValueError: If not.
+    """
+    extents = {"2": 2}
+    for name, dims in _COLUMN_DIMS.items():
+        column = columns[name]
+        _require(column.dtype == _COLUMN_TYPES.get(name, np.int64), f"{name} is {column.dtype}")
+        _require(column.ndim == len(dims), f"{name} has {column.ndim} dims")
+        for dim, extent in zip(dims, column.shape, strict=True):
+            _require(extents.setdefault(dim, extent) == extent, f"{name} has {extent} rows")
+    ends = columns["tensor.name_ends"]
+    _require((np.diff(ends, prepend=0) >= 0).all(), "names overlap")
+    _require(columns["tensor.name_bytes"].size == (ends[-1] if len(ends) else 0), "names are cut")
+    dtypes, tensor = columns["tensor.dtype"], columns["box.tensor"]
+    _require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
+    _require(((tensor >= 0) & (tensor < len(dtypes))).all(), "pieces of no tensor")
+
+
+def _check_numbers(index: Index) -> None:
+    """Check that the numbers of a decoded index are possible.
+
+    Raises:
+        ValueError: If not.
+    """
+    boxes, tensors = index.boxes, index.boxes.tensors
+    _require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
+    num_dims = tensors.shapes.shape[1]
+    _require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
+    padding = np.arange(num_dims) >= tensors.ndims[:, None]
+    _require((tensors.shapes >= 0).all() and (tensors.shapes[padding] == 1).all(), "bad shape")
+    shapes = tensors.shapes[boxes.tensor]
+    _require((np.diff(boxes.tensor) >= 0).all(), "pieces are not sorted by tensor")
+    _require(((boxes.offsets >= 0) & (boxes.offsets <= shapes)).all(), "impossible offset")
+    inside = (boxes.extents > 0) & (boxes.extents <= shapes - boxes.offsets)
+    _require(inside.all(), "a piece is empty or leaves its tensor")
+    _require(((index.file >= 0) & (index.file < len(index.files))).all(), "pieces of no file")
+    file_sizes = [file.num_bytes for file in index.files]
+    _require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
+    sizes = np.array(file_sizes, dtype=np.int64)
+    # As floats, for a product that is too large for integers must not look like a small one.
+    num_bytes = np.prod(boxes.extents, axis=1, dtype=np.float64) * tensors.itemsizes[boxes.tensor]
+    leaves = (index.position < 0) | (index.position + num_bytes > sizes[index.file])
+    _require(not leaves.any(), "a piece leaves its file")
+    _require(0 <= index.block_size < 2**62, "impossible size of blocks")
+    if index.block_size:
+        num_blocks = [-(-size // index.block_size) for size in file_sizes]
+        first_blocks = np.cumsum([0, *num_blocks])
+        _require(index.first_block.tolist() == first_blocks.tolist(), "files and blocks differ")
+        _require(len(index.digests) == first_blocks[-1], "files and digests differ")
 
 
 def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -23,13 +24,15 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 1 << 30
 _LENGTH = struct.Struct("<Q")
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
 
 class HeaderEntry(msgspec.Struct, frozen=True):
     """One tensor of a header: dtype code, shape, and [start, stop) relative to the data."""
 
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    shape: list[_Number]
+    data_offsets: tuple[_Number, _Number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ def decode_header(data: bytes | memoryview, where: str) -> Header:
     """
     length = header_length(bytes(data[: _LENGTH.size]), where)
     text = bytes(data[_LENGTH.size : _LENGTH.size + length])
+    if len(text) < length:
+        raise CorruptCheckpointError(f"{where}: ends in its safetensors header")
     try:
         document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw_metadata = document.pop("__metadata__", None)
@@ -102,6 +107,6 @@ def decode_header(data: bytes | memoryview, where: str) -> Header:
         entries = {
             name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in document.items()
         }
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where}: not a safetensors header: {error}") from error
     return Header(entries, metadata, _LENGTH.size + length)

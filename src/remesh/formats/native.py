@@ -55,6 +55,9 @@ FORMAT_NAME = "remesh"
 FORMAT_VERSION = 1
 RECORD_NAME = "remesh.json"
 
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what was asked for."""
+
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file that belongs to a checkpoint.
@@ -136,7 +139,7 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
         file = msgspec.json.decode(text, type=_RecordFile)
         body = msgspec.json.format(bytes(file.record), indent=-1)
         head = msgspec.json.decode(body, type=_Version)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{where}: not a commit record ({error}). If a save was interrupted here, delete the "
             "directory; otherwise load another checkpoint."
@@ -153,7 +156,7 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
         )
     try:
         return msgspec.json.decode(body, type=CommitRecord)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(f"{where}: incomplete commit record: {error}") from error
 
 
@@ -203,7 +206,7 @@ class ValuesDocument(msgspec.Struct):
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except _MALFORMED as error:
             raise CorruptCheckpointError(f"{where}: not a values file: {error}") from error
 
     def path_of(self, name: str) -> Path:
@@ -286,7 +289,7 @@ def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
         name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
         box, shape = boxes.box(row), boxes.tensors.shape(tensor)
         key = name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
-        while key in entries:
+        while key in entries or key == "__metadata__":
             key += "'"
         entries[key] = [name, dtype.name, shape, box.offset]
         tensors.append(
