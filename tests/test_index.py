@@ -1,0 +1,384 @@
+"""The index: comes back from its stored form, and refuses what cannot be one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh.dtypes import BY_NAME, DTYPES
+from remesh.errors import CorruptCheckpointError
+from remesh.geometry import Box
+from remesh.index import (
+    BoxTable,
+    Index,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    TensorTable,
+    decode_columns,
+    encode_columns,
+)
+from tests.strategies import partitions, shapes
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> Index:
+    """Tensors of all sorts, in pieces, in a few files, with aliases and digests."""
+    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+    names = draw(st.lists(text, max_size=8, unique=True))
+    num_tensors = draw(st.integers(0, len(names)))
+    rows = [
+        (
+            name,
+            draw(st.sampled_from(DTYPES)).name,
+            draw(shapes(max_dims=4, min_extent=0, max_extent=3)),
+        )
+        for name in names[:num_tensors]
+    ]
+    table = TensorTable.of(rows)
+    boxes = BoxTable.of(
+        table, [(n, box) for n, (_, _, shape) in enumerate(rows) for box in draw(partitions(shape))]
+    )
+    aliases = {
+        alias: draw(st.sampled_from(names[:num_tensors]))
+        for alias in names[num_tensors:]
+        if num_tensors
+    }
+    num_files = draw(st.integers(1, 3))
+    file = np.array([draw(st.integers(0, num_files - 1)) for _ in range(len(boxes))], np.int64)
+    position, ends = np.zeros(len(boxes), np.int64), [draw(st.integers(0, 9))] * num_files
+    for row, num_bytes in enumerate(boxes.num_bytes.tolist()):
+        position[row] = ends[file[row]]
+        ends[file[row]] += num_bytes
+    files = tuple(StoredFile(f"data/ü{n}.safetensors", end) for n, end in enumerate(ends))
+    block_size = draw(st.sampled_from([0, 16, 1 << 20]))
+    if not block_size:
+        return Index(boxes, file, position, files, aliases)
+    first = np.cumsum([0, *(-(-end // block_size) for end in ends)])
+    digests = np.arange(2 * first[-1], dtype=np.uint64).reshape(-1, 2) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    return Index(boxes, file, position, files, aliases, block_size, digests, first)
+
+
+@given(indexes())
+def test_an_index_comes_back(index: Index) -> None:
+    back = Index.decode(index.encode(), "f")
+    assert dict(back) == dict(index)
+    assert back.boxes.tensors.names == index.boxes.tensors.names
+    assert {name: back.pieces(name) for name in back} == {n: index.pieces(n) for n in index}
+    assert (back.files, back.aliases, back.block_size) == (
+        index.files,
+        index.aliases,
+        index.block_size,
+    )
+    assert (back.digests == index.digests).all()
+    assert back.digests.dtype == np.uint64
+    assert back.first_block.tolist() == index.first_block.tolist()
+    assert back.encode() == index.encode()
+
+
+@given(indexes())
+def test_the_safetensors_library_reads_the_stored_form(index: Index) -> None:
+    found = safetensors.numpy.load(index.encode())
+    assert found["piece.position"].tolist() == index.position.tolist()
+    assert found["box.offset"].tolist() == index.boxes.offsets.tolist()
+    assert found["block.digest"].dtype == np.uint64
+
+
+def example_index() -> Index:
+    table = TensorTable.of(
+        [
+            ("model.w", "bfloat16", (4, 6)),
+            ("model.b", "float32", (6,)),
+            ("scale", "float64", ()),
+            ("nothing", "int8", (0, 3)),
+        ]
+    )
+    boxes = BoxTable.of(
+        table,
+        [
+            (0, Box((0, 0), (4, 2))),
+            (0, Box((0, 2), (4, 4))),
+            (1, Box((0,), (6,))),
+            (2, Box((), ())),
+        ],
+    )
+    return Index(
+        boxes,
+        np.array([0, 1, 1, 0]),
+        np.array([108, 32, 8, 100]),
+        (StoredFile("a", 124), StoredFile("b", 64)),
+        {"head.w": "model.w"},
+        64,
+        np.arange(6, dtype=np.uint64).reshape(3, 2),
+        np.array([0, 2, 3]),
+    )
+
+
+def test_what_an_index_says() -> None:
+    index = example_index()
+    assert list(index) == ["model.w", "model.b", "scale", "nothing", "head.w"]
+    assert len(index) == 5
+    assert "scale" in index
+    assert "model" not in index
+    assert index["model.w"] == StoredTensor("model.w", "bfloat16", (4, 6), 2, 48)
+    assert index["head.w"] == StoredTensor("head.w", "bfloat16", (4, 6), 2, 48)
+    assert index["scale"] == StoredTensor("scale", "float64", (), 1, 8)
+    assert index["nothing"] == StoredTensor("nothing", "int8", (0, 3), 0, 0)
+    assert index.pieces("head.w") == [
+        Piece(Box((0, 0), (4, 2)), "a", 108, 16),
+        Piece(Box((0, 2), (4, 4)), "b", 32, 32),
+    ]
+    assert index.pieces("scale") == [Piece(Box((), ()), "a", 100, 8)]
+    assert index.pieces("nothing") == []
+    assert index.row("head.w") == index.row("model.w") == 0
+    with pytest.raises(KeyError):
+        index["model"]
+
+
+def test_the_columns_of_the_stored_form() -> None:
+    columns, metadata = decode_columns(example_index().encode(), "f")
+    assert columns["tensor.name_bytes"].tobytes() == b"model.wmodel.bscalenothing"
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "tensor.name_bytes": list(b"model.wmodel.bscalenothing"),
+        "tensor.name_ends": [7, 14, 19, 26],
+        "tensor.dtype": [3, 1, 0, 12],
+        "tensor.ndim": [2, 1, 0, 2],
+        "tensor.shape": [[4, 6], [6, 1], [1, 1], [0, 3]],
+        "box.tensor": [0, 0, 1, 2],
+        "box.offset": [[0, 0], [0, 2], [0, 0], [0, 0]],
+        "box.shape": [[4, 2], [4, 4], [6, 1], [1, 1]],
+        "piece.file": [0, 1, 1, 0],
+        "piece.position": [108, 32, 8, 100],
+        "block.digest": [[0, 1], [2, 3], [4, 5]],
+        "block.first": [0, 2, 3],
+    }
+    assert {key: json.loads(text) for key, text in metadata.items()} == {
+        "remesh.files": [["a", 124], ["b", 64]],
+        "remesh.aliases": {"head.w": "model.w"},
+        "remesh.block_size": 64,
+    }
+
+
+def test_dtype_numbers_are_part_of_the_format() -> None:
+    # A number that changes its meaning would turn stored checkpoints into others.
+    assert {dtype.name: number for number, dtype in enumerate(DTYPES)} == {
+        "float64": 0,
+        "float32": 1,
+        "float16": 2,
+        "bfloat16": 3,
+        "float8_e4m3fn": 4,
+        "float8_e5m2": 5,
+        "float8_e8m0fnu": 6,
+        "float8_e4m3fnuz": 7,
+        "float8_e5m2fnuz": 8,
+        "int64": 9,
+        "int32": 10,
+        "int16": 11,
+        "int8": 12,
+        "uint64": 13,
+        "uint32": 14,
+        "uint16": 15,
+        "uint8": 16,
+        "bool": 17,
+        "complex64": 18,
+        "complex128": 19,
+        "complex32": 20,
+    }
+    sizes = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
+    assert (sizes["float8_e8m0fnu"], sizes["complex32"], sizes["complex128"]) == (1, 4, 16)
+
+
+# ---------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------
+
+
+def damaged(change: Callable[[Columns, dict[str, str]], object]) -> bytes:
+    columns, metadata = decode_columns(example_index().encode(), "f")
+    columns = {name: column.copy() for name, column in columns.items()}
+    change(columns, metadata)
+    return encode_columns(columns, metadata)
+
+
+def put(name: str, place: Any, value: int) -> Callable[[Columns, dict[str, str]], object]:
+    def change(columns: Columns, _metadata: dict[str, str]) -> None:
+        columns[name][place] = value
+
+    return change
+
+
+def replace(name: str, column: object, dtype: Any = np.int64) -> Callable[..., object]:
+    return lambda columns, _metadata: columns.update({name: np.array(column, dtype)})
+
+
+def say(key: str, text: str) -> Callable[..., object]:
+    return lambda _columns, metadata: metadata.update({key: text})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda columns, _: columns.pop("piece.file"), "piece.file"),
+        (lambda _, metadata: metadata.pop("remesh.aliases"), "remesh.aliases"),
+        (replace("tensor.dtype", [[3, 1, 0, 12]]), "tensor.dtype has 2 dims"),
+        (replace("tensor.dtype", [3, 1, 0]), "tensor.dtype has 3 rows"),
+        (replace("box.tensor", [0, 0, 1, 2], np.uint64), "box.tensor is uint64"),
+        (replace("block.digest", [[0, 1]] * 3), "block.digest is int64"),
+        (replace("block.digest", [[0, 1, 2]] * 2, np.uint64), "block.digest has 3 rows"),
+        (replace("piece.file", [0, 1, 1]), "piece.file has 3 rows"),
+        (put("tensor.name_ends", 1, 3), "names overlap"),
+        (put("tensor.name_ends", 3, 27), "names are cut"),
+        (put("tensor.name_ends", 3, 25), "names are cut"),
+        (put("tensor.name_bytes", 3, 0xFF), "invalid start byte"),
+        (put("tensor.name_bytes", 13, ord("w")), "a name is used twice"),
+        (put("tensor.dtype", 0, len(DTYPES)), "unknown dtype"),
+        (put("tensor.dtype", 0, -1), "unknown dtype"),
+        (put("tensor.ndim", 0, 3), "impossible ndim"),
+        (put("tensor.ndim", 0, -1), "impossible ndim"),
+        (put("tensor.ndim", 0, 1), "bad shape"),
+        (put("tensor.shape", (3, 0), -1), "bad shape"),
+        (put("box.tensor", 0, 4), "pieces of no tensor"),
+        (put("box.tensor", 0, -1), "pieces of no tensor"),
+        (put("box.tensor", 0, 1), "not sorted"),
+        (put("box.offset", (0, 0), -1), "impossible offset"),
+        (put("box.offset", (0, 0), 2**63 - 1), "impossible offset"),
+        (put("box.offset", (0, 0), 1), "leaves its tensor"),
+        (put("box.shape", (0, 0), 0), "a piece is empty"),
+        (put("box.shape", (0, 0), 5), "leaves its tensor"),
+        (put("piece.file", 0, 2), "pieces of no file"),
+        (put("piece.file", 0, -1), "pieces of no file"),
+        (put("piece.position", 0, -1), "leaves its file"),
+        (put("piece.position", 0, 109), "leaves its file"),
+        (put("block.first", 1, 1), "files and blocks differ"),
+        (replace("block.first", [0, 2]), "files and blocks differ"),
+        (replace("block.digest", [[0, 1]] * 4, np.uint64), "files and digests differ"),
+        (say("remesh.files", "[]"), "pieces of no file"),
+        (say("remesh.files", '[["a",124]]'), "pieces of no file"),
+        (say("remesh.files", '[["a",124],["b",-1]]'), "impossible size"),
+        (say("remesh.files", f'[["a",{2**70}],["b",64]]'), "impossible size"),
+        (say("remesh.files", '{"a":1}'), "Expected"),
+        (say("remesh.aliases", '{"head.w":"gone"}'), "gone"),
+        (say("remesh.aliases", '{"scale":"model.w"}'), "a name is used twice"),
+        (say("remesh.aliases", "[]"), "Expected"),
+        (say("remesh.block_size", "-64"), "impossible size of blocks"),
+        (say("remesh.block_size", "9" * 30), "impossible size of blocks"),
+        (say("remesh.block_size", "32"), "files and blocks differ"),
+        (say("remesh.block_size", "many"), "invalid literal"),
+    ],
+)
+def test_what_does_not_fit_is_corruption(change: Any, complaint: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"^some/file: not an index") as caught:
+        Index.decode(damaged(change), "some/file")
+    assert complaint in str(caught.value)
+
+
+def test_a_size_beyond_integers_does_not_look_small() -> None:
+    def huge(columns: Columns, _metadata: dict[str, str]) -> None:
+        columns["tensor.shape"][0] = columns["box.shape"][0] = (2**32, 2**32)
+        columns["box.offset"][0] = 0
+
+    with pytest.raises(CorruptCheckpointError, match="leaves"):
+        Index.decode(damaged(huge), "f")
+
+
+@given(indexes(), st.data())
+def test_damaged_bytes_are_corruption_or_an_index(index: Index, data: st.DataObject) -> None:
+    stored = bytearray(index.encode())
+    # Most of the header is padding, which is not worth damaging.
+    text_end = stored.index(b"  ") if b"  " in stored else len(stored)
+    data_start = 8 + int.from_bytes(stored[:8], "little")
+    places = [*range(text_end), *range(data_start, len(stored))]
+    for place in data.draw(st.lists(st.sampled_from(places), min_size=1, max_size=3)):
+        stored[place] = data.draw(st.integers(0, 255))
+    try:
+        found = Index.decode(bytes(stored), "f")
+    except CorruptCheckpointError:
+        return
+    for name in found:
+        for piece in found.pieces(name):
+            size = next(file.num_bytes for file in found.files if file.path == piece.path)
+            assert 0 <= piece.position <= piece.position + piece.num_bytes <= size
+            assert Box.whole(found[name].shape).contains(piece.box)
+
+
+@given(indexes(), st.floats(0, 1, exclude_max=True))
+def test_cut_bytes_are_corruption(index: Index, part: float) -> None:
+    stored = index.encode()
+    with pytest.raises(CorruptCheckpointError):
+        Index.decode(stored[: int(part * len(stored))], "f")
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_corruption(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        Index.decode(data, "f")
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables and columns
+# ---------------------------------------------------------------------------------------------
+
+
+def test_boxes_are_padded_to_common_dims() -> None:
+    table = TensorTable.of([("a", "int8", (5,)), ("b", "int16", (2, 3, 4)), ("c", "bool", ())])
+    boxes = BoxTable.of(
+        table, [(0, Box((1,), (2,))), (1, Box((0, 1, 2), (2, 1, 1))), (2, Box((), ()))]
+    )
+    assert boxes.offsets.tolist() == [[1, 0, 0], [0, 1, 2], [0, 0, 0]]
+    assert boxes.extents.tolist() == [[2, 1, 1], [2, 1, 1], [1, 1, 1]]
+    assert [boxes.box(row) for row in range(3)] == [
+        Box((1,), (2,)),
+        Box((0, 1, 2), (2, 1, 1)),
+        Box((), ()),
+    ]
+    assert boxes.num_bytes.tolist() == [2, 4, 1]
+    assert len(boxes) == len(table) == 3
+    back = BoxTable.from_columns(boxes.columns())
+    assert back.tensors.names == ("a", "b", "c")
+    assert [back.box(row) for row in range(3)] == [boxes.box(row) for row in range(3)]
+
+
+def test_no_tensors() -> None:
+    table = TensorTable.of([])
+    assert (len(table), table.shapes.shape) == (0, (0, 1))
+    boxes = BoxTable.of(table, [])
+    assert boxes.num_bytes.tolist() == []
+    assert BoxTable.from_columns(boxes.columns()).tensors.names == ()
+
+
+COLUMNS = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=5),
+    st.tuples(
+        st.sampled_from(["<i8", "<u8", "<i4", "u1", ">i8"]),
+        st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    ).map(lambda drawn: np.arange(np.prod(drawn[1], dtype=int)).astype(drawn[0]).reshape(drawn[1])),
+)
+
+
+@given(COLUMNS)
+def test_columns_come_back(columns: Columns) -> None:
+    found, metadata = decode_columns(encode_columns(columns, {"a": "b"}), "f")
+    assert metadata == {"a": "b"}
+    assert list(found) == list(columns)
+    for name, column in columns.items():
+        assert found[name].shape == column.shape
+        assert found[name].dtype == column.dtype.newbyteorder("<")
+        assert (found[name] == column).all()
+
+
+def test_a_column_of_another_type_is_corruption() -> None:
+    data = safetensors.numpy.save({"a": np.zeros(2, np.float32)})
+    with pytest.raises(CorruptCheckpointError, match=r"^f: column 'a'"):
+        decode_columns(data, "f")
