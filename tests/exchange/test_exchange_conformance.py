@@ -59,4 +59,5 @@ class TestTorchSubgroup(ExchangeConformance):
 def _on_subgroup(exchange: Exchange, fn: Callable[..., T], *args: object) -> list[T]:
     """What `fn` returned on a member of the subgroup, as the only item; nothing elsewhere."""
     group = dist.new_group(list(range(1, exchange.world_size)))
+    exchange.all_gather(b"all have their connections")
     return [] if exchange.rank == 0 else [fn(TorchGroup(group), *args)]

@@ -174,6 +174,9 @@ def _call(rank: int, job: _Job) -> object:
         timeout=timedelta(seconds=job.timeout),
     )
     try:
+        # Joining ends when this rank has its connections. If it then ended at once, it would take
+        # them away from ranks that still join.
+        dist.barrier()
         return fn(TorchGroup(), *args)
     finally:
         dist.destroy_process_group()
