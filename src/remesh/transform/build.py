@@ -19,7 +19,7 @@ from typing import Protocol
 from remesh.transform import fused, syntax
 from remesh.transform.expand import Flows, Operand, Step
 from remesh.transform.info import TensorInfo
-from remesh.transform.order import Shape
+from remesh.transform.order import Shape, inverse_order, take
 from remesh.transform.tensors import (
     MAX_DEPTH,
     Leaf,
@@ -85,6 +85,9 @@ class Bindings:
     read: dict[str, None] = field(default_factory=dict)
 
 
+ShapeOf = Callable[[Step, Operand], Shape | None]
+
+
 class Builder:
     """Executes steps.
 
@@ -92,15 +95,27 @@ class Builder:
         sources: The sources.
         targets: The targets; None if they are not known.
         flows: Where results go, if the targets are known.
+        original_shape: The shape of a result that goes to no target, if that is known from
+            elsewhere.
+
+    Attributes:
+        bindings: What names stand for.
+        read_shapes: Shapes of what steps have read, by the statement's number and the name.
     """
 
     def __init__(
-        self, sources: Sources, targets: Mapping[str, TensorInfo] | None, flows: Flows | None
+        self,
+        sources: Sources,
+        targets: Mapping[str, TensorInfo] | None,
+        flows: Flows | None,
+        original_shape: ShapeOf,
     ) -> None:
         self.sources = sources
         self.targets = targets
         self.flows = flows
+        self.original_shape = original_shape
         self.bindings = Bindings()
+        self.read_shapes: dict[tuple[int, str], Shape] = {}
 
     def execute(self, number: int, steps: Sequence[Step]) -> None:
         """Execute the steps of statement `number` (from 0), which all read before any assigns.
@@ -131,6 +146,7 @@ class Builder:
             self.bindings.unread.pop(name, None)
         else:
             value = self._read_source(step, operand)
+        self.read_shapes[step.statement.number, name] = value.node.shape
         axes = _merge_labels(step, operand, value.axes, operand.origin.axes)
         value = Value(value.node, axes)
         if name not in self.bindings.values:
@@ -221,39 +237,59 @@ class Builder:
         assert isinstance(operator, syntax.FusedQkv | syntax.FusedFfn)
         if operator.target_ranks is not None:
             return operator.target_ranks
-        found = self.target_axis(number, step.right[0], axis, ndim)
-        if found is None or found[0].num_pieces is None:
+        operand = step.right[0]
+        info = self.target_info(number, operand)
+        if info is None or info.num_pieces is None or len(info.shape) != ndim:
             return 1
-        info, axis = found
-        assert info.num_pieces is not None
-        return info.num_pieces[axis]
+        return info.num_pieces[ndim - 1 - axis if operand.origin.transposed else axis]
 
-    def target_axis(
-        self, number: int, operand: Operand, axis: int, ndim: int
-    ) -> tuple[TensorInfo, int] | None:
-        """The target that a result ends up in, and which of its axes is `axis` of the result."""
+    def result_shape(self, number: int, step: Step, operand: Operand) -> Shape:
+        """The shape that a result must have, before `^T` on the right is undone.
+
+        Raises:
+            TransformError: If nothing tells.
+        """
+        info = self.target_info(number, operand)
+        shape = self.original_shape(step, operand) if info is None else info.shape
+        if shape is None:
+            raise step.error(
+                f"{operand.name!r} goes to no target that would tell its size",
+                operand,
+                ["write the numbers instead of targets, or give the targets"],
+            )
+        return shape[::-1] if operand.origin.transposed else shape
+
+    def target_info(self, number: int, operand: Operand) -> TensorInfo | None:
+        """The target that a result ends up in, its axes in the order of what is assigned.
+
+        Args:
+            number: The statement that makes the result.
+            operand: The name right of its arrow.
+        """
         if self.flows is None or self.targets is None:
             return None
         found = self.flows.target_of(operand.name, number)
         if found is None:
             return None
         name, way = found
-        place = ndim - 1 - axis if operand.origin.transposed else axis
-        for step in way:
-            place = _axis_after(step, place, ndim)
         info = self.targets[name]
-        return (info, place) if len(info.shape) == ndim else None
+        order = tuple(range(len(info.shape)))
+        for step in way:
+            order = take(order, _order_of(step, len(order)))
+        back = inverse_order(order)
+        num_pieces = None if info.num_pieces is None else take(info.num_pieces, back)
+        return TensorInfo(info.dtype, take(info.shape, back), num_pieces)
 
 
-def _axis_after(step: Step, axis: int, ndim: int) -> int:
-    """Which axis of the result of a step that passes a tensor on an axis becomes."""
+def _order_of(step: Step, ndim: int) -> tuple[int, ...]:
+    """How a step that passes a tensor on permutes its axes."""
     operator = step.statement.operator
+    order = tuple(range(ndim))
     if step.left[0].origin.transposed:
-        axis = ndim - 1 - axis
+        order = order[::-1]
     if isinstance(operator, syntax.Permute):
-        order = _full_order(step, operator, ndim)
-        axis = order.index(axis)
-    return ndim - 1 - axis if step.right[0].origin.transposed else axis
+        order = take(order, _full_order(step, operator, ndim))
+    return order[::-1] if step.right[0].origin.transposed else order
 
 
 # ---------------------------------------------------------------------------------------------
@@ -386,8 +422,7 @@ def _split_sizes(
     _check_num_parts(step, operator.parts)
     if operator.from_targets:
         sizes: Sequence[int] = [
-            _target_extent(builder, number, step, operand, axis, len(shape))
-            for operand in step.right
+            builder.result_shape(number, step, operand)[axis] for operand in step.right
         ]
     elif operator.sizes is not None:
         sizes = operator.sizes
@@ -407,20 +442,6 @@ def _split_sizes(
             f"{step.left[0].name!r} has extent {extent}"
         )
     return sizes
-
-
-def _target_extent(
-    builder: Builder, number: int, step: Step, operand: Operand, axis: int, ndim: int
-) -> int:
-    found = builder.target_axis(number, operand, axis, ndim)
-    if found is None:
-        raise step.error(
-            f"{operand.name!r} goes to no target that would tell its size",
-            operand,
-            ["write sizes=[...], or give the targets"],
-        )
-    info, place = found
-    return info.shape[place]
 
 
 def _check_num_parts(step: Step, num_parts: int | None) -> None:
@@ -479,11 +500,13 @@ def _permute(_builder: Builder, _number: int, step: Step, values: list[Value]) -
     return [Value(permute(node, order), tuple(axes[axis] for axis in order))]
 
 
-def _reshape(_builder: Builder, _number: int, step: Step, values: list[Value]) -> list[Value]:
+def _reshape(builder: Builder, number: int, step: Step, values: list[Value]) -> list[Value]:
     operator = step.statement.operator
     assert isinstance(operator, syntax.Reshape)
     node, shape = values[0].node, operator.shape
-    if node.shape == shape and len(shape) >= 3:
+    if shape is None:
+        shape = builder.result_shape(number, step, step.right[0])
+    elif node.shape == shape and len(shape) >= 3:
         shape = (shape[0] * shape[1], math.prod(shape[2:]))
     if math.prod(shape) != math.prod(node.shape):
         raise step.error(

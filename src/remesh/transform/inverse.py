@@ -13,6 +13,7 @@ program may match the same tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -74,13 +75,13 @@ def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _turned(statement: Statement) -> Statement:
-    """A statement with left and right exchanged."""
+def _turned(statement: Statement, operator: Operator | None = None) -> Statement:
+    """A statement with left and right exchanged, and the opposite operator or the given one."""
     return replace(
         statement,
         left=statement.right,
         right=statement.left,
-        operator=_opposite(statement),
+        operator=_opposite(statement) if operator is None else operator,
         is_reversed=not statement.is_reversed,
     )
 
@@ -126,7 +127,7 @@ def _opposite_by_attributes(statement: Statement) -> Operator:
             )
         return syntax.Cast(operator.source_dtype, operator.dtype)
     assert isinstance(operator, syntax.Reshape)
-    if len(operator.shape) < 3:
+    if operator.shape is None or len(operator.shape) < 3:
         raise report.statement_error(
             "a reshape to fewer than three axes does not say what to go back to",
             statement,
@@ -157,7 +158,9 @@ def _check_is_exact(statement: Statement) -> None:
 
 
 def _undoing(statement: Statement) -> Statement:
-    """A statement turned around; the sizes of parts that had been joined come from the targets."""
+    """A statement turned around; sizes and shapes that it forgot come from the targets."""
+    if isinstance(statement.operator, syntax.Reshape):
+        return _turned(statement, syntax.Reshape(None))
     turned = _turned(statement)
     if isinstance(turned.operator, syntax.Split):
         return replace(turned, operator=replace(turned.operator, from_targets=True))
@@ -167,10 +170,14 @@ def _undoing(statement: Statement) -> Statement:
 def _tie(like: Statement, copies: Sequence[Name], name: Name) -> Statement:
     return replace(
         like,
-        left=tuple(copies),
+        left=tuple(replace(copy, transposed=False) for copy in copies),
         right=(replace(name, transposed=False),),
         operator=syntax.Tie(),
     )
+
+
+COPY = re.compile(r"_copy[0-9]+\.")
+"""What a name begins with that stands for one of several copies."""
 
 
 def _copy_of(name: Name, number: int, statement: Statement) -> Name:

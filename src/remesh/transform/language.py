@@ -30,10 +30,12 @@ class Transform:
     Attributes:
         statements: The statements, in order.
         owners: See `parse`.
+        undone: The statements that these undo, if they were made by `inverse`.
     """
 
     statements: tuple[Statement, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
+    undone: tuple[Statement, ...] | None = None
 
     @classmethod
     def parse(
@@ -71,7 +73,8 @@ class Transform:
             TransformError: If this one loses something: a deleted source, an overwritten result,
                 digits of a cast.
         """
-        return replace(self, statements=inverse.invert(self.statements))
+        statements = inverse.invert(self.statements)
+        return replace(self, statements=statements, undone=self.statements)
 
     def resolve(
         self,
@@ -110,6 +113,7 @@ class Transform:
             None if targets is None else infos_of(targets),
             owners=self.owners,
             aliases=aliases,
+            original=self.undone,
             cast=cast,
         )
 
@@ -157,6 +161,7 @@ class Transform:
             None if targets is None else evaluate.describe(targets),
             owners=self.owners,
             aliases={},
+            original=self.undone,
         )
         resolved.check()
         return evaluate.apply(resolved, tensors, targets)

@@ -250,6 +250,8 @@ def _permute(given: _Given) -> Operator:
 
 def _reshape(given: _Given) -> Operator:
     _one_to_one(given, "reshape")
+    if given.attributes["reshape"].value == "targets":
+        return Reshape(None)
     shape = given.integers("reshape")
     if min(shape, default=0) < 0:
         raise AttributeProblem("extents are not negative", given.attributes["reshape"].span)

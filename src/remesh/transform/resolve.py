@@ -27,9 +27,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from remesh.errors import TransformError
 from remesh.transform import report, syntax
 from remesh.transform.build import Bindings, Builder
-from remesh.transform.expand import Expander, Flows, Step
+from remesh.transform.expand import Expander, Flows, Operand, Step
 from remesh.transform.info import Infos, TensorInfo
+from remesh.transform.inverse import COPY
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
+from remesh.transform.order import Shape
 from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
 from remesh.transform.sources import SourceSpace, info_from_states
 from remesh.transform.syntax import Statement
@@ -45,10 +47,51 @@ def resolve(
     *,
     owners: Mapping[str, str],
     aliases: Mapping[str, str],
+    original: Sequence[Statement] | None = None,
     cast: bool = False,
 ) -> Resolved:
-    """See `Transform.resolve`."""
-    return _Resolver(statements, sources, targets, owners, aliases, cast=cast).run()
+    """See `Transform.resolve`.
+
+    `original` are the statements that `statements` undo, if they do.
+    """
+    shapes = _OriginalShapes(original, sources, targets, owners)
+    return _Resolver(statements, sources, targets, owners, aliases, shapes, cast=cast).run()
+
+
+class _OriginalShapes:
+    """Shapes in a program that is undone, found by executing it on what it shall give back.
+
+    When statements that split a tensor are the opposite of others that joined it, the sizes of
+    the parts are those that the others read. Where a part goes straight to a target, the target
+    tells; for the rest, the original program is executed in the usual direction, which for shapes
+    costs little, and only when the first such question comes.
+    """
+
+    def __init__(
+        self,
+        statements: Sequence[Statement] | None,
+        sources: Infos,
+        targets: Infos | None,
+        owners: Mapping[str, str],
+    ) -> None:
+        self._statements = statements
+        self._sources = sources
+        self._targets = targets
+        self._owners = owners
+        self._shapes: dict[tuple[int, str], Shape] | None = None
+
+    def __call__(self, step: Step, operand: Operand) -> Shape | None:
+        """The shape of a result, as the statement that is undone had read it."""
+        if self._statements is None or self._targets is None:
+            return None
+        if self._shapes is None:
+            nothing = _OriginalShapes(None, {}, None, {})
+            resolver = _Resolver(
+                self._statements, self._targets, self._sources, self._owners, {}, nothing
+            )
+            self._shapes = resolver.execute().read_shapes
+        name = COPY.sub("", operand.name, count=1)
+        return self._shapes.get((step.statement.number, name))
 
 
 class _Resolver:
@@ -61,10 +104,12 @@ class _Resolver:
         targets: Infos | None,
         owners: Mapping[str, str],
         aliases: Mapping[str, str],
+        original_shapes: _OriginalShapes,
         *,
-        cast: bool,
+        cast: bool = False,
     ) -> None:
         self.statements = statements
+        self.original_shapes = original_shapes
         self.cast = cast
         self.owners = owners
         literal = _literal_names(name for s in statements for name in s.left)
@@ -87,7 +132,7 @@ class _Resolver:
         }
 
     def run(self) -> Resolved:
-        self.execute()
+        self.bindings = self.execute().bindings
         self.targets = self.outputs() if self.given_targets is None else self.given_targets
         self.target_states = find_states(self.targets, self.bindings.values, self.owners)
         for name, info in self.targets.items():
@@ -109,7 +154,7 @@ class _Resolver:
     # Statements
     # -----------------------------------------------------------------------------------------
 
-    def execute(self) -> None:
+    def execute(self) -> Builder:
         expander = Expander(
             [*self.sources.infos, *self.sources.states.by_parameter],
             None if self.given_targets is None else self.parameter_targets,
@@ -120,10 +165,10 @@ class _Resolver:
         if self.given_targets is not None and any(map(_asks_for_targets, self.statements)):
             targets = self.parameter_targets()
             flows = Flows(groups, targets)
-        builder = Builder(self.sources, targets, flows)
+        builder = Builder(self.sources, targets, flows, self.original_shapes)
         for number, steps in enumerate(groups):
             builder.execute(number, steps)
-        self.bindings = builder.bindings
+        return builder
 
     def parameter_targets(self) -> dict[str, TensorInfo]:
         """The targets, and the parameters of which only optimizer states are targets."""
@@ -402,7 +447,9 @@ def _literal_names(names: Iterable[syntax.Name]) -> list[str]:
 
 def _asks_for_targets(statement: Statement) -> bool:
     match statement.operator:
-        case syntax.FusedFfn() | syntax.FusedQkv(by_rank=True) | syntax.Split(from_targets=True):
+        case syntax.FusedFfn() | syntax.FusedQkv(by_rank=True):
+            return True
+        case syntax.Split(from_targets=True) | syntax.Reshape(None):
             return True
         case _:
             return False

@@ -160,9 +160,12 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape."""
+    """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape.
 
-    shape: tuple[int, ...]
+    The shape is None for `reshape=targets`: that of the target which the result goes to.
+    """
+
+    shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,7 @@ def _of(operator: Operator) -> list[tuple[str, str]]:
         case Permute(order):
             items = [("permute", _integers(order))]
         case Reshape(shape):
-            items = [("reshape", _integers(shape))]
+            items = [("reshape", "targets" if shape is None else _integers(shape))]
         case Cast(dtype, source_dtype):
             name = "dtype" if source_dtype is None else "dst_dtype"
             items = [("src_dtype", source_dtype), (name, dtype)]
