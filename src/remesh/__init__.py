@@ -10,22 +10,51 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from remesh.checkpoint import Checkpoint, RestoreReport, load, save
-    from remesh.errors import *  # noqa: F403
-    from remesh.geometry import Box
-    from remesh.index import Index
-    from remesh.state import (
-        LocalNonpersistentObject,
-        Part,
-        ShardedObject,
-        ShardedTensor,
-        ShardedTensorFactory,
-    )
+    from remesh.checkpoint import Checkpoint as Checkpoint
+    from remesh.checkpoint import RestoreReport as RestoreReport
+    from remesh.checkpoint import SaveHandle as SaveHandle
+    from remesh.checkpoint import Saver as Saver
+    from remesh.checkpoint import load as load
+    from remesh.checkpoint import save as save
+    from remesh.checkpoint import save_async as save_async
+    from remesh.errors import CheckpointError as CheckpointError
+    from remesh.errors import CheckpointExistsError as CheckpointExistsError
+    from remesh.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from remesh.errors import CorruptCheckpointError as CorruptCheckpointError
+    from remesh.errors import CoverageError as CoverageError
+    from remesh.errors import DivergedReplicaError as DivergedReplicaError
+    from remesh.errors import ExchangeError as ExchangeError
+    from remesh.errors import FormatVersionError as FormatVersionError
+    from remesh.errors import MismatchError as MismatchError
+    from remesh.errors import NameCollisionError as NameCollisionError
+    from remesh.errors import NoSpaceError as NoSpaceError
+    from remesh.errors import RankFailedError as RankFailedError
+    from remesh.errors import RemeshError as RemeshError
+    from remesh.errors import StateError as StateError
+    from remesh.errors import StorageError as StorageError
+    from remesh.errors import TransformError as TransformError
+    from remesh.errors import UnsupportedValueError as UnsupportedValueError
+    from remesh.geometry import Box as Box
+    from remesh.index import Index as Index
+    from remesh.state import LocalNonpersistentObject as LocalNonpersistentObject
+    from remesh.state import Part as Part
+    from remesh.state import ShardedObject as ShardedObject
+    from remesh.state import ShardedTensor as ShardedTensor
+    from remesh.state import ShardedTensorFactory as ShardedTensorFactory
+    from remesh.transform import Transform as Transform
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "remesh.checkpoint": ("Checkpoint", "RestoreReport", "load", "save"),
+    "remesh.checkpoint": (
+        "Checkpoint",
+        "RestoreReport",
+        "SaveHandle",
+        "Saver",
+        "load",
+        "save",
+        "save_async",
+    ),
     "remesh.errors": (
         "CheckpointError",
         "CheckpointExistsError",
@@ -42,6 +71,7 @@ _HOMES = {
         "RemeshError",
         "StateError",
         "StorageError",
+        "TransformError",
         "UnsupportedValueError",
     ),
     "remesh.geometry": ("Box",),
@@ -53,6 +83,7 @@ _HOMES = {
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
+    "remesh.transform": ("Transform",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

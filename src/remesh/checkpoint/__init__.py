@@ -1,7 +1,8 @@
 """The engine: save a state, open a checkpoint, load it into another layout. Start reading here.
 
 `saving` and `loading` each hold one function that reads from top to bottom as a save or a load
-happens; `opened` is a checkpoint that is looked at without a state to load it into. They only wire
+happens; `saver` saves beside the training; `opened` is a checkpoint that is looked at without a
+state to load it into. They only wire
 together what lies below: the state is described (`state`, `adapters`), planned (`planner`), moved
 (`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
 """
@@ -9,7 +10,7 @@ together what lies below: the state is described (`state`, `adapters`), planned 
 from remesh.checkpoint.loading import load
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.report import RestoreReport
-from remesh.checkpoint.saver import Progress, SaveHandle, Saver
+from remesh.checkpoint.saver import Progress, SaveHandle, Saver, save_async
 from remesh.checkpoint.saving import save
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "VerifyReport",
     "load",
     "save",
+    "save_async",
 ]

@@ -32,6 +32,7 @@ from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DivergedReplicaError,
+    NameCollisionError,
     NoSpaceError,
     StateError,
 )
@@ -244,6 +245,7 @@ class _Rank:
         _check_space(
             [None if one.space is None else FileSystemSpace(*one.space) for one in described],
             plan.bytes_per_rank(world_size),
+            self.storage.url,
         )
         save_id = secrets.token_hex(6)
         self.coordination = Coordination(
@@ -320,7 +322,11 @@ def existing_record(storage: Storage, options: SaveOptions) -> native.CommitReco
 
 
 def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:
-    """What a rank knows that is not a tensor."""
+    """What a rank knows that is not a tensor.
+
+    Raises:
+        NameCollisionError: If two main replicas of one element of an object differ.
+    """
     document = native.ValuesDocument(
         values={
             name: msgspec.Raw(values.encode(value, name))
@@ -332,12 +338,15 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
     )
     for element in description.objects:
         if element.is_main_replica:
-            document.objects[element.unique_name] = native.ObjectElement(
-                element.name,
-                element.global_shape,
-                element.global_offset,
-                msgspec.Raw(values.encode(element.data, element.unique_name)),
+            name, value = element.unique_name, values.encode(element.data, element.unique_name)
+            stored = native.ObjectElement(
+                element.name, element.global_shape, element.global_offset, msgspec.Raw(value)
             )
+            if bytes(document.objects.setdefault(name, stored).value) != value:
+                raise NameCollisionError(
+                    f"{name}: the state has two different values for this element, which both say "
+                    "to be its main replica; rename one of them, or give it its own offset"
+                )
     for name, path in description.paths.items():
         document.set_path(name, path)
     for name in (*(entry.name for entry in description.tensors), *document.objects):
@@ -385,7 +394,7 @@ def _check_names(plan: SavePlan, document: native.ValuesDocument) -> None:
             )
 
 
-def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray) -> None:
+def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:
     """Is there room for all files that share a file system?"""
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
@@ -396,9 +405,8 @@ def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray) 
     for identity, size in needed.items():
         if size > free[identity]:
             raise NoSpaceError(
-                f"the state needs {size / 1e9:.3f} GB on {identity}, where "
-                f"{free[identity] / 1e9:.3f} GB are free. Nothing was written. Free some space, or "
-                "save elsewhere."
+                f"{url}: the state needs {size / 1e9:.3f} GB, and {free[identity] / 1e9:.3f} GB are "
+                "free there. Nothing was written. Free some space, or save elsewhere."
             )
 
 

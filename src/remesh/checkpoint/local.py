@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from remesh.errors import StateError
+from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
@@ -98,6 +98,7 @@ def tensors_to_store(description: Description) -> LocalTensors:
 
     Raises:
         StateError: If two leaves of one name disagree about dtype or global shape.
+        NameCollisionError: If two leaves of one name both claim to be what is stored.
     """
     entries, aliases = split_aliases(description.tensors)
     rows: dict[str, int] = {}
@@ -105,6 +106,7 @@ def tensors_to_store(description: Description) -> LocalTensors:
     boxes: list[tuple[int, Box]] = []
     roles: list[int] = []
     memories: list[Memory] = []
+    claimed: set[tuple[int, Box]] = set()
     for entry in entries:
         row = rows.setdefault(entry.name, len(rows))
         what = (entry.name, entry.dtype, entry.global_shape)
@@ -113,6 +115,14 @@ def tensors_to_store(description: Description) -> LocalTensors:
         elif tensors[row] != what:
             raise StateError(f"{entry.name}: described twice, as {tensors[row][1:]} and {what[1:]}")
         for part in entry.parts:
+            if entry.role is not Role.REPLICA:
+                if (row, part.box) in claimed:
+                    raise NameCollisionError(
+                        f"{entry.name}: two tensors of the state have this stored name and the "
+                        f"same box {part.box}; rename one of them, or give one a replica_id that "
+                        "is not 0"
+                    )
+                claimed.add((row, part.box))
             boxes.append((row, part.box))
             roles.append(int(entry.role))
             memories.append(memory_of(part.data, entry.name))

@@ -18,6 +18,7 @@ every rank, and never touches the previous checkpoint.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -473,3 +474,26 @@ class _Background:
             put(self._rank, error)
         except StorageError as also:
             error.add_note(f"The other ranks could not be told: {also}")
+
+
+@functools.cache
+def _saver_of_this_process() -> Saver:
+    """What `save_async` keeps between calls: the one object that this process shares."""
+    return Saver()
+
+
+def save_async(
+    state: Any,
+    path: Any,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, object] | None = None,
+) -> SaveHandle:
+    """Save beside the training, with torch's default group if it is initialised.
+
+    A convenience for scripts: the same as `save_async` of one `Saver` that lives as long as the
+    process. Whoever wants to choose the group, the memory or what happens at exit makes a `Saver`.
+
+    Args and errors are those of `Saver.save_async`.
+    """
+    return _saver_of_this_process().save_async(state, path, overwrite=overwrite, metadata=metadata)

@@ -50,6 +50,7 @@ class _Failure(msgspec.Struct, frozen=True):
     rank: int
     class_name: str
     message: str
+    error_type: str = ""
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -71,19 +72,25 @@ def encode_failure(rank: int, error: BaseException) -> bytes:
         if isinstance(error, MismatchError)
         else ((), (), ())
     )
-    return _FAILED + msgspec.msgpack.encode(_Failure(rank, class_name, str(error), *lists))
+    error_type = error.error_type if isinstance(error, RankFailedError) else class_name
+    return _FAILED + msgspec.msgpack.encode(
+        _Failure(rank, class_name, str(error), error_type, *lists)
+    )
 
 
 def decode_failure(data: bytes) -> RemeshError:
     """The exception to raise for what happened on another rank."""
     failure = msgspec.msgpack.decode(data[1:], type=_Failure)
     kind = getattr(errors, failure.class_name, None)
-    message = f"{failure.message} [raised on rank {failure.rank}]"
+    origin = f" [raised on rank {failure.rank}]"
+    message = failure.message.removesuffix(origin) + origin
     error: RemeshError
     if kind is MismatchError:
         error = MismatchError(message, failure.missing, failure.unexpected, failure.conflicts)
     elif kind is None:
-        error = RankFailedError(f"{failure.class_name}: {message}", failure.class_name)
+        error = RankFailedError(f"{failure.class_name}: {message}", failure.error_type)
+    elif kind is RankFailedError:
+        error = RankFailedError(message, failure.error_type)
     else:
         error = kind(message)
     error.rank = failure.rank

@@ -1,0 +1,328 @@
+"""Saving beside the training: what is staged is what is stored, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.errors import ExchangeError, RankFailedError
+from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.pipeline.write import CHUNK_SIZE
+from remesh.storage import MemoryStorage, Storage
+from remesh.testing import (
+    Died,
+    FaultInjector,
+    InjectedError,
+    Raised,
+    run_processes_outcomes,
+    run_ranks,
+    run_ranks_outcomes,
+)
+
+WORLD_SIZE = 3
+
+
+def state_of(rank: int, value: float, rows: int = 2) -> dict[str, Any]:
+    """A third of a tensor, of which every element is `value`, and a plain value."""
+    part = np.full((rows, 5), value, dtype=np.float32)
+    shape, offset = (rows * WORLD_SIZE, 5), (rows * rank, 0)
+    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset), "step": value}
+
+
+def stored_value(place: Storage | Path) -> float:
+    """The one value of a checkpoint; fails if it is a mixture or damaged."""
+    checkpoint = remesh.Checkpoint(place)
+    assert checkpoint.verify().ok
+    value = checkpoint.values["step"]
+    assert isinstance(value, float)
+    assert (checkpoint.read_array("w") == value).all()
+    return value
+
+
+class Spy:
+    """An exchange that counts the messages and bytes of its rank."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self._inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.num_messages = 0
+        self.num_bytes = 0
+
+    def _count(self, *data: bytes | None) -> None:
+        self.num_messages += 1
+        self.num_bytes += sum(len(item) for item in data if item is not None)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        self._count(data)
+        return self._inner.all_gather(data)
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        self._count(data)
+        return self._inner.gather(data)
+
+    def scatter(self, data: list[bytes] | None) -> bytes:
+        self._count(*(data or ()))
+        return self._inner.scatter(data)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        self._count(data)
+        return self._inner.broadcast(data)
+
+
+@pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE, 3 * CHUNK_SIZE])
+def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).random(5 * CHUNK_SIZE // 8 + 17)
+    with remesh.Saver(arena_bytes=arena_bytes) as saver:
+        for number in range(3):
+            expected = weights.copy()
+            handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
+            weights += 1.0
+            handle.wait()
+            assert handle.done()
+            assert handle.exception() is None
+            checkpoint = remesh.Checkpoint(tmp_path / str(number))
+            np.testing.assert_array_equal(checkpoint.read_array("w"), expected)
+            assert checkpoint.values["n"] == number
+            progress = handle.progress()
+            assert progress.phase == "done"
+            assert progress.num_bytes == progress.staged_bytes == progress.written_bytes
+        if arena_bytes is not None:
+            assert saver.num_arena_bytes <= arena_bytes
+
+
+def test_a_warmed_arena_is_not_allocated_again(tmp_path: Path) -> None:
+    state = {"w": np.ones(3 * CHUNK_SIZE // 8)}
+    with remesh.Saver() as saver:
+        saver.warm(state)
+        saver.save_async(state, tmp_path / "0").wait()
+        allocated = saver.num_arena_bytes
+        assert allocated >= 3 * CHUNK_SIZE
+        saver.save_async(state, tmp_path / "1").wait()
+        assert saver.num_arena_bytes == allocated
+
+
+def test_ranks_find_each_other_without_collectives() -> None:
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> None:
+        spy = Spy(exchange)
+        state = state_of(exchange.rank, 1.0)
+        with remesh.Saver(group=spy) as saver:
+            handle = saver.save_async(state, storage)
+            foreground = spy.num_messages
+            state["w"].parts[0].data[...] = -1.0
+            handle.wait(timeout=30)
+            assert spy.num_messages == foreground
+
+    run_ranks(WORLD_SIZE, train)
+    assert stored_value(storage) == 1.0
+    assert not [path for path in storage.list() if "part-" in path or "failed" in path]
+
+
+def test_an_unchanged_layout_crosses_the_network_as_a_fingerprint() -> None:
+    def train(exchange: Exchange) -> tuple[list[int], int]:
+        spy = Spy(exchange)
+        sizes = []
+        with remesh.Saver(group=spy) as saver:
+            for number in range(3):
+                before = spy.num_bytes
+                saver.save(state_of(exchange.rank, float(number)), storages[number])
+                sizes.append(spy.num_bytes - before)
+            reused = saver.num_plans_reused
+            saver.save(state_of(exchange.rank, 3.0, rows=4), storages[3])
+            assert saver.num_plans_reused == reused
+            saver.save(state_of(exchange.rank, 4.0, rows=4), storages[4])
+            assert saver.num_plans_reused == reused + 1
+        return sizes, reused
+
+    storages = [MemoryStorage() for _ in range(5)]
+    for sizes, reused in run_ranks(WORLD_SIZE, train)[1:]:
+        assert reused == 2
+        assert sizes[1] == sizes[2]
+        assert sizes[1] < 700 < 4096 < sizes[0]
+    for number, storage in enumerate(storages):
+        assert stored_value(storage) == number
+
+
+def save_twice(
+    exchange: Exchange, place: Storage | Path, faults: FaultInjector, deadline: float = 20.0
+) -> str:
+    """Save 1.0 well, then 2.0 with faults, then 3.0; what the second ended with."""
+    with remesh.Saver(group=exchange, deadline=deadline) as saver:
+        saver.save_async(state_of(exchange.rank, 1.0), place, overwrite=True)
+        saver.wait()
+        failing = remesh.Saver(group=exchange, deadline=deadline, on_event=faults)
+        handle = failing.save_async(state_of(exchange.rank, 2.0), place, overwrite=True)
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - looked at by the caller
+            handle.wait(timeout=60)
+        assert handle.exception() is caught.value
+        # The failure is also raised by the next save, once, and then all is well again.
+        with pytest.raises(type(caught.value)):
+            failing.save_async(state_of(exchange.rank, 2.0), place, overwrite=True)
+        exchange.all_gather(b"")
+        value = stored_value(place)
+        exchange.all_gather(b"")
+        failing.save_async(state_of(exchange.rank, 3.0), place, overwrite=True)
+        failing.close()
+        return f"{type(caught.value).__name__} {value}"
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (rank, point)
+        for point in (
+            "save.chunk_staged",
+            "save.staged",
+            "save.chunk_written",
+            "save.file_finished",
+        )
+        for rank in (0, 2)
+    ]
+    + [(0, "save.parts_gathered"), (0, "save.index_written"), (0, "save.before_commit")],
+)
+def test_a_failure_in_the_background_reaches_all_and_keeps_the_old(rank: int, point: str) -> None:
+    storage = MemoryStorage()
+    faults = FaultInjector().fail_at(rank, point)
+    ends = run_ranks(WORLD_SIZE, save_twice, storage, faults)
+    expected = [RankFailedError.__name__] * WORLD_SIZE
+    expected[rank] = InjectedError.__name__
+    assert ends == [f"{name} 1.0" for name in expected]
+    assert stored_value(storage) == 3.0
+
+
+def test_a_rank_that_never_finishes_ends_in_a_deadline() -> None:
+    storage = MemoryStorage()
+    released = threading.Event()
+
+    def hang(event: Event) -> None:
+        if event.point == "save.chunk_written":
+            released.wait(30)
+
+    def train(exchange: Exchange) -> str:
+        on_event = hang if exchange.rank == 2 else (lambda _event: None)
+        saver = remesh.Saver(group=exchange, deadline=0.3, on_event=on_event)
+        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
+        if exchange.rank == 2:
+            exchange.all_gather(b"")
+            released.set()
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            handle.wait(timeout=30)
+        exchange.all_gather(b"")
+        return str(caught.value)
+
+    messages = run_ranks(WORLD_SIZE, train)
+    assert "ranks [2] to finish" in messages[0]
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(storage)
+
+
+def test_cancel() -> None:
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> BaseException | None:
+        started = threading.Event()
+
+        def wait_until_cancelled(event: Event) -> None:
+            if event.point == "save.file_created":
+                started.wait(30)
+
+        saver = remesh.Saver(group=exchange, deadline=20, on_event=wait_until_cancelled)
+        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
+        if exchange.rank == 1:
+            assert handle.cancel()
+        exchange.all_gather(b"")
+        started.set()
+        with pytest.raises((CancelledError, RankFailedError)):
+            handle.wait(timeout=30)
+        assert not handle.cancel()
+        return handle.exception()
+
+    errors = run_ranks(WORLD_SIZE, train)
+    assert isinstance(errors[1], CancelledError)
+    assert "CancelledError" in str(errors[0])
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(storage)
+
+
+def kill_in_the_background(exchange: Exchange, path: Path, faults: FaultInjector) -> str:
+    saver = remesh.Saver(group=exchange, deadline=3.0, on_event=faults)
+    handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
+    handle.wait(timeout=60)
+    return "committed"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_killed_in_the_background_keeps_the_old(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    run_ranks(
+        WORLD_SIZE, lambda exchange: remesh.save(state_of(exchange.rank, 1.0), path, group=exchange)
+    )
+    faults = FaultInjector().kill_at(rank, "save.chunk_written")
+    outcomes = run_processes_outcomes(WORLD_SIZE, kill_in_the_background, path, faults, timeout=90)
+    for number, outcome in enumerate(outcomes):
+        if number == rank:
+            assert isinstance(outcome, Died)
+        else:
+            assert isinstance(outcome, Raised)
+            assert isinstance(outcome.error, ExchangeError | RankFailedError)
+    assert stored_value(path) == 1.0
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+import remesh
+
+def slow(event):
+    if event.point == "save.file_created":
+        time.sleep(1.0)
+
+saver = remesh.Saver(at_exit=sys.argv[1], on_event=slow)
+saver.save_async({"w": np.ones(10)}, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("at_exit", ["wait", "abort"])
+def test_the_end_of_the_interpreter(at_exit: str, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, at_exit, str(tmp_path / "c")], check=True, timeout=60
+    )
+    if at_exit == "wait":
+        assert remesh.Checkpoint(tmp_path / "c").read_array("w").tolist() == [1.0] * 10
+    else:
+        with pytest.raises(remesh.CheckpointNotFoundError):
+            remesh.Checkpoint(tmp_path / "c")
+
+
+def test_save_async_of_the_process(tmp_path: Path) -> None:
+    state = {"w": np.arange(10.0)}
+    handle = remesh.save_async(state, tmp_path / "0", metadata={"a": 1})
+    state["w"][:] = 0
+    handle.wait()
+    assert remesh.Checkpoint(tmp_path / "0").read_array("w").tolist() == list(range(10))
+    assert remesh.Checkpoint(tmp_path / "0").metadata == {"a": 1}
+
+
+def test_errors_of_the_foreground_reach_all_at_once() -> None:
+    def train(exchange: Exchange) -> None:
+        state = state_of(exchange.rank, 1.0)
+        if exchange.rank == 1:
+            state["bad"] = object()
+        remesh.Saver(group=exchange).save_async(state, MemoryStorage())
+
+    outcomes = run_ranks_outcomes(WORLD_SIZE, train)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, remesh.UnsupportedValueError)
