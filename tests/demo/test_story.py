@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from remesh.checkpoint import save
+from remesh.cli.demo import demo
 from remesh.demo import story
 from remesh.demo.config import Kind, Layout, RunSpec, TrainConfig
 from remesh.demo.launch import Ended, RunEnd
@@ -53,6 +56,8 @@ def test_directories_of_others_are_refused_and_left_alone(tmp_path: Path) -> Non
     file.write_text("x")
     with pytest.raises(DemoError, match="is a file"):
         story.prepare_directory(file)
+    with pytest.raises(DemoError, match=r"cannot be used \(.*Not a directory"):
+        story.prepare_directory(file / "below")
 
 
 def test_newest_committed_skips_what_was_not_committed(tmp_path: Path) -> None:
@@ -76,6 +81,8 @@ def test_counts_of_a_stored_checkpoint(tmp_path: Path) -> None:
     save({"w": np.zeros((3, 5)), "n": 7}, path)
     stored = story.examine_stored(path, 4)
     assert (stored.num_tensors, stored.num_bytes) == (1, 3 * 5 * 8)
+    with pytest.raises(DemoError, match="should be that of step 8"):
+        story.examine_stored(path, 8)
     assert stored.num_file_bytes == sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
 
 
@@ -140,18 +147,20 @@ def test_a_survivor_that_noticed_nothing_is_an_error(tmp_path: Path) -> None:
         story._require_death(told([], failed, failed, failed, failed), tmp_path)
 
 
-def test_result_as_json() -> None:
+def result_with(*, difference: float) -> DemoResult:
     run = RunResult(
-        name="A", purpose="p", layout="l", num_ranks=1, first_step=0, last_step=12,
+        name="A", purpose="reference", layout="FSDP2 x 1", num_ranks=1, first_step=0, last_step=12,
         losses=dict.fromkeys(range(12), 1.0), commits=(), kill=None, num_compared=12,
-        max_difference=1e-5, load_seconds=None, seconds=1.0,
+        max_difference=0.0, load_seconds=None, seconds=1.0,
     )  # fmt: skip
-    assert run.agrees
-    result = DemoResult(
-        passed=True,
+    resumed = replace(
+        run, name="C", purpose="resumed", first_step=2, num_compared=10, max_difference=difference
+    )
+    return DemoResult(
+        passed=resumed.agrees,
         tolerance=1e-5,
-        max_difference=1e-5,
-        runs=(run,),
+        max_difference=difference,
+        runs=(run, resumed),
         half_written=HalfWritten(path=Path("/x/y"), num_files=1, num_bytes=2, refusal="r"),
         resumed_from=StoredResult(
             path=Path("/x/z"), step=1, num_tensors=1, num_bytes=1, num_file_bytes=1
@@ -159,6 +168,31 @@ def test_result_as_json() -> None:
         picture=Path("/x/p.html"),
         seconds=3.0,
     )
-    read = json.loads(result.to_json())
+
+
+def test_result_as_json() -> None:
+    read = json.loads(result_with(difference=1e-5).to_json())
+    assert read["passed"] is True
     assert read["runs"][0]["losses"]["3"] == 1.0
     assert read["half_written"]["path"] == "/x/y"
+
+
+@pytest.mark.parametrize(("difference", "code"), [(1e-5, 0), (1.1e-5, 1), (math.inf, 1)])
+def test_the_exit_code_says_whether_losses_agree(
+    monkeypatch: pytest.MonkeyPatch, difference: float, code: int
+) -> None:
+    monkeypatch.setattr(story, "tell", lambda *_: result_with(difference=difference))
+    told = CliRunner().invoke(demo, ["--out", "/x"])
+    assert told.exit_code == code
+    assert ("the losses of run C are not those of the reference" in told.output) == (code == 1)
+    assert f"in 10 steps after the resume is {difference:.1e}" in told.output
+
+
+def test_what_goes_wrong_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> DemoResult:
+        raise DemoError("run C: rank 1 ended with code 1")
+
+    monkeypatch.setattr(story, "tell", fail)
+    told = CliRunner().invoke(demo, ["--out", "/x"])
+    assert told.exit_code == 1
+    assert told.output == "error: run C: rank 1 ended with code 1\n"

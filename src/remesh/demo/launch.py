@@ -24,7 +24,7 @@ from remesh.demo.messages import Message
 SILENCE_LIMIT = 120.0
 """Seconds after which a run is given up in which no rank says or does anything."""
 
-LEAVE_LIMIT = 60.0
+LEAVE_LIMIT = 90.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 
 STOP_LIMIT = 5.0
@@ -53,7 +53,7 @@ class RunEnd:
 
 
 def prepare() -> ForkServerContext:
-    """Start the fork server, which loads torch in the background."""
+    """Where processes come from: a fork server, which starts and loads torch with the first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remesh.demo.worker"])
     return context

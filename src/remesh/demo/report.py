@@ -86,8 +86,9 @@ def _line_of(spec: RunSpec, rank: int, message: Message) -> list[str]:
     match message:
         case SaveDone(num_steps_done=step, seconds=seconds) if rank == 0 and spec.saves is not None:
             return [f"saved {spec.saves.path(step).name} in {seconds:.2f} s"]
-        case AboutToDie(num_steps_done=step, point=point):
-            return [f"rank {rank} killed (SIGKILL) while saving step {step}, at {point}"]
+        case AboutToDie(num_steps_done=step, num_bytes=num_bytes):
+            written = f"with {_bytes(num_bytes)} of its file written"
+            return [f"rank {rank} killed (SIGKILL) in the save of step {step}, {written}"]
         case Failed(error=error):
             return [f"rank {rank} ends: {_cut(error, 72)}"]
     return []

@@ -83,15 +83,14 @@ def tell(
     context = launch.prepare()
     logs = out.absolute() / LOGS_NAME
     train = TrainConfig()
-    four, two = Layout(Kind.FSDP2, 4), Layout(Kind.FSDP2, 2)
-    split = Layout(Kind.TENSOR_PARALLEL, 2)
-    saves = Saves(out.absolute(), SAVE_EVERY)
+    four = Layout(Kind.FSDP2, 4)
 
     def play(spec: RunSpec) -> Told:
         return _play(context, spec, logs, console)
 
     reference = play(RunSpec(name="A", purpose=REFERENCE, layout=four, train=train))
     _require_success(reference, logs)
+    saves = Saves(out.absolute(), SAVE_EVERY)
     killed = play(
         RunSpec(name="B", purpose="killed", layout=four, train=train, saves=saves, kill=KILL)
     )
@@ -99,41 +98,34 @@ def tell(
 
     half_written = examine_half_written(out / step_name(KILL.step))
     newest = newest_committed(out)
-    stored = examine_stored(newest, int(newest.name.removeprefix("step_")))
+    stored = examine_stored(newest, KILL.step - SAVE_EVERY)
     report.show_half_written(console, half_written, newest)
     list_path(out, ())
     list_path(newest, report.LISTED)
 
-    resumed = []
-    for name, layout in (("C", two), ("D", split)):
-        told = play(
-            RunSpec(
-                name=name,
-                purpose="resumed",
-                layout=layout,
-                train=train,
-                resume_from=newest.absolute(),
-            )
+    told = [reference, killed]
+    for name, layout in (("C", Layout(Kind.FSDP2, 2)), ("D", Layout(Kind.TENSOR_PARALLEL, 2))):
+        spec = RunSpec(
+            name=name, purpose="resumed", layout=layout, train=train, resume_from=newest.absolute()
         )
-        _require_success(told, logs)
-        resumed.append(told)
+        told.append(play(spec))
+        _require_success(told[-1], logs)
 
-    told_runs = (reference, killed, *resumed)
     losses = losses_of(reference)
-    runs = tuple(summarise(told, losses) for told in told_runs)
-    picture = out / PICTURE_NAME
+    runs = tuple(summarise(of_run, losses) for of_run in told)
     result = DemoResult(
         passed=all(run.agrees for run in runs[1:]),
         tolerance=TOLERANCE,
-        max_difference=max(run.max_difference for run in runs[2:]),
+        max_difference=max(run.max_difference for run in runs if run.first_step),
         runs=runs,
         half_written=half_written,
         resumed_from=stored,
-        picture=picture,
+        picture=out / PICTURE_NAME,
         seconds=time.monotonic() - begin,
     )
-    picture.write_text(report.draw(result, [held_by_rank(told) for told in told_runs[1:]]))
-    (out / RESULT_NAME).write_text(result.to_json() + "\n")
+    page = report.draw(result, [held_by_rank(of_run) for of_run in told[1:]])
+    result.picture.write_text(page, encoding="utf-8")
+    (out / RESULT_NAME).write_text(result.to_json() + "\n", encoding="utf-8")
     return result
 
 
@@ -141,7 +133,8 @@ def prepare_directory(out: Path) -> None:
     """Make the output directory, or clear what an earlier demo left in it.
 
     Raises:
-        DirectoryRefusedError: If it is a file, or holds something and was not made by the demo.
+        DirectoryRefusedError: If it is a file, cannot be written, or holds something and was not
+            made by the demo.
     """
     if out.exists() and not out.is_dir():
         raise DirectoryRefusedError(f"{out} is a file; name a directory with --out")
@@ -150,14 +143,19 @@ def prepare_directory(out: Path) -> None:
         raise DirectoryRefusedError(
             f"{out} is not empty and was not made by the demo; name another directory with --out"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
-    for path in (*out.glob("step_*"), out / LOGS_NAME):
-        if path.is_dir():
-            shutil.rmtree(path)
-    for name in (RESULT_NAME, PICTURE_NAME):
-        (out / name).unlink(missing_ok=True)
-    (out / LOGS_NAME).mkdir()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
+        for path in (*out.glob("step_*"), out / LOGS_NAME):
+            if path.is_dir():
+                shutil.rmtree(path)
+        for name in (RESULT_NAME, PICTURE_NAME):
+            (out / name).unlink(missing_ok=True)
+        (out / LOGS_NAME).mkdir()
+    except OSError as error:
+        raise DirectoryRefusedError(
+            f"{out} cannot be used ({error}); name another directory with --out"
+        ) from error
 
 
 def _play(context: ForkServerContext, spec: RunSpec, logs: Path, console: Console) -> Told:
@@ -241,7 +239,13 @@ def examine_half_written(path: Path) -> HalfWritten:
 
 
 def examine_stored(path: Path, step: int) -> StoredResult:
-    """Counts of a committed checkpoint."""
+    """Counts of the checkpoint to resume from.
+
+    Raises:
+        DemoError: If it is not that of the given step.
+    """
+    if path.name != step_name(step):
+        raise DemoError(f"{path}: the newest committed checkpoint should be that of step {step}")
     index = Checkpoint(path).index
     return StoredResult(
         path=path,

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from remesh.checkpoint import load, save
+import remesh
 from remesh.demo.config import Kill, RunSpec, Saves
 from remesh.demo.data import read_tokens
 from remesh.demo.layouts import held_tensors
@@ -32,7 +32,7 @@ from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveBegun, 
 from remesh.demo.train import Trainee, build, train_step
 from remesh.events import Event
 
-PEER_TIMEOUT = dt.timedelta(seconds=30)
+PEER_TIMEOUT = dt.timedelta(seconds=60)
 """How long a collective call waits for the other ranks."""
 
 KILL_POINT = "save.chunk_written"
@@ -124,7 +124,7 @@ def _resume(path: Path | None, trainee: Trainee) -> tuple[int, float | None]:
     if path is None:
         return 0, None
     begin = time.perf_counter()
-    state = load(_state(trainee, 0), path)
+    state = remesh.load(_state(trainee, 0), path)
     num_done = state["num_steps_done"]
     assert isinstance(num_done, int)
     return num_done, time.perf_counter() - begin
@@ -139,7 +139,7 @@ def _save(
 ) -> None:
     tell(SaveBegun(num_done))
     begin = time.perf_counter()
-    save(_state(trainee, num_done), saves.path(num_done), on_event=on_event)
+    remesh.save(_state(trainee, num_done), saves.path(num_done), on_event=on_event)
     tell(SaveDone(num_done, time.perf_counter() - begin))
 
 
