@@ -1,0 +1,323 @@
+"""remesh's own format: the commit record and the values document, sound and damaged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh import values
+from remesh.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DivergedReplicaError,
+    FormatVersionError,
+    NameCollisionError,
+)
+from remesh.formats import native
+from remesh.formats.native import CommitRecord, FileRecord, ObjectElement, ValuesDocument
+from remesh.integrity import hex_digest
+
+
+def record_of(**changes: Any) -> CommitRecord:
+    folder = native.data_folder("5f3a9c1e07b2")
+    record = CommitRecord(
+        format=native.FORMAT_NAME,
+        version=native.FORMAT_VERSION,
+        save_id="5f3a9c1e07b2",
+        created="2024-02-29T12:00:00+00:00",
+        world_size=2,
+        remesh_version="0.1.0",
+        index=FileRecord(path=f"{folder}/index.safetensors", num_bytes=4656, digest="0a" * 16),
+        values=FileRecord(path=f"{folder}/values.msgpack", num_bytes=80, digest="1b" * 16),
+        files=(FileRecord(path=f"{folder}/00001.safetensors", num_bytes=4100, digest="2c" * 16),),
+        metadata={"step": 10, "note": "naïve", "loss": 0.1},
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def record_text(body: dict[str, object]) -> bytes:
+    """A record of any content, with a digest that is right."""
+    compact = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    return b'{"record":%s,"digest":"%s"}' % (compact, hex_digest(compact).encode())
+
+
+# ---------------------------------------------------------------------------------------------
+# The commit record
+# ---------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text('ab"\\é '), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text("abc", max_size=3), JSON, max_size=4))
+def test_a_record_comes_back(metadata: dict[str, object]) -> None:
+    record = record_of(metadata=metadata)
+    assert native.decode_record(native.encode_record(record), "f") == record
+
+
+def test_a_record_is_json_that_people_can_read() -> None:
+    text = native.encode_record(record_of())
+    document = json.loads(text)
+    assert document["record"]["metadata"] == {"step": 10, "note": "naïve", "loss": 0.1}
+    assert document["record"]["files"][0]["num_bytes"] == 4100
+    assert len(text.splitlines()) > 10
+    assert text.endswith(b"\n")
+
+
+def test_white_space_between_the_words_of_a_record_does_not_count() -> None:
+    record = record_of()
+    text = native.encode_record(record)
+    for indent in (None, 7):
+        other = json.dumps(json.loads(text), indent=indent, ensure_ascii=False).encode()
+        assert other != text
+        assert native.decode_record(other, "f") == record
+
+
+def test_every_flipped_bit_of_a_record_is_found() -> None:
+    record = record_of()
+    text = native.encode_record(record)
+    num_found = 0
+    for place in range(len(text)):
+        for bit in range(8):
+            damaged = bytearray(text)
+            damaged[place] ^= 1 << bit
+            try:
+                found = native.decode_record(bytes(damaged), "f")
+            except CheckpointError:
+                num_found += 1
+            else:
+                # Only white space may change without a word being changed.
+                assert chr(text[place]) in " \n", (place, bit)
+                assert found == record
+    assert num_found > 8 * 0.9 * len(text)
+
+
+def test_every_cut_of_a_record_is_found() -> None:
+    text = native.encode_record(record_of()).rstrip()
+    for length in range(len(text)):
+        with pytest.raises(CorruptCheckpointError, match=r"^here/remesh\.json: not a commit"):
+            native.decode_record(text[:length], "here/remesh.json")
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[" * 200_000, b'{"record":' + b"[" * 200_000])
+def test_what_is_no_record_is_corruption(text: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="not a commit record"):
+        native.decode_record(text, "f")
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_are_no_record(data: bytes) -> None:
+    for text in (data, b'{"record":' + data + b',"digest":""}', b'{"record":{' + data + b"}}"):
+        with pytest.raises(CorruptCheckpointError):
+            native.decode_record(text, "f")
+
+
+def test_a_changed_record_says_so() -> None:
+    text = native.encode_record(record_of()).replace(b'"step": 10', b'"step": 11')
+    with pytest.raises(CorruptCheckpointError, match="f: the commit record was changed after"):
+        native.decode_record(text, "f")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": native.FORMAT_VERSION + 1}, "format 'remesh' version 2; this remesh reads"),
+        ({"format": "other"}, "format 'other' version 1"),
+    ],
+)
+def test_a_newer_version_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(FormatVersionError, match=says) as caught:
+        native.decode_record(native.encode_record(record_of(**changes)), "f")
+    assert "Upgrade remesh" in str(caught.value)
+
+
+def test_a_newer_version_may_look_quite_different() -> None:
+    text = record_text({"format": "remesh", "version": 2, "parts": {"anything": []}})
+    with pytest.raises(FormatVersionError, match="version 2"):
+        native.decode_record(text, "f")
+
+
+def test_fields_that_are_not_known_are_ignored() -> None:
+    record = record_of()
+    body = {**json.loads(msgspec.json.encode(record)), "later": [1, {"x": None}]}
+    assert native.decode_record(record_text(body), "f") == record
+
+
+@pytest.mark.parametrize("field", ["save_id", "index", "values", "files", "world_size"])
+def test_a_record_that_lacks_a_field_is_corruption(field: str) -> None:
+    body = json.loads(msgspec.json.encode(record_of()))
+    del body[field]
+    with pytest.raises(CorruptCheckpointError, match="f: incomplete commit record: .*" + field):
+        native.decode_record(record_text(body), "f")
+
+
+# ---------------------------------------------------------------------------------------------
+# The values document
+# ---------------------------------------------------------------------------------------------
+
+
+def raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(values.encode(value))
+
+
+def element(value: object, place: int) -> ObjectElement:
+    return ObjectElement("rng", (2,), (place,), raw(value))
+
+
+def plain(document: ValuesDocument) -> dict[str, Any]:
+    """A document with its values decoded, for comparison."""
+    return {
+        "values": {name: values.decode(bytes(v)) for name, v in document.values.items()},
+        "objects": {
+            name: (e.name, e.shape, e.offset, values.decode(bytes(e.value)))
+            for name, e in document.objects.items()
+        },
+        "lists": document.lists,
+        "paths": document.paths,
+        "sequences": sorted(document.sequences, key=repr),
+        "aliases": document.aliases,
+    }
+
+
+def example_document() -> ValuesDocument:
+    return ValuesDocument(
+        values={"step": raw(7), "lr": raw((0.1, {"$": 1}))},
+        lists={"opt.names": ["a", "b"]},
+        objects={"rng/shard_0_2": element(3, 0)},
+        paths={"layers.0": ["layers", 0], "a.b": ["a.b"]},
+        sequences=[(["layers"], "list"), ([], "tuple")],
+        aliases={"head.w": "embed.w"},
+    )
+
+
+def test_a_document_comes_back() -> None:
+    document = example_document()
+    back = ValuesDocument.decode(document.encode(), "f")
+    assert plain(back) == plain(document)
+    assert plain(back)["values"] == {"step": 7, "lr": (0.1, {"$": 1})}
+    assert back.encode() == document.encode()
+
+
+def test_equal_documents_have_equal_bytes() -> None:
+    one, other = ValuesDocument(), ValuesDocument()
+    for name in ("a", "b", "c"):
+        one.values[name] = raw(name)
+    for name in ("c", "a", "b"):
+        other.values[name] = raw(name)
+    assert one.encode() == other.encode()
+
+
+def test_paths_are_kept_only_where_the_name_does_not_say_them() -> None:
+    document = ValuesDocument()
+    for name, path in (("a.b", ("a", "b")), ("c.0", ("c", 0)), ("d.e", ("d.e",))):
+        document.set_path(name, path)
+        assert document.path_of(name) == path
+    assert document.paths == {"c.0": ["c", 0], "d.e": ["d.e"]}
+    assert document.path_of("x.y") == ("x", "y")
+
+
+@given(st.data())
+def test_a_damaged_document_is_corruption_or_a_document(data: st.DataObject) -> None:
+    damaged = bytearray(example_document().encode())
+    for place in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=3)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    try:
+        assert ValuesDocument.decode(bytes(damaged), "f") is not None
+    except CorruptCheckpointError:
+        return
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x90", b"\x81\xa6values\x81\xa1\xff\xc0", b"\x81\xa6values" + b"\x91" * 200_000]
+)
+def test_what_is_no_document_is_corruption(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"^f: not a values file"):
+        ValuesDocument.decode(data, "f")
+
+
+def test_merging_unites_what_ranks_know() -> None:
+    first = ValuesDocument(
+        values={"step": raw(7), "only0": raw(None)},
+        lists={"names": ["a", "b"]},
+        objects={"rng/shard_0_2": element(3, 0)},
+        paths={"layers.0": ["layers", 0]},
+        sequences=[(["layers"], "list")],
+        aliases={"head": "embed"},
+    )
+    second = ValuesDocument(
+        values={"step": raw(7), "only1": raw("x")},
+        lists={"names": ["c", "b"], "more": []},
+        objects={"rng/shard_1_2": element(4, 1)},
+        paths={"layers.0": ["layers", 0], "layers.1": ["layers", 1]},
+        sequences=[(["layers"], "list"), (["pair"], "tuple")],
+        aliases={"lm_head": "embed"},
+    )
+    merged = plain(native.merge_documents([first, second]))
+    assert merged == {
+        "values": {"step": 7, "only0": None, "only1": "x"},
+        "objects": {
+            "rng/shard_0_2": ("rng", (2,), (0,), 3),
+            "rng/shard_1_2": ("rng", (2,), (1,), 4),
+        },
+        "lists": {"names": ["a", "b", "c"], "more": []},
+        "paths": {"layers.0": ["layers", 0], "layers.1": ["layers", 1]},
+        "sequences": [(["layers"], "list"), (["pair"], "tuple")],
+        "aliases": {"head": "embed", "lm_head": "embed"},
+    }
+    # What went in is as it was.
+    assert first.lists == {"names": ["a", "b"]}
+
+
+def test_merging_one_document_changes_nothing() -> None:
+    assert native.merge_documents([example_document()]).encode() == example_document().encode()
+
+
+def test_values_that_differ_are_refused() -> None:
+    documents = [ValuesDocument(values={"step": raw(n)}) for n in (1, 1, 2)]
+    with pytest.raises(DivergedReplicaError) as caught:
+        native.merge_documents([ValuesDocument(), *documents])
+    assert str(caught.value).startswith("step: rank 1 has 1, rank 3 has 2. A plain value must be")
+    assert "ShardedObject" in str(caught.value)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), ((1,), [1]), (0.0, -0.0)])
+def test_values_of_other_types_differ(one: object, other: object) -> None:
+    with pytest.raises(DivergedReplicaError):
+        native.merge_documents([ValuesDocument(values={"v": raw(v)}) for v in (one, other)])
+
+
+def test_a_long_value_is_not_shown_whole() -> None:
+    documents = [ValuesDocument(values={"v": raw("x" * 500 + end)}) for end in "ab"]
+    with pytest.raises(DivergedReplicaError) as caught:
+        native.merge_documents(documents)
+    assert len(str(caught.value)) < 500
+    assert "xxx..." in str(caught.value)
+
+
+def test_an_element_with_two_main_replicas_that_differ_is_refused() -> None:
+    name = "rng/shard_0_2"
+    same = [ValuesDocument(objects={name: element(3, 0)}) for _ in range(2)]
+    assert plain(native.merge_documents(same))["objects"] == {name: ("rng", (2,), (0,), 3)}
+    with pytest.raises(DivergedReplicaError, match=f"^{name}: two ranks, one of them rank 1, have"):
+        native.merge_documents([same[0], ValuesDocument(objects={name: element(4, 0)})])
+
+
+def test_one_name_with_two_paths_is_refused() -> None:
+    paths: list[list[str | int]] = [["a", 0], ["a.0"]]
+    documents = [ValuesDocument(paths={"a.0": path}) for path in paths]
+    with pytest.raises(NameCollisionError, match=r"'a\.0' is the stored name of .* on rank 1"):
+        native.merge_documents(documents)
