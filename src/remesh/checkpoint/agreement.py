@@ -229,11 +229,12 @@ class _Rank:
             cache.key = b""
             cache.holdings = [_decode_holdings(one.holdings) for one in described]
             cache.plan = None
-        check_samples(cache.holdings, [one.samples for one in described])
         if cache.plan is None:
             cache.plan = plan_save(cache.holdings)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
+        # After the plan, which has checked that ranks agree about dtypes and shapes.
+        check_samples(cache.holdings, [one.samples for one in described])
         document = native.merge_documents(
             [
                 native.ValuesDocument.decode(one.document, "values")
@@ -405,7 +406,7 @@ def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, 
     for identity, size in needed.items():
         if size > free[identity]:
             raise NoSpaceError(
-                f"{url}: the state needs {size / 1e9:.3f} GB, and {free[identity] / 1e9:.3f} GB are "
+                f"{url}: the state needs {size / 1e9:.3f} GB, {free[identity] / 1e9:.3f} GB are "
                 "free there. Nothing was written. Free some space, or save elsewhere."
             )
 
