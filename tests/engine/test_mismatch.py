@@ -1,0 +1,587 @@
+"""What does not fit, state and checkpoint or rank and rank: who is told what; nothing has moved.
+
+Ranks are threads over one in-memory storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.state import Part, ShardedObject, ShardedTensor
+from remesh.storage import MemoryStorage
+from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, zeros_like
+
+StateOf = Callable[[int], Any]
+"""Rank → its state."""
+
+
+def saved(state: Any) -> MemoryStorage:
+    """A checkpoint of one rank's state."""
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    return storage
+
+
+def mismatch(state: Any, storage: MemoryStorage, **options: Any) -> remesh.MismatchError:
+    """The error of a load that does not fit."""
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load(state, storage, **options)
+    return caught.value
+
+
+def errors_of_save(world_size: int, state_of: StateOf) -> list[Exception]:
+    """What each rank raises when the ranks save such states; checks that nothing is written."""
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        remesh.save(state_of(exchange.rank), storage, group=exchange)
+
+    errors = raised(run_ranks_outcomes(world_size, save))
+    assert storage.list() == []
+    return errors
+
+
+def errors_of_load(
+    states: Sequence[Any], storage: MemoryStorage, **options: Any
+) -> list[Exception]:
+    """What each rank raises when the ranks load into such states."""
+
+    def load(exchange: Exchange) -> None:
+        remesh.load(states[exchange.rank], storage, group=exchange, **options)
+
+    return raised(run_ranks_outcomes(len(states), load))
+
+
+def raised(outcomes: Sequence[object]) -> list[Exception]:
+    errors = []
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.error, Exception)
+        errors.append(outcome.error)
+    return errors
+
+
+def check_all_raise(
+    errors: Sequence[Exception], kind: type[remesh.RemeshError], origin: int, *words: str
+) -> None:
+    """All raise the same kind, with the words; the others know on which rank it arose."""
+    for rank, error in enumerate(errors):
+        assert type(error) is kind, (rank, error)
+        assert isinstance(error, remesh.RemeshError)
+        assert error.rank == (None if rank == origin else origin)
+        for word in words:
+            assert word in str(error), (rank, word, str(error))
+        assert (f"[raised on rank {origin}]" in str(error)) == (rank != origin)
+
+
+# ---------------------------------------------------------------------------------------------
+# Missing and unexpected
+# ---------------------------------------------------------------------------------------------
+
+
+def test_missing_names_come_with_what_is_near() -> None:
+    storage = saved({"model": {"layer.0.weight": torch.ones(2)}, "learning_rate": 0.1})
+    target = {"model": {"layer.0.weigth": torch.zeros(2)}, "learning-rate": 0.0, "xyz": 1}
+    error = mismatch(target, storage)
+    assert set(error.missing) == {"model.layer.0.weigth", "learning-rate", "xyz"}
+    assert error.conflicts == error.unexpected == ()
+    assert error.rank is None
+    assert "model.layer.0.weigth (stored is model.layer.0.weight)" in str(error)
+    assert "learning-rate (stored is learning_rate)" in str(error)
+    assert "xyz\n" in str(error)
+    assert 'missing="keep"' in str(error)
+    assert storage.url in str(error)
+    assert target["model"]["layer.0.weigth"].tolist() == [0, 0]  # type: ignore[index]
+
+
+def test_messages_stay_short_and_the_exception_carries_all() -> None:
+    storage = saved({"b": torch.ones(2)})
+    target = {f"a{number}": torch.zeros(2) for number in range(25)}
+    error = mismatch(target, storage)
+    assert error.missing == tuple(target)
+    assert "25 names are not stored" in str(error)
+    assert "... and 15 more" in str(error)
+    wrong = {f"c{number}": torch.ones(3) for number in range(12)}
+    error = mismatch({name: torch.zeros(2) for name in wrong}, saved(wrong))
+    assert len(error.conflicts) == 12
+    assert "... and 2 more" in str(error)
+    error = mismatch({}, saved(wrong), unexpected="error")
+    assert error.unexpected == tuple(wrong)
+    assert "... and 2 more" in str(error)
+
+
+def test_missing_keep_leaves_what_is_missing() -> None:
+    storage = saved({"w": torch.ones(2), "step": 3})
+    element = ShardedObject("rng", "mine", (1,), (0,))
+    new, module = torch.full((2,), 7.0), nn.Linear(2, 1)
+    bias = module.bias.detach().clone()
+    target = {"w": torch.zeros(2), "new": new, "step": 0, "epoch": 9, "rng": element, "m": module}
+    reports: list[remesh.RestoreReport] = []
+    loaded = remesh.load(target, storage, missing="keep", on_report=reports.append)
+    assert loaded["w"].tolist() == [1, 1]
+    assert loaded["step"] == 3
+    assert loaded["new"] is new
+    assert new.tolist() == [7, 7]
+    assert loaded["epoch"] == 9
+    assert loaded["rng"].data == "mine"
+    assert torch.equal(module.bias, bias)
+    assert set(reports[0].missing) == {"new", "epoch", element.unique_name, "m.weight", "m.bias"}
+    assert set(reports[0].restored) == {"w", "step"}
+
+
+def test_missing_keep_does_not_excuse_what_differs() -> None:
+    error = mismatch(
+        {"w": torch.zeros(3), "new": torch.zeros(1)}, saved({"w": torch.ones(2)}), missing="keep"
+    )
+    assert error.missing == ("new",)
+    assert error.conflicts == ("w: shape (2,) is stored, (3,) is wanted",)
+
+
+def test_unexpected_names_are_ignored_or_an_error() -> None:
+    rng = ShardedObject("rng", 5, (1,), (0,))
+    storage = saved({"w": torch.ones(2), "v": torch.ones(1), "step": 3, "rng": rng})
+    target = {"w": torch.zeros(2)}
+    error = mismatch(target, storage, unexpected="error")
+    assert set(error.unexpected) == {"v", "step", rng.unique_name}
+    assert error.missing == error.conflicts == ()
+    assert target["w"].tolist() == [0, 0]
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(target, storage, on_report=reports.append)
+    assert target["w"].tolist() == [1, 1]
+    assert set(reports[0].unexpected) == set(error.unexpected)
+
+
+def test_a_name_that_only_one_rank_asks_for_is_expected() -> None:
+    storage = saved({"w": torch.ones(2), "v": torch.ones(1), "u": torch.ones(1), "step": 3})
+    states: list[dict[str, Any]] = [
+        {"w": torch.zeros(2)},
+        {"v": torch.zeros(1)},
+        {"w": torch.zeros(2), "step": 0},
+    ]
+    errors = errors_of_load(states, storage, unexpected="error")
+    for error in errors:
+        assert isinstance(error, remesh.MismatchError)
+        assert error.unexpected == ("u",)
+        assert error.rank is None
+    assert states[0]["w"].tolist() == [0, 0]
+    states[1]["u"] = torch.zeros(1)
+
+    def load(exchange: Exchange) -> remesh.RestoreReport:
+        reports: list[remesh.RestoreReport] = []
+        remesh.load(
+            states[exchange.rank],
+            storage,
+            group=exchange,
+            unexpected="error",
+            on_report=reports.append,
+        )
+        return reports[0]
+
+    reports = run_ranks(3, load)
+    assert [set(report.restored) for report in reports] == [{"w"}, {"v", "u"}, {"w", "step"}]
+    assert [report.unexpected for report in reports] == [(), (), ()]
+    assert states[1]["u"].tolist() == [1]
+
+
+def test_either_name_of_a_tied_weight_is_expected() -> None:
+    weight = torch.ones(2)
+    storage = saved({"embed": weight, "out": weight})
+    for name in ("embed", "out"):
+        target = {name: torch.zeros(2)}
+        remesh.load(target, storage, unexpected="error")
+        assert target[name].tolist() == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Shape, dtype and kind
+# ---------------------------------------------------------------------------------------------
+
+
+def test_differences_are_listed_together() -> None:
+    storage = saved(
+        {"shape": torch.ones(2, 3), "dims": torch.ones(4), "dtype": torch.ones(2), "value": 3,
+         "tensor": torch.ones(1), "fine": torch.ones(5)}
+    )  # fmt: skip
+    target = {
+        "shape": torch.zeros(3, 2),
+        "dims": torch.zeros(2, 2),
+        "dtype": torch.zeros(2, dtype=torch.bfloat16),
+        "value": torch.zeros(1),
+        "tensor": 17,
+        "fine": torch.zeros(5),
+    }
+    error = mismatch(target, storage)
+    assert set(error.conflicts) == {
+        "shape: shape (2, 3) is stored, (3, 2) is wanted",
+        "dims: shape (4,) is stored, (2, 2) is wanted",
+        "dtype: dtype float32 is stored, bfloat16 is wanted (cast=True converts)",
+        "value: a plain value is stored where a tensor is wanted",
+        "tensor: a tensor is stored where a plain value is wanted",
+    }
+    assert all(conflict in str(error) for conflict in error.conflicts)
+    assert "nothing was changed" in str(error)
+    assert target["tensor"] == 17
+    for name in ("shape", "dims", "dtype", "value", "fine"):
+        tensor = target[name]
+        assert isinstance(tensor, torch.Tensor)
+        assert not tensor.any(), name
+
+
+def test_a_cast_does_not_excuse_a_shape() -> None:
+    storage = saved({"w": torch.ones(2)})
+    error = mismatch({"w": torch.zeros(3, dtype=torch.float64)}, storage, cast=True)
+    assert error.conflicts == ("w: shape (2,) is stored, (3,) is wanted",)
+
+
+# torch converts complex32 not at all, and warns when it drops imaginary parts.
+CASTS = [
+    (stored, wanted)
+    for stored in TORCH_DTYPES
+    for wanted in TORCH_DTYPES
+    if torch.complex32 not in (stored, wanted) and (wanted.is_complex or not stored.is_complex)
+]
+VALUES = torch.tensor(
+    [0.0, -0.0, 1.0, -1.5, 2.5, 3.7, 100.0, 0.1, 447.9, 65519.0, 1e-3, 6e-8, float("inf")]
+)
+
+
+@pytest.mark.parametrize("stored", [d for d in TORCH_DTYPES if d != torch.complex32], ids=str)
+def test_casts_convert_as_torch_does(stored: torch.dtype) -> None:
+    finite = VALUES[:-1] if not stored.is_floating_point else VALUES
+    source = finite.abs().to(stored) if stored in {torch.uint8, torch.uint16} else finite.to(stored)
+    wanted = [target for start, target in CASTS if start == stored and target != stored]
+    storage = saved({str(target): source for target in wanted})
+    state = {str(target): zeros_like(source.to(target)) for target in wanted}
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load(state, storage)
+    assert len(caught.value.conflicts) == len(wanted)
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(state, storage, cast=True, on_report=reports.append)
+    assert bits_of_all(state) == bits_of_all({str(target): source.to(target) for target in wanted})
+    names = [str(dtype).removeprefix("torch.") for dtype in (stored, *wanted)]
+    assert reports[0].cast == {f"torch.{name}": f"{names[0]} → {name}" for name in names[1:]}
+    assert reports[0].restored == ()
+    assert reports[0].bytes_needed == len(wanted) * source.nbytes
+
+
+def test_casts_into_parts_strides_and_arrays() -> None:
+    whole = torch.arange(24.0).reshape(4, 6) / 7
+    storage = saved({"a": whole, "b": whole, "c": whole})
+    row = torch.zeros(2, 3, dtype=torch.float64)
+    strided = torch.zeros(6, 8, dtype=torch.bfloat16)[:, ::2]
+    array = np.zeros((4, 6), dtype=np.float16)
+    state = {
+        "a": ShardedTensor.at_offset("a", row, (4, 6), (1, 2)),
+        "b": strided.T,
+        "c": array,
+    }
+    remesh.load(state, storage, cast=True)
+    assert torch.equal(row, whole[1:3, 2:5].double())
+    assert torch.equal(strided.T, whole.bfloat16())
+    np.testing.assert_array_equal(array, whole.half().numpy())
+
+
+# ---------------------------------------------------------------------------------------------
+# One rank of several
+# ---------------------------------------------------------------------------------------------
+
+
+def quarter(rank: int, fill: float) -> dict[str, Any]:
+    """Two rows of a tensor, a module and a value."""
+    rows = torch.full((2, 3), fill)
+    return {
+        "w": ShardedTensor.at_offset("w", rows, (8, 3), (2 * rank, 0)),
+        "rows": remesh.LocalNonpersistentObject(rows),
+        "m": nn.Linear(2, 2),
+        "step": fill,
+    }
+
+
+def contents(state: dict[str, Any]) -> object:
+    """Everything in a state, to the bit."""
+    return bits_of(state["rows"].obj), bits_of_all(state["m"].state_dict()), state["step"]
+
+
+def test_one_rank_that_does_not_fit_stops_all_before_anything_moves() -> None:
+    storage = MemoryStorage()
+    torch.manual_seed(0)
+    shared = nn.Linear(2, 2)
+
+    def save(exchange: Exchange) -> None:
+        remesh.save({**quarter(exchange.rank, 1.0), "m": shared}, storage, group=exchange)
+
+    run_ranks(4, save)
+    states = [quarter(rank, 0.0) for rank in range(4)]
+    states[2]["m"] = nn.Linear(2, 3)
+    states[2]["extra"] = torch.zeros(1)
+    before = [contents(state) for state in states]
+    errors = errors_of_load(states, storage)
+    check_all_raise(errors, remesh.MismatchError, 2, "extra", "m.weight: shape (2, 2) is stored")
+    for error in errors:
+        assert isinstance(error, remesh.MismatchError)
+        assert error.missing == ("extra",)
+        assert error.conflicts == (
+            "m.weight: shape (2, 2) is stored, (3, 2) is wanted",
+            "m.bias: shape (2,) is stored, (3,) is wanted",
+        )
+    assert [contents(state) for state in states] == before
+
+
+def test_of_several_ranks_that_do_not_fit_each_raises_its_own() -> None:
+    storage = saved({"w": torch.ones(2)})
+    states = [{"w": torch.zeros(2)}, {"a": torch.zeros(1)}, {"b": torch.zeros(1)}]
+    errors = errors_of_load(states, storage)
+    found = [
+        (error.missing, error.rank) for error in errors if isinstance(error, remesh.MismatchError)
+    ]
+    assert found == [(("a",), 1), (("a",), None), (("b",), None)]
+
+
+def test_a_state_that_cannot_be_a_target_stops_all() -> None:
+    storage = saved({"w": torch.ones(2)})
+    states = [{"w": torch.zeros(2)}, {"w": torch.empty(2, device="meta")}, {"w": torch.zeros(2)}]
+    errors = errors_of_load(states, storage)
+    check_all_raise(errors, remesh.UnsupportedValueError, 1, "w: a meta tensor", "to_empty")
+    assert states[0]["w"].tolist() == states[2]["w"].tolist() == [0, 0]
+
+
+class Stubborn:
+    """Does not take the state it is given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        raise KeyError("no such thing")
+
+
+class Willing(Stubborn):
+    """Takes any."""
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        pass
+
+
+def test_an_object_that_refuses_its_state_fails_all_ranks() -> None:
+    storage = saved({"o": Stubborn(), "w": torch.ones(2)})
+    states = [{"o": Willing(), "w": torch.zeros(2)}, {"o": Stubborn(), "w": torch.zeros(2)}]
+    others, own = errors_of_load(states, storage)
+    assert isinstance(own, KeyError)
+    assert isinstance(others, remesh.RankFailedError)
+    assert others.rank == 1
+    assert others.error_type == "builtins.KeyError"
+    for error in (own, others):
+        assert any("partly loaded" in note for note in error.__notes__)
+
+
+# ---------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_was_done_with_each_name() -> None:
+    weight = torch.arange(6.0)
+    storage = saved(
+        {"w": weight, "h": weight, "n": 1, "extra": torch.ones(3), "p": torch.ones(2, 2)}
+    )
+    tied = torch.zeros(6)
+    target = {
+        "w": tied,
+        "other": tied,
+        "h": torch.zeros(6, dtype=torch.float64),
+        "n": 0,
+        "new": torch.zeros(2),
+        "p": ShardedTensor.whole("p", torch.zeros(3, 2), allow_shape_mismatch=True),
+    }
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(target, storage, cast=True, missing="keep", on_report=reports.append)
+    report = reports[0]
+    assert set(report.restored) == {"w", "n"}
+    assert report.cast == {"h": "float32 → float64"}
+    assert report.resized == {"p": "(2, 2) → (3, 2)"}
+    assert report.derived == {"other": "w"}
+    assert report.missing == ("new",)
+    assert report.unexpected == ("extra",)
+    assert report.bytes_needed == 24 + 24 + 16
+    assert report.bytes_read >= 24 + 16
+    assert report.num_reads >= 1
+    fixed = dataclasses.replace(
+        report, seconds=2.0, bytes_read=4_000_000_000, bytes_needed=3 * 10**9
+    )
+    assert str(fixed) == (
+        "2 restored, 1 cast, 1 resized, 1 derived, 1 missing, 1 unexpected; "
+        "read 4.000 GB for 3.000 GB wanted in 2.00 s (2.00 GB/s)"
+    )
+    empty = remesh.RestoreReport((), {}, {}, {}, (), (), 0, 0, 0, 0.0)
+    assert str(empty) == "0 restored; read 0.000 GB for 0.000 GB wanted in 0.00 s (0.00 GB/s)"
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that disagree while saving
+# ---------------------------------------------------------------------------------------------
+
+
+def test_plain_values_that_differ() -> None:
+    errors = errors_of_save(3, lambda rank: {"w": torch.ones(1), "step": 5 + (rank == 2)})
+    check_all_raise(
+        errors, remesh.DivergedReplicaError, 0,
+        "step", "rank 0 has 5", "rank 2 has 6", "remesh.ShardedObject",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [0, 700, 1499])
+def test_undeclared_shards_of_one_name(where: int) -> None:
+    def state_of(rank: int) -> dict[str, Any]:
+        tensor = torch.zeros(1500)
+        tensor[where] = float(rank == 1)
+        return {"same": torch.ones(2), "shard": tensor}
+
+    errors = errors_of_save(3, state_of)
+    check_all_raise(
+        errors, remesh.DivergedReplicaError, 0,
+        "shard", "ranks 0 and 1", "(1500,)", "DTensor", "remesh.ShardedObject",
+    )  # fmt: skip
+
+
+def test_equal_copies_that_are_not_numbers_agree() -> None:
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        remesh.save({"w": torch.tensor([float("nan"), -0.0])}, storage, group=exchange)
+
+    run_ranks(3, save)
+    assert len(remesh.Checkpoint(storage).index.boxes) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([torch.ones(2), torch.ones(3)], ["rank 1 says float32 (3,)", "rank 0 says float32 (2,)"]),
+        ([torch.ones(4), torch.ones(2, 2)], ["rank 1 says float32 (2, 2)"]),
+        ([torch.ones(2), torch.ones(2).int()], ["rank 1 says int32 (2,)", "rank 0 says float32"]),
+    ],
+    ids=["extents", "dims", "dtype"],
+)
+def test_ranks_that_disagree_about_a_tensor(tensors: list[torch.Tensor], words: list[str]) -> None:
+    errors = errors_of_save(2, lambda rank: {"v": torch.ones(1), "w": tensors[rank]})
+    check_all_raise(errors, remesh.StateError, 0, "w: ", *words, "remesh.ShardedTensor")
+
+
+def test_a_tensor_on_one_rank_and_a_value_on_another() -> None:
+    errors = errors_of_save(2, lambda rank: {"x": torch.ones(1) if rank else 1.0})
+    check_all_raise(errors, remesh.StateError, 0, "x: a tensor", "a value on another")
+
+
+def test_tied_on_one_rank_and_two_tensors_on_another() -> None:
+    weight = torch.ones(2)
+    errors = errors_of_save(2, lambda rank: {"a": weight, "b": weight if rank else weight.clone()})
+    check_all_raise(errors, remesh.StateError, 0, "b: a tensor", "a tied tensor on another")
+
+
+def test_two_entries_of_one_name() -> None:
+    errors = errors_of_save(2, lambda rank: {"a": {"b": 1}, "a.b": 2} if rank else {"a": {"b": 1}})
+    check_all_raise(errors, remesh.NameCollisionError, 1, "'a.b'", "('a', 'b')", "rename")
+
+
+COLLISIONS: dict[str, Any] = {
+    "number and text": {"a": {1: torch.ones(1), "1": torch.ones(1)}},
+    "list and dict": {"a": [torch.ones(1)], "a.0": 3},
+    "tensor and description": {
+        "w": torch.ones(2),
+        "x": ShardedTensor.whole("state.w", torch.zeros(2)),
+    },
+    "two descriptions": [
+        ShardedTensor.whole("w", torch.ones(2)),
+        ShardedTensor.whole("w", torch.zeros(2)),
+    ],
+    "two elements": [
+        ShardedObject("rng", 1, (2,), (0,)),
+        ShardedObject("rng", 2, (2,), (0,)),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", COLLISIONS)
+def test_collisions_on_one_rank(case: str) -> None:
+    errors = errors_of_save(2, lambda rank: {"state": COLLISIONS[case]} if rank else {})
+    check_all_raise(errors, remesh.NameCollisionError, 1, "rename")
+
+
+def test_elements_of_objects_with_two_main_replicas() -> None:
+    errors = errors_of_save(2, lambda rank: {"rng": ShardedObject("rng", rank, (2,), (0,))})
+    check_all_raise(errors, remesh.DivergedReplicaError, 0, "rng/shard_0_2", "rank 1")
+
+
+# ---------------------------------------------------------------------------------------------
+# Coverage
+# ---------------------------------------------------------------------------------------------
+
+
+def rows(start: int, stop: int, total: int = 6, **options: Any) -> dict[str, Any]:
+    part = torch.ones(stop - start, 2)
+    return {"x": ShardedTensor.at_offset("w", part, (total, 2), (start, 0), **options)}
+
+
+def test_a_hole_is_named() -> None:
+    spans = [(0, 2), (2, 3), (5, 6)]
+    errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
+    check_all_raise(errors, remesh.CoverageError, 0, "w (6, 2)", "nobody holds [3:5, 0:2]")
+
+
+def test_an_overlap_is_named_with_its_ranks() -> None:
+    spans = [(0, 3), (2, 4), (4, 6)]
+    errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
+    check_all_raise(
+        errors, remesh.CoverageError, 0, "overlap", "[0:3, 0:2] (rank 0)", "[2:4, 0:2] (rank 1)"
+    )
+
+
+def test_hole_and_overlap_of_several_ranks() -> None:
+    spans = [(0, 3), (0, 3), (1, 4), (5, 6)]
+    replicas = [0, 1, 0, 0]
+    errors = errors_of_save(4, lambda rank: rows(*spans[rank], replica_id=replicas[rank]))
+    check_all_raise(
+        errors, remesh.CoverageError, 0,
+        "nobody holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)",
+    )  # fmt: skip
+
+
+def test_several_main_replicas() -> None:
+    errors = errors_of_save(3, lambda rank: rows(0, 6, replica_id=int(rank == 1)))
+    check_all_raise(
+        errors, remesh.CoverageError, 0, "w: box [0:6, 0:2]", "several main", "ranks [0, 1, 2]"
+    )
+
+
+def test_no_main_replica() -> None:
+    errors = errors_of_save(2, lambda _rank: rows(0, 6, replica_id=(0, 1)))
+    check_all_raise(errors, remesh.CoverageError, 0, "no main replica", "ranks [0, 1]")
+
+
+def test_a_rank_that_raises_in_its_description_is_named() -> None:
+    def state_of(rank: int) -> dict[str, Any]:
+        return {"fine": 1, "bad": print} if rank == 1 else {"fine": 1}
+
+    errors = errors_of_save(3, state_of)
+    check_all_raise(errors, remesh.UnsupportedValueError, 1, "bad: ", "LocalNonpersistentObject")
+
+
+def test_boxes_outside_or_on_top_of_each_other_are_refused_where_they_are_made() -> None:
+    with pytest.raises(remesh.StateError, match=r"w: box \[5:7, 0:2\] does not lie in shape"):
+        rows(5, 7)
+    boxes = (remesh.Box((0,), (3,)), remesh.Box((2,), (2,)))
+    parts = tuple(Part(box, torch.zeros(box.shape)) for box in boxes)
+    with pytest.raises(remesh.StateError, match=r"boxes \[0:3\] and \[2:4\] overlap"):
+        ShardedTensor("w", (4,), parts)
+    with pytest.raises(remesh.StateError, match=r"box \[0:3\] has shape \(3,\), its array \(2,\)"):
+        ShardedTensor("w", (4,), (Part(boxes[0], torch.zeros(2)),))
