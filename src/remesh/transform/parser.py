@@ -23,7 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from remesh.transform import operators
+from remesh.transform import attributes
+from remesh.transform.attributes import Attribute, AttributeProblem, Value
 from remesh.transform.lexer import (
     ARROW,
     END,
@@ -36,7 +37,6 @@ from remesh.transform.lexer import (
     Token,
     lex,
 )
-from remesh.transform.operators import Attribute, AttributeProblem, Value
 from remesh.transform.report import text_error
 from remesh.transform.syntax import FLAGS, STAR, Name, Span, Statement, Wildcard
 
@@ -276,7 +276,7 @@ class _Parser:
             self.fail("_ on both sides does nothing", span)
         self.check_placeholders([*draft.left, *draft.right])
         try:
-            operator, operator_span = operators.operator_of(
+            operator, operator_span = attributes.operator_of(
                 draft.left, draft.right, draft.attributes
             )
         except AttributeProblem as problem:

@@ -30,6 +30,7 @@ from remesh.transform.build import Bindings, Builder
 from remesh.transform.expand import Expander, Flows, Operand, Step
 from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.inverse import COPY
+from remesh.transform.layout import Layout
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.order import Shape
 from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
@@ -165,7 +166,7 @@ class _Resolver:
         if self.given_targets is not None and any(map(_asks_for_targets, self.statements)):
             targets = self.parameter_targets()
             flows = Flows(groups, targets)
-        builder = Builder(self.sources, targets, flows, self.original_shapes)
+        builder = Builder(Layout(self.sources, targets, flows, self.original_shapes))
         for number, steps in enumerate(groups):
             builder.execute(number, steps)
         return builder

@@ -1,0 +1,75 @@
+"""What a name is bound to, and the labels of its axes.
+
+Axes may carry labels (`w[out, in]`). A label follows its axis through transpositions; an axis that
+is cut, joined or reshaped loses it. Two labels that meet on one axis must be equal. This finds the
+transposition that was forgotten where both axes happen to have the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remesh.transform.expand import Operand, Step
+from remesh.transform.tensors import Node, reverse_axes
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """What a name is bound to: a tensor, and the labels of its axes as far as they are known."""
+
+    node: Node
+    axes: Axes
+
+
+def transposed(value: Value) -> Value:
+    """A value with all axes reversed."""
+    return Value(reverse_axes(value.node), value.axes[::-1])
+
+
+def merge_labels(step: Step, operand: Operand, axes: Axes, stated: tuple[str, ...] | None) -> Axes:
+    """The labels of a tensor after a statement has named its axes.
+
+    Raises:
+        TransformError: If there are more or fewer labels than axes, or one contradicts.
+    """
+    if stated is None:
+        return axes
+    if len(stated) != len(axes):
+        raise step.error(
+            f"{operand.name!r} has {len(axes)} axes, but {len(stated)} are named here", operand
+        )
+    for axis, (known, label) in enumerate(zip(axes, stated, strict=True)):
+        if known is not None and known != label:
+            raise step.error(
+                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here; is a "
+                "transposition missing or too many?",
+                operand,
+            )
+    return stated
+
+
+def common_labels(step: Step, values: Sequence[Value], free: int | None) -> Axes:
+    """The labels of tensors that are joined; those of the axis `free` may differ, and are lost.
+
+    Raises:
+        TransformError: If two of them have different labels for another axis.
+    """
+    axes = list(values[0].axes)
+    for operand, value in zip(step.left, values, strict=True):
+        for axis, label in enumerate(value.axes):
+            if axis == free:
+                continue
+            if axes[axis] is None:
+                axes[axis] = label
+            elif label is not None and label != axes[axis]:
+                raise step.error(
+                    f"axis {axis} of {operand.name!r} is {label!r}, but that of "
+                    f"{step.left[0].name!r} is {axes[axis]!r}",
+                    operand,
+                )
+    if free is not None:
+        axes[free] = None
+    return tuple(axes)
