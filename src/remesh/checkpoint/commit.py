@@ -82,7 +82,9 @@ def _write_small_files(
 def remove_files(storage: Storage, save_id: str) -> None:
     """Remove the files of a save, as far as the storage can."""
     try:
-        for path in storage.list(native.data_folder(save_id) + "/"):
+        found = storage.list(native.data_folder(save_id) + "/")
+        # Where no file was finished, deleting one that is not there takes the empty folder away.
+        for path in found or [native.data_path(save_id, 0)]:
             storage.delete(path)
     except StorageError:
         # They are not part of any checkpoint; the failure that led here matters more.

@@ -397,7 +397,7 @@ def read_record(storage: Storage) -> CommitRecord:
 def _what_is_there(storage: Storage) -> str:
     found = storage.list()
     if not found:
-        return f"{storage.url}: no checkpoint there (no such directory, or it is empty)"
+        return f"{storage.url}: no checkpoint there (no such directory, an empty one, or a file)"
     if any(path.startswith("data-") for path in found):
         return (
             f"{storage.url}: no checkpoint there, only files of a save that was not finished "
