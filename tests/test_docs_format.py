@@ -1,0 +1,358 @@
+"""The page on the native format: its programs run, and its tables are what the code does."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import remesh
+from remesh import values
+from remesh.dtypes import DTYPES
+from remesh.exchange import Exchange
+from remesh.formats import native
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.index import decode_columns
+from remesh.integrity import BLOCK_SIZE
+from remesh.safetensors_file import ALIGNMENT, decode_header
+from remesh.testing import run_ranks
+
+PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def run_programs(*programs: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for program in programs:
+        exec(compile(program, "docs/format.md", "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def read_checkpoint() -> Callable[[Path], Arrays]:
+    found: Callable[[Path], Arrays] = run_programs(PROGRAMS[0])["read_checkpoint"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def check() -> Callable[[Path], None]:
+    found: Callable[[Path], None] = run_programs(*PROGRAMS)["check"]
+    return found
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bytes at all, NaNs with payload included; bool is 0 or 1."""
+    num_bytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    data = torch.from_numpy(np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8))
+    return (data % 2 if dtype is torch.bool else data).view(dtype).reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# The programs
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_reader_is_short_and_needs_only_numpy() -> None:
+    assert len(PROGRAMS) == 2
+    reader, checker = PROGRAMS
+    assert len(reader.splitlines()) <= 50
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(reader))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+    }
+    assert imported == {"json", "pathlib", "numpy"}
+    assert "remesh" not in checker.replace("remesh.json", "").replace('"remesh.', "")
+
+
+def test_it_reads_every_dtype(read_checkpoint: Callable[[Path], Arrays], tmp_path: Path) -> None:
+    state = {
+        dtype.name: random_tensor(getattr(torch, dtype.name), 3, 5)
+        for dtype in DTYPES
+        if hasattr(torch, dtype.name)
+    }
+    assert len(state) == len(DTYPES)
+    remesh.save({"all": state, "step": 3}, tmp_path / "c")
+    found = read_checkpoint(tmp_path / "c")
+    assert set(found) == {f"all.{name}" for name in state}
+    for name, tensor in state.items():
+        array = found[f"all.{name}"]
+        assert array.shape == (3, 5)
+        assert array.tobytes() == bytes_of(tensor)
+    assert found["all.int16"].dtype == np.int16
+    assert found["all.complex128"].dtype == np.complex128
+    assert found["all.bool"].dtype == np.bool_
+    assert found["all.bfloat16"].dtype == np.uint16
+
+
+def test_it_reads_a_model_with_tied_weights(
+    read_checkpoint: Callable[[Path], Arrays], check: Callable[[Path], None], tmp_path: Path
+) -> None:
+    embed = torch.nn.Embedding(7, 4)
+    head = torch.nn.Linear(4, 7, bias=False)
+    head.weight = embed.weight
+    strided = torch.arange(12).reshape(3, 4).T
+    state = {
+        "model": torch.nn.ModuleDict({"embed": embed, "head": head}),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4, dtype=torch.int8),
+        "strided": strided,
+        "naïve 名": np.arange(3, dtype=np.int16),
+    }
+    remesh.save(state, tmp_path / "c", metadata={"ü": '\x7f \n"\\', "lr": 1e-08, "big": 1e300})
+    check(tmp_path / "c")
+    found = read_checkpoint(tmp_path / "c")
+    weight = embed.weight.detach().numpy()
+    assert found["model.embed.weight"].tobytes() == weight.tobytes()
+    assert found["model.head.weight"] is found["model.embed.weight"]
+    assert found["scalar"].shape == ()
+    assert found["scalar"] == 2.5
+    assert found["empty"].shape == (0, 4)
+    assert found["strided"].tolist() == strided.tolist()
+    assert found["naïve 名"].tolist() == [0, 1, 2]
+
+
+def test_it_reads_what_several_ranks_wrote(
+    read_checkpoint: Callable[[Path], Arrays], check: Callable[[Path], None], tmp_path: Path
+) -> None:
+    columns = random_tensor(torch.bfloat16, 6, 9)
+    flat = random_tensor(torch.float32, 5, 3, 4)
+    experts = random_tensor(torch.float8_e4m3fn, 3, 2, 2)
+    pairs = random_tensor(torch.complex128, 3, 2)
+    same = random_tensor(torch.float64, 11)
+
+    def save(exchange: Exchange) -> None:
+        rank = exchange.rank
+        begin, end = rank * 20, rank * 20 + 20
+        parts = tuple(
+            remesh.Part(box, flat[box.slices]) for box in boxes_of_flat_range((5, 3, 4), begin, end)
+        )
+        state = {
+            "columns": remesh.ShardedTensor.at_offset(
+                "columns", columns[:, rank * 3 : rank * 3 + 3], (6, 9), (0, rank * 3)
+            ),
+            "moment": remesh.ShardedTensor("optim.moment", (5, 3, 4), parts),
+            "expert": remesh.ShardedTensor.from_rank_offsets(
+                "experts", experts[rank], (0, rank, 3), prepend_axis_num=1
+            ),
+            "pairs": remesh.ShardedTensor.from_rank_offsets(
+                "pairs", pairs[rank : rank + 1], (0, rank, 3)
+            ),
+            "same": same,
+            "only": {str(rank): torch.full((rank + 1,), rank)},
+            "step": 5,
+        }
+        remesh.save(state, tmp_path / "c", group=exchange)
+
+    run_ranks(3, save)
+    check(tmp_path / "c")
+    found = read_checkpoint(tmp_path / "c")
+    expected = {
+        "columns": columns,
+        "optim.moment": flat,
+        "experts": experts,
+        "pairs": pairs,
+        "same": same,
+    }
+    assert set(found) == {*expected, "only.0", "only.1", "only.2"}
+    for name, tensor in expected.items():
+        assert found[name].shape == tuple(tensor.shape)
+        assert found[name].tobytes() == bytes_of(tensor)
+    assert found["only.2"].tolist() == [2, 2, 2]
+    assert len(list((tmp_path / "c").glob("data-*/0*.safetensors"))) == 3
+
+
+def test_it_reads_an_empty_checkpoint(
+    read_checkpoint: Callable[[Path], Arrays], check: Callable[[Path], None], tmp_path: Path
+) -> None:
+    remesh.save({"step": 1}, tmp_path / "c")
+    check(tmp_path / "c")
+    assert read_checkpoint(tmp_path / "c") == {}
+
+
+def test_it_refuses_a_newer_version(
+    read_checkpoint: Callable[[Path], Arrays], tmp_path: Path
+) -> None:
+    (tmp_path / "remesh.json").write_text('{"record":{"format":"remesh","version":2},"digest":""}')
+    with pytest.raises(ValueError, match="newer"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../outside/index", "/etc/index", "data//index", ""])
+def test_it_refuses_paths_that_leave_the_checkpoint(
+    path: str, read_checkpoint: Callable[[Path], Arrays], tmp_path: Path
+) -> None:
+    record = {"format": "remesh", "version": 1, "index": {"path": path}}
+    (tmp_path / "remesh.json").write_text(json.dumps({"record": record}))
+    with pytest.raises(ValueError, match="leaves the checkpoint"):
+        read_checkpoint(tmp_path)
+
+
+def test_the_checker_finds_a_flipped_bit_in_every_file(
+    check: Callable[[Path], None], tmp_path: Path
+) -> None:
+    # More than two blocks, so that there is a short one.
+    remesh.save({"w": random_tensor(torch.float32, 2 * BLOCK_SIZE // 4 + 5), "n": 1}, tmp_path)
+    check(tmp_path)
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(paths) == 4
+    for path in paths:
+        sound = path.read_bytes()
+        # In the first block, in the last one, and in the middle of the file.
+        for place in (3, len(sound) // 2, len(sound) - 6):
+            damaged = bytearray(sound)
+            damaged[place] ^= 1
+            path.write_bytes(damaged)
+            with pytest.raises(AssertionError, match=path.name):
+                check(tmp_path)
+        path.write_bytes(sound)
+    check(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------
+# The tables
+# ---------------------------------------------------------------------------------------------
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The rows of the first table below a text of the page, without its head."""
+    lines = PAGE[PAGE.index(heading) :].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def quoted(rows: list[list[str]]) -> list[str]:
+    """What stands in backquotes in the first column."""
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+
+
+def test_the_table_of_dtypes() -> None:
+    stated = {}
+    twice = " \N{MULTIPLICATION SIGN} 2"
+    for row in rows_below("3.5. "):
+        for number, name, num_bytes, code in (row[:4], row[5:]):
+            if number:
+                stated[int(number)] = (name, int(num_bytes), code)
+    assert stated == {
+        number: (dtype.name, dtype.itemsize, dtype.safetensors + (twice if dtype.pairs else ""))
+        for number, dtype in enumerate(DTYPES)
+    }
+
+
+def test_the_members_of_the_record() -> None:
+    assert quoted(rows_below("2.4. ")) == [
+        f.name for f in msgspec.structs.fields(native.CommitRecord)
+    ]
+    stated = re.search(r"2\.5\. A file object has (.*?)\. ", PAGE, re.DOTALL)
+    assert stated
+    assert re.findall(r"`(\w+)`", stated[1]) == [
+        f.name for f in msgspec.structs.fields(native.FileRecord)
+    ]
+    assert f"| `version` | `{native.FORMAT_VERSION}` |" in PAGE
+    assert PAGE.startswith(f"# The native format, version {native.FORMAT_VERSION}\n")
+
+
+def test_the_columns_and_metadata_of_the_index(tmp_path: Path) -> None:
+    remesh.save({"w": np.zeros((2, 3)), "b": np.zeros(3, np.int8)}, tmp_path)
+    [path] = tmp_path.glob("data-*/index.safetensors")
+    columns, metadata = decode_columns(path.read_bytes(), "index")
+    rows = rows_below("3.1. ")
+    assert quoted(rows) == list(columns)
+    codes = {"I64": np.int64, "U64": np.uint64, "U8": np.uint8}
+    extents = {"bytes": 2, "t": 2, "b": 2, "d": 2, "blocks": 1, "2": 2, "f + 1": 2}
+    for (_, code, shape, _), column in zip(rows, columns.values(), strict=True):
+        assert column.dtype == codes[code]
+        assert column.shape == tuple(
+            extents[extent] for extent in shape.split(" \N{MULTIPLICATION SIGN} ")
+        )
+    assert quoted(rows_below("3.4. ")) == list(metadata)
+
+
+def test_the_kinds_of_values() -> None:
+    stated = quoted(rows_below("5.5. "))
+    kinds = [name for name in stated if not re.search(r"[\[\]<]", name)]
+    torch_kinds = {f"torch.{name}" for name in values._TORCH_KINDS}
+    assert set(kinds) == set(values._DECODERS) | torch_kinds
+    assert quoted(rows_below("5.1. ")) == [
+        f.name for f in msgspec.structs.fields(native.ValuesDocument)
+    ]
+
+
+def test_the_values_file(tmp_path: Path) -> None:
+    state = {
+        "layers": [{"w": np.zeros(2)}, (np.zeros(1), {"k": 2**70})],
+        "a.b": 5,
+        "rng": remesh.ShardedObject("rng", (1, 2), (4, 2), (3, 0)),
+    }
+    remesh.save(state, tmp_path)
+    [path] = tmp_path.glob("data-*/values.msgpack")
+    document = msgspec.msgpack.decode(path.read_bytes())
+    tagged = {"$": "tuple", "v": [1, 2]}
+    name = "rng/shard_3.0_4.2"
+    assert document == {
+        "values": {"layers.1.1.k": {"$": "int", "v": hex(2**70)}, "a.b": 5},
+        "lists": {},
+        "objects": {name: {"name": "rng", "shape": [4, 2], "offset": [3, 0], "value": tagged}},
+        "paths": {
+            "layers.0.w": ["layers", 0, "w"],
+            "layers.1.0": ["layers", 1, 0],
+            "layers.1.1.k": ["layers", 1, 1, "k"],
+            "a.b": ["a.b"],
+            name: [name],
+        },
+        "sequences": [[["layers"], "list"], [["layers", 1], "tuple"]],
+        "aliases": {},
+    }
+
+
+def test_what_the_page_says_of_data_files(tmp_path: Path) -> None:
+    assert f"multiple of {ALIGNMENT} bytes" in PAGE
+    assert f"blocks of {BLOCK_SIZE:_} bytes".replace("_", " ") in PAGE
+    data = np.arange(2048.0).reshape(1, 2048)
+    left, right = (
+        remesh.Part(Box((0, begin), (1, 1024)), data[:, begin : begin + 1024])
+        for begin in (0, 1024)
+    )
+    remesh.save(
+        {
+            "w": remesh.ShardedTensor("layers.0.weight", (1, 2048), (left, right)),
+            "b": np.zeros(3, np.int8),
+        },
+        tmp_path,
+    )
+    [path] = tmp_path.glob("data-*/00000.safetensors")
+    header = decode_header(path.read_bytes(), "f")
+    assert "`layers.0.weight@0,1024`" in PAGE
+    assert list(header.entries) == ["layers.0.weight@0,0", "layers.0.weight@0,1024", "b"]
+    assert header.metadata["format"] == "remesh"
+    assert json.loads(header.metadata["pieces"])["layers.0.weight@0,1024"] == [
+        "layers.0.weight",
+        "float64",
+        [1, 2048],
+        [0, 1024],
+    ]
