@@ -305,7 +305,26 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
         CoverageError: If the stored pieces do not hold every wanted element (a foreign or damaged
             index; what remesh writes is checked when it is saved).
     """
-    found = _cut(index, _intersections(index, wanted), limits)
+    return _arrange(index, _cut(index, _intersections(index, wanted), limits), limits)
+
+
+def plan_regions(
+    index: Index,
+    regions: Sequence[tuple[IntArray, IntArray, IntArray, IntArray]],
+    limits: ReadLimits,
+) -> LoadPlan:
+    """The plan that reads given regions, which have been cut already.
+
+    Args:
+        index: What is stored.
+        regions: Tables of columns `want`, `piece`, `offsets` and `extents`; see `LoadPlan`.
+        limits: Those that the regions were cut with.
+    """
+    return _arrange(index, _join([_Regions(*columns) for columns in regions]), limits)
+
+
+def _arrange(index: Index, found: _Regions, limits: ReadLimits) -> LoadPlan:
+    """Sort regions by place and merge them into runs."""
     start, stop = _byte_ranges(index, found)
     order = np.lexsort((start, index.file[found.piece]))
     found, start, stop = found.take(order), start[order], stop[order]
@@ -346,6 +365,24 @@ def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray]:
     itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
     position = index.position[found.piece]
     return position + starts * itemsizes, position + stops * itemsizes
+
+
+def windows_of(
+    index: Index, piece: IntArray, offsets: IntArray, extents: IntArray, limits: ReadLimits
+) -> IntArray:
+    """The number of the window in which each region begins, the same on every rank.
+
+    Args:
+        index: What is stored.
+        piece: Row in the index's pieces of each region.
+        offsets: (rows, d) offset of each region in its tensor.
+        extents: (rows, d) shape of each region.
+        limits: Those that the regions were cut with.
+    """
+    start, _ = _byte_ranges(index, _Regions(piece, piece, offsets, extents))
+    per_file = max((file.num_bytes for file in index.files), default=0) // limits.window_bytes + 1
+    windows: IntArray = index.file[piece] * per_file + start // limits.window_bytes
+    return windows
 
 
 def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArray:
@@ -418,6 +455,11 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
                 np.array([box.shape for box in cut], dtype=np.int64),
             )
         )
+    return _join(parts)
+
+
+def _join(parts: Sequence[_Regions]) -> _Regions:
+    """The regions of several tables in one."""
     return _Regions(
         np.concatenate([part.want for part in parts]),
         np.concatenate([part.piece for part in parts]),

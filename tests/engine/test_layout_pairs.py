@@ -18,11 +18,18 @@ def save_rank(exchange: Exchange, layout: Layout, storage: MemoryStorage) -> Non
     remesh.save(layout.state(exchange.rank, fill=True), storage, group=exchange)
 
 
-def load_rank(exchange: Exchange, layout: Layout, storage: MemoryStorage) -> Any:
+def load_rank(
+    exchange: Exchange, layout: Layout, storage: MemoryStorage, share_reads: bool = False
+) -> Any:
     state = layout.state(exchange.rank, fill=False)
     reports: list[remesh.RestoreReport] = []
     loaded = remesh.load(
-        state, storage, group=exchange, unexpected="error", on_report=reports.append
+        state,
+        storage,
+        group=exchange,
+        unexpected="error",
+        share_reads=share_reads,
+        on_report=reports.append,
     )
     assert loaded is state
     layout.check(exchange.rank, state)
@@ -59,3 +66,13 @@ def test_every_element_is_stored_once(layout: Layout) -> None:
         for piece in index.pieces(name):
             counts[piece.box.slices] += 1
         assert (counts == 1).all(), (name, shape)
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_loads_in_any_other_reading_together(source: Layout) -> None:
+    storage = MemoryStorage()
+    run_ranks(source.world_size, save_rank, source, storage)
+    stored = sum(file.num_bytes for file in remesh.Checkpoint(storage).index.files)
+    for target in LAYOUTS:
+        reports = run_ranks(target.world_size, load_rank, target, storage, True)
+        assert sum(report.bytes_read for report in reports) <= stored

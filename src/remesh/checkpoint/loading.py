@@ -35,12 +35,12 @@ from remesh.checkpoint.stored import StoredState, read_box
 from remesh.dtypes import BY_NAME
 from remesh.errors import MismatchError
 from remesh.events import OnEvent, emitter, ignore
-from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import BoxTable
 from remesh.memory import Memory
-from remesh.pipeline import Want, read_runs
+from remesh.pipeline import Want, read_runs, read_together
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.state import ArrayLike, Description, TensorEntry
 from remesh.storage import Storage, open_storage
@@ -56,6 +56,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
+    share_reads: bool = False,
     group: Any = None,
     on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
@@ -72,6 +73,9 @@ def load(
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
             error.
+        share_reads: Let one rank read what several need and pass it on, so that storage serves
+            every byte once. Pays where storage is slower than the network between ranks: many
+            replicas, object stores, shared file systems. On a local disk it does not.
         group: See `save`.
         on_report: Is given this rank's `RestoreReport`.
         on_event: Told of the moments in `remesh.events.LOAD_POINTS`.
@@ -106,7 +110,7 @@ def load(
     emit("load.planned")
 
     def read() -> bytes:
-        target.read(lambda size: emit("load.run_read", size))
+        target.read(lambda size: emit("load.run_read", size), exchange if share_reads else Alone())
         emit("load.read")
         return b""
 
@@ -167,6 +171,8 @@ class _Target:
     zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
     plan: LoadPlan | None = field(default=None, init=False)
     bytes_needed: int = field(default=0, init=False)
+    limits: ReadLimits = field(default_factory=ReadLimits, init=False)
+    reads: list[int] = field(default_factory=list, init=False)
 
     def prepare(self, state: Any) -> bytes:
         """Compare the state with what is stored, and plan the reads.
@@ -298,7 +304,7 @@ class _Target:
                     self.wants.append(Want(part.box.offset, memory))
                     self.bytes_needed += box.size * BY_NAME[stored.dtype].itemsize
         wanted = BoxTable.of(index.boxes.tensors, boxes)
-        self.plan = plan_load(index, wanted, ReadLimits())
+        self.plan = plan_load(index, wanted, self.limits)
 
     def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
         if stored_dtype == entry.dtype:
@@ -318,13 +324,22 @@ class _Target:
         ]
         return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
 
-    def read(self, on_run: Callable[[int], None]) -> None:
-        """Fill this rank's tensors."""
+    def read(self, on_run: Callable[[int], None], exchange: Exchange) -> None:
+        """Fill this rank's tensors, together with the ranks of an exchange."""
         assert self.plan is not None
         for memory, shape in self.zeros:
             zero = np.zeros((), memory.carrier)
             memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
-        read_runs(self.storage, self.stored.index, self.plan, self.wants, on_run)
+
+        def count(size: int) -> None:
+            self.reads.append(size)
+            on_run(size)
+
+        read = (self.storage, self.stored.index, self.plan, self.wants)
+        if exchange.world_size == 1:
+            read_runs(*read, count)
+        else:
+            read_together(exchange, *read, limits=self.limits, on_run=count)
 
     def rebuild(self) -> Any:
         """Put everything that is not filled in place where it belongs."""
@@ -345,7 +360,6 @@ class _Target:
 
     def report(self, unexpected: list[str], seconds: float) -> RestoreReport:
         """What was done."""
-        assert self.plan is not None
         found = self.findings
         return RestoreReport(
             tuple(found.restored),
@@ -355,8 +369,8 @@ class _Target:
             tuple(found.missing),
             tuple(unexpected),
             self.bytes_needed,
-            self.plan.bytes_read,
-            self.plan.num_runs,
+            sum(self.reads),
+            len(self.reads),
             seconds,
         )
 

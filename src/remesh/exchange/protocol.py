@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from remesh import errors
 from remesh.errors import MismatchError, RankFailedError, RemeshError
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Exchange(Protocol):
@@ -41,6 +45,15 @@ class Exchange(Protocol):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """The bytes that rank 0 gives (others give None)."""
+        ...
+
+    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+        """Send a buffer to each rank and fill one from each.
+
+        Args:
+            outgoing: For each rank, what it is sent; may be empty.
+            incoming: For each rank, a buffer as long as what it sends here.
+        """
         ...
 
 

@@ -13,9 +13,13 @@ at the latest when the time is up. Ranks that call different operations are told
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from remesh.errors import ExchangeError
+from remesh.exchange.protocol import Bytes
 
 _Contribution = list[bytes]
 
@@ -127,3 +131,11 @@ class ThreadExchange:
         """See `Exchange.broadcast`."""
         assert (data is not None) == (self.rank == 0)
         return self._group.meet(self.rank, "broadcast", [] if data is None else [data])[0][0]
+
+    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+        """See `Exchange.swap`."""
+        assert len(outgoing) == len(incoming) == self.world_size
+        # Copies, because a rank that has what it came for may change its buffers.
+        sent = self._group.meet(self.rank, "swap", [bytes(item) for item in outgoing])
+        for rank, items in enumerate(sent):
+            incoming[rank][:] = np.frombuffer(items[self.rank], np.uint8)

@@ -19,13 +19,14 @@ made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from remesh.errors import ExchangeError
+from remesh.exchange.protocol import Bytes
 
 _BLOCK = 64 << 20
 """Bytes of a message that move at a time."""
@@ -114,6 +115,33 @@ class TorchGroup:
         with self._explained("broadcast"):
             [size] = self._broadcast_sizes([len(own)])
             return self._broadcast(own, size)
+
+    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+        """See `Exchange.swap`."""
+        assert len(outgoing) == len(incoming) == self.world_size
+        incoming[self._rank][:] = outgoing[self._rank]
+        others = [rank for rank in range(self.world_size) if rank != self._rank]
+        arriving = {
+            rank: torch.from_numpy(incoming[rank]).to(self._device)
+            for rank in others
+            if incoming[rank].size
+        }
+        leaving = {
+            rank: torch.from_numpy(outgoing[rank]).to(self._device)
+            for rank in others
+            if outgoing[rank].size
+        }
+        with self._explained("swap"):
+            operations = [
+                dist.P2POp(direction, message, self._global_ranks[rank], self._group)
+                for direction, messages in ((dist.irecv, arriving), (dist.isend, leaving))
+                for rank, message in messages.items()
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        for rank, message in arriving.items():
+            if self._device.type != "cpu":
+                incoming[rank][:] = message.cpu().numpy()
 
     @contextmanager
     def _explained(self, operation: str) -> Iterator[None]:

@@ -5,10 +5,21 @@ memcpy from or into cached memory and buys much: direct I/O at the disk's speed 
 cache in between, digests taken while the bytes are hot, one path for every dtype, stride and
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
 
-`write_file` and `read_runs` are the two executors; what they do is planned in `remesh.planner`.
+`write_file` and `read_runs` are the executors of one rank, `read_together` that of several; what
+they do is planned in `remesh.planner`. `arena` and `stage` cut writing in two, so that a trainer
+need only wait for the first half.
 """
 
 from remesh.pipeline.read import Want, read_runs
+from remesh.pipeline.share import read_together
 from remesh.pipeline.write import FileLayout, FilePiece, WrittenFile, write_file
 
-__all__ = ["FileLayout", "FilePiece", "Want", "WrittenFile", "read_runs", "write_file"]
+__all__ = [
+    "FileLayout",
+    "FilePiece",
+    "Want",
+    "WrittenFile",
+    "read_runs",
+    "read_together",
+    "write_file",
+]
