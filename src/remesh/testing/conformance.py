@@ -312,6 +312,13 @@ class ExchangeConformance:
         for got in returned_values(self.run(world_size, _talk_unevenly)):
             assert got == expected
 
+    @pytest.mark.parametrize("size", [0, 1, 70_000])
+    def test_swap(self, world_size: int, size: int) -> None:
+        for rank, got in enumerate(returned_values(self.run(world_size, _swap, size))):
+            # The diagonal included; the message from a rank to itself is one of them.
+            expected = [_message(100 * r + rank, size * (r + rank)) for r in range(world_size)]
+            assert got == expected
+
     def test_calls_keep_their_order(self, world_size: int) -> None:
         expected = [[b"%d:%d" % (turn, r) for r in range(world_size)] for turn in range(50)]
         assert returned_values(self.run(world_size, _take_turns)) == [expected] * world_size
@@ -402,6 +409,17 @@ def _talk_unevenly(exchange: Exchange) -> list[bytes]:
     shares = exchange.gather(own)
     assert exchange.scatter(shares) == own
     return exchange.all_gather(own)
+
+
+def _swap(exchange: Exchange, size: int) -> list[bytes]:
+    me, ranks = exchange.rank, range(exchange.world_size)
+    outgoing = [
+        np.frombuffer(_message(100 * me + rank, size * (me + rank)), np.uint8).copy()
+        for rank in ranks
+    ]
+    incoming = [np.zeros(size * (me + rank), np.uint8) for rank in ranks]
+    exchange.swap(outgoing, incoming)
+    return [bytes(buffer) for buffer in incoming]
 
 
 def _take_turns(exchange: Exchange) -> list[list[bytes]]:
