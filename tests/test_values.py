@@ -365,7 +365,8 @@ def test_a_kind_of_a_later_version_is_shown() -> None:
 
 @pytest.mark.parametrize("name", ["os", "load", "_C", "nn", "onnx", "zeros", "__doc__", "nothing"])
 def test_a_torch_name_that_is_no_constant_is_not_handed_out(name: str) -> None:
-    for kind in ("torch.dtype", "torch.layout", "torch.memory_format", "torch.Tensor"):
+    constants = ("torch.dtype", "torch.layout", "torch.memory_format")
+    for kind in (*constants, "torch.module", "torch.type", "torch.builtin_function_or_method"):
         expected = UnresolvedValue(kind, kind, f"torch.{name}")
         assert decode(raw(kind, f"torch.{name}")) == expected
 
