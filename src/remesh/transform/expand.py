@@ -32,6 +32,7 @@ from remesh.transform.names import (
     filled,
     substitute,
 )
+from remesh.transform.optimizer import is_state_like
 from remesh.transform.syntax import (
     Add,
     Delete,
@@ -156,13 +157,21 @@ class Expander:
 
     Args:
         sources: Names of sources, and of parameters whose optimizer state is a source.
+        states: Names of sources that are optimizer state.
         targets: Gives the names of targets, likewise; None if targets are not known.
     """
 
-    def __init__(self, sources: Sequence[str], targets: Callable[[], Iterable[str]] | None) -> None:
+    def __init__(
+        self,
+        sources: Iterable[str],
+        states: Iterable[str],
+        targets: Callable[[], Iterable[str]] | None,
+    ) -> None:
         self._source_names = sources
+        self._state_names = states
         self._target_names = targets
         self._sources: NameIndex | None = None
+        self._has_states = False
         self._targets: NameIndex | None = None
         self._assigned: dict[str, None] = {}
         self._deleted: set[str] = set()
@@ -196,9 +205,14 @@ class Expander:
                 if self._sources is not None:
                     self._sources.add(operand.name)
 
-    def _source_index(self) -> NameIndex:
+    def _source_index(self, pattern: Pattern) -> NameIndex:
         if self._sources is None:
             self._sources = NameIndex([*self._source_names, *self._assigned])
+        if not self._has_states and is_state_like(pattern.form):
+            # Statements rarely name optimizer states, and there are many of them.
+            self._has_states = True
+            for name in self._state_names:
+                self._sources.add(name)
         return self._sources
 
     def _target_index(self) -> NameIndex:
@@ -212,11 +226,11 @@ class Expander:
         names = statement.right if is_add else statement.left
         if not any(name.placeholders for name in names):
             return [()]
-        index = self._target_index() if is_add else self._source_index()
         excluded: set[str] = set() if is_add else self._deleted
         found: dict[Binding, None] = {}
         for name in names:
             pattern = Pattern.of(_first_of_array(name.pieces, name))
+            index = self._target_index() if is_add else self._source_index(pattern)
             found.update(dict.fromkeys(bindings_of(pattern, index, excluded)))
         if not found and not (is_add and self._target_names is None):
             where = "target" if is_add else "source"
@@ -231,7 +245,7 @@ class Expander:
     def _nearest(self, pieces: Sequence[str | Wildcard], *, in_targets: bool) -> list[str]:
         text = "".join("0" if isinstance(piece, Wildcard) else piece for piece in pieces)
         if not in_targets:
-            return report.nearest(text, [*self._source_names, *self._assigned])
+            return report.nearest(text, [*self._source_names, *self._state_names, *self._assigned])
         return report.nearest(text, self._target_names() if self._target_names else ())
 
     def _step(self, statement: Statement, binding: Binding) -> Step:
@@ -268,8 +282,8 @@ class Expander:
             return ["".join(map(str, pieces))]
         if not is_left and self._target_names is None:
             return _numbered(draft, name, pieces)
-        index = self._source_index() if is_left else self._target_index()
         pattern = Pattern.of(pieces)
+        index = self._source_index(pattern) if is_left else self._target_index()
         found = [filled(pattern, numbers) for numbers in index.match(pattern)]
         if is_left and self._deleted:
             found = [text for text in found if text not in self._deleted]

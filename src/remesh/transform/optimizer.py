@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MASTER = "master"
 SLOTS: dict[str, str] = {
@@ -48,8 +49,7 @@ _MAX_TRIED = 16
 _MAX_OWNERS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """One optimizer state of one parameter.
 
     Attributes:
@@ -64,15 +64,14 @@ class State:
     slot: str
     before: str
     after: str
-    owner: str = ""
+    owner: str
 
     def name_for(self, parameter: str) -> str:
         """The name of the same state of another parameter."""
         return f"{self.before}{parameter.removeprefix(self.owner)}{self.after}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Nested:
+class _Nested(NamedTuple):
     """A name in the second or third style, before the owner is known."""
 
     name: str
@@ -125,6 +124,11 @@ class States:
         return same[0] if len(same) == 1 else None
 
 
+def is_state_like(name: str) -> bool:
+    """Whether a name has the form of an optimizer state's, whatever else there is."""
+    return name.rpartition(".")[2] in SLOTS or _STATE.search(name) is not None
+
+
 def find_states(
     names: Iterable[str], further_parameters: Iterable[str], owners: Mapping[str, str]
 ) -> States:
@@ -138,11 +142,13 @@ def find_states(
     """
     states = States()
     parameters: dict[str, None] = dict.fromkeys(further_parameters)
-    nested: list[str] = []
+    nested: list[_Nested] = []
     suffixed: list[tuple[str, str, str]] = []
     for name in names:
-        if "state." in name and _STATE.search(name):
-            nested.append(name)
+        match = _STATE.search(name) if "state." in name else None
+        parsed = None if match is None else _parse(name, match.end())
+        if parsed is not None:
+            nested.append(parsed)
             continue
         head, dot, tail = name.rpartition(".")
         if dot and head and tail in SLOTS:
@@ -150,43 +156,15 @@ def find_states(
         else:
             parameters[name] = None
     for name, head, tail in suffixed:
-        states.add(name, State(head, SLOTS[tail], "", f".{tail}"))
+        states.add(name, State(head, SLOTS[tail], "", f".{tail}", ""))
     if nested:
         _add_nested(states, nested, parameters, owners)
     return states
 
 
-def _add_nested(
-    states: States, names: list[str], parameters: Mapping[str, None], owners: Mapping[str, str]
-) -> None:
-    by_root: dict[str, list[_Nested]] = {}
-    for name in names:
-        head, _, tail = name.rpartition(".")
-        parsed = _parse(name)
-        if tail in SLOTS and head in parameters:
-            # A parameter that has `state.` in its own name.
-            states.add(name, State(head, SLOTS[tail], "", f".{tail}"))
-        elif parsed is not None:
-            by_root.setdefault(parsed.root, []).append(parsed)
-    for root, group in by_root.items():
-        found = [owners[root]] if root in owners else _owners(group, parameters)
-        for parsed in group:
-            candidates = tuple(owner + parsed.short_parameter for owner in found)
-            if len(found) == 1:
-                owner = found[0]
-                state = State(candidates[0], parsed.slot, parsed.before, parsed.after, owner)
-                states.add(parsed.name, state)
-            elif found:
-                states.undecided[parsed.name] = candidates
-            elif parsed.slot in SLOTS.values():
-                short = parsed.short_parameter
-                states.add(parsed.name, State(short, parsed.slot, parsed.before, parsed.after))
-
-
-def _parse(name: str) -> _Nested | None:
-    match = _STATE.search(name)
-    assert match is not None
-    root, rest = name[: match.end()], name[match.end() :]
+def _parse(name: str, root_end: int) -> _Nested | None:
+    """A name in the second or third style; `state.` ends at `root_end`."""
+    root, rest = name[:root_end], name[root_end:]
     first, _, behind = rest.partition(".")
     if behind and first in SLOTS:
         return _Nested(name, root, SLOTS[first], behind, f"{root}{first}.", "")
@@ -194,6 +172,32 @@ def _parse(name: str) -> _Nested | None:
     if not parameter:
         return None
     return _Nested(name, root, SLOTS.get(slot, slot), parameter, root, f".{slot}")
+
+
+def _add_nested(
+    states: States,
+    nested: list[_Nested],
+    parameters: Mapping[str, None],
+    owners: Mapping[str, str],
+) -> None:
+    by_root: dict[str, list[_Nested]] = {}
+    for parsed in nested:
+        head, _, tail = parsed.name.rpartition(".")
+        if tail in SLOTS and head in parameters:
+            # A parameter that has `state.` in its own name.
+            states.add(parsed.name, State(head, SLOTS[tail], "", f".{tail}", ""))
+        else:
+            by_root.setdefault(parsed.root, []).append(parsed)
+    known_slots = frozenset(SLOTS.values())
+    for root, group in by_root.items():
+        found = [owners[root]] if root in owners else _owners(group, parameters)
+        for name, _, slot, short, before, after in group:
+            if len(found) > 1:
+                states.undecided[name] = tuple(owner + short for owner in found)
+            elif found or slot in known_slots:
+                # If nothing is known of the parameters, only names that can be nothing else count.
+                owner = found[0] if found else ""
+                states.add(name, State(owner + short, slot, before, after, owner))
 
 
 def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> list[str]:

@@ -33,10 +33,11 @@ from remesh.transform.inverse import COPY
 from remesh.transform.layout import Layout
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.order import Shape
+from remesh.transform.regions import leaves
 from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
 from remesh.transform.sources import SourceSpace, info_from_states
 from remesh.transform.syntax import Statement
-from remesh.transform.tensors import Leaf, Node, convert, is_usable, leaves, without_conversions
+from remesh.transform.tensors import Leaf, Node, convert, is_usable, without_conversions
 
 _MAX_TOLD = 10
 
@@ -127,7 +128,6 @@ class _Resolver:
         self.num_told = 0
         self.conflicts: dict[str, str] = {}
         self.leaves: dict[str, tuple[Leaf, ...]] = {}
-        self.state_names: dict[tuple[str, State], str] = {}
         self.maybe_owned = {
             candidate: name for name, names in states.undecided.items() for candidate in names
         }
@@ -148,7 +148,6 @@ class _Resolver:
             conflicts=self.conflicts,
             deleted=tuple(name for name in self.sources.infos if self.is_deleted(name)),
             unused_results=tuple(n for n in self.bindings.unread if not self.is_wanted(n)),
-            state_names=self.state_names,
         )
 
     # -----------------------------------------------------------------------------------------
@@ -156,8 +155,11 @@ class _Resolver:
     # -----------------------------------------------------------------------------------------
 
     def execute(self) -> Builder:
+        states = self.sources.states
+        plain = (name for name in self.sources.infos if name not in states.by_name)
         expander = Expander(
-            [*self.sources.infos, *self.sources.states.by_parameter],
+            dict.fromkeys([*plain, *states.by_parameter]),
+            states.by_name,
             None if self.given_targets is None else self.parameter_targets,
         )
         groups = [expander.expand(statement) for statement in self.statements]
@@ -240,7 +242,7 @@ class _Resolver:
                     self.right_span(step, name),
                     [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
                 )
-        self.plans[name] = Made(node)
+        self.plans[name] = Made(node, tuple(leaf.name for leaf in self.leaves_of(name)))
 
     def is_absent(self, leaf: Leaf) -> bool:
         return leaf.name not in self.sources.infos
@@ -292,7 +294,9 @@ class _Resolver:
 
     def refuse_undecided(self, name: str) -> None:
         """A state that may belong to several parameters must not be touched by a statement."""
-        candidates = self.target_states.undecided.get(name, ())
+        candidates = self.target_states.undecided.get(name)
+        if candidates is None:
+            return
         bindings = self.bindings
         for touched in (bindings.values, bindings.added, bindings.deleted):
             if any(candidate in touched for candidate in candidates):
@@ -308,7 +312,8 @@ class _Resolver:
             if source is not None:
                 self.check_not_assigned(step, name, source)
                 found[leaf.name] = source
-        if not is_usable(node, lambda leaf: leaf.name in found):
+        is_complete = len(found) == len(self.leaves_of(parameter))
+        if not is_complete and not is_usable(node, lambda leaf: leaf.name in found):
             lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
             self.missing[name] = (
                 f"it follows {parameter!r}, which is made of {report.listing(lacking)}, of which "
@@ -323,10 +328,9 @@ class _Resolver:
             return
         for leaf_name, source in found.items():
             self.check_elementwise(step, name, info, leaf_name, source)
-            self.state_names[leaf_name, state] = source
         if info is not None:
             self.check_shape(step, name, node, info)
-        self.plans[name] = Follows(node, state, info.dtype if info is not None else None)
+        self.plans[name] = Follows(node, found, info.dtype if info is not None else None)
 
     def check_not_assigned(self, step: Step, name: str, source: str) -> None:
         """A state that has statements of its own is not silently taken from the source."""

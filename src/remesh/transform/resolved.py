@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.transform.info import Infos
-from remesh.transform.optimizer import State
 from remesh.transform.order import Steps, shape_after, trace
-from remesh.transform.tensors import Leaf, Node, Origin, leaves, pieces
+from remesh.transform.regions import Origin, pieces
+from remesh.transform.tensors import Leaf, Node
 
 _MAX_SHOWN = 10
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
@@ -59,17 +59,21 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """Made of sources as `node` says."""
+    """Made of `sources` as `node` says."""
 
     node: Node
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Follows:
-    """Made of optimizer states as `node` says of their parameters, converted to `dtype`."""
+    """Made of optimizer states as `node` says of their parameters, converted to `dtype`.
+
+    `names` are the states' names by their parameters'.
+    """
 
     node: Node
-    state: State
+    names: Mapping[str, str]
     dtype: str | None
 
 
@@ -100,7 +104,6 @@ class Resolved:
         deleted: Sources that statements deleted, with their optimizer states.
         unused_results: Names that statements assigned, which are no targets and were not read.
         plans: What the methods below answer from.
-        state_names: Likewise: the source that a follower reads in place of a leaf.
         unused: Sources that no target reads and no statement deleted.
     """
 
@@ -113,7 +116,6 @@ class Resolved:
     deleted: tuple[str, ...]
     unused_results: tuple[str, ...]
     plans: Mapping[str, Plan] = field(repr=False)
-    state_names: Mapping[tuple[str, State], str] = field(repr=False)
     unused: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,13 +130,12 @@ class Resolved:
         match plan:
             case None:
                 return ()
-            case Made(node):
-                return tuple(leaf.name for leaf in leaves(node))
+            case Made(_, names):
+                return names
             case Agreed(names, _):
                 return names
-            case Follows(node, state, _):
-                named = (self.state_names.get((leaf.name, state)) for leaf in leaves(node))
-                return tuple(name for name in named if name is not None)
+            case Follows(_, by_parameter, _):
+                return tuple(by_parameter.values())
 
     def check(self) -> None:
         """Refuse targets that cannot be filled.
@@ -182,9 +183,10 @@ class Resolved:
         info = self.targets[target]
         if info is None:
             raise ValueError(f"{target!r} is a plain value, which has no regions")
-        whole = Box.whole(info.shape)
-        box = whole if box is None else box
-        if box.ndim != whole.ndim or not whole.contains(box):
+        box = Box.whole(info.shape) if box is None else box
+        if box.ndim != len(info.shape) or any(
+            end > extent for end, extent in zip(box.end, info.shape, strict=True)
+        ):
             raise ValueError(f"{target}: box {box} does not lie in shape {info.shape}")
         if target in self.kept or box.size == 0:
             return ()
@@ -194,17 +196,16 @@ class Resolved:
                 return tuple(Region(name, box, (), box, dtypes) for name in chosen)
             case Made(node):
                 return tuple(
-                    _region(o, o.leaf.name, _shortest(o.leaf.dtype, o))
+                    Region(o.leaf.name, o.source_box, o.steps, o.box, _shortest(o))
                     for o in pieces(node, box, _any_leaf)
                     if o.is_check == checks
                 )
-            case Follows(node, state, dtype):
-                names_of = self.state_names
+            case Follows(node, names, dtype):
                 return tuple(
-                    _region(o, name, self._dtypes(name, dtype))
-                    for o in pieces(node, box, lambda leaf: (leaf.name, state) in names_of)
+                    Region(name, o.source_box, o.steps, o.box, self._dtypes(name, dtype))
+                    for o in pieces(node, box, lambda leaf: leaf.name in names)
                     if o.is_check == checks
-                    for name in [names_of[o.leaf.name, state]]
+                    for name in [names[o.leaf.name]]
                 )
 
     def _dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
@@ -217,15 +218,13 @@ def _any_leaf(_leaf: Leaf) -> bool:
     return True
 
 
-def _region(origin: Origin, name: str, dtypes: tuple[str, ...]) -> Region:
-    return Region(name, origin.source_box, origin.steps, origin.box, dtypes)
-
-
-def _shortest(dtype: str | None, origin: Origin) -> tuple[str, ...]:
+def _shortest(origin: Origin) -> tuple[str, ...]:
     """Conversions without those that are exact and converted again: f16 to f32 to bf16."""
+    if not origin.dtypes:
+        return ()
     dtypes: list[str] = []
     for number, wanted in enumerate(origin.dtypes):
-        before = dtypes[-1] if dtypes else dtype
+        before = dtypes[-1] if dtypes else origin.leaf.dtype
         is_last = number == len(origin.dtypes) - 1
         if before == wanted or (not is_last and (before, wanted) in _EXACT):
             continue
