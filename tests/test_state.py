@@ -317,6 +317,14 @@ def test_rebuilding_with_the_same_values_changes_nothing(state: dict[Any, Any]) 
     assert_same(back, expected)
 
 
+def test_a_leaf_cannot_lie_where_others_have_their_container() -> None:
+    # A sharded description has a name of its own, which may be that of a container beside it.
+    for paths in ([("a",), ("a", "b")], [("a", "b"), ("a",)]):
+        leaves: dict[Path, object] = {path: {"x": 1} for path in paths}
+        with pytest.raises(NameCollisionError, match=r"^'a' is both an entry and a container"):
+            assemble(leaves, {})
+
+
 def test_assemble_a_part_of_a_state() -> None:
     leaves: dict[Path, object] = {
         ("opt", "state", 0): "a",

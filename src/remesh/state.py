@@ -635,7 +635,17 @@ def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root:
         leaves: Path and content of every leaf; all paths begin with `root`.
         sequences: Which containers are lists or tuples; all others are dicts.
         root: Path of the container to build.
+
+    Raises:
+        NameCollisionError: If a leaf lies where another has its container.
     """
+    inner = {path[:length] for path in leaves for length in range(len(root) + 1, len(path))}
+    for path in leaves:
+        if path in inner:
+            raise NameCollisionError(
+                f"{name_of(path)!r} is both an entry and a container of others, so they do not nest "
+                "in one state; read them by name"
+            )
     tree: dict[str | int, Any] = {}
     for path, leaf in leaves.items():
         node = tree
