@@ -643,8 +643,8 @@ def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root:
     for path in leaves:
         if path in inner:
             raise NameCollisionError(
-                f"{name_of(path)!r} is both an entry and a container of others, so they do not nest "
-                "in one state; read them by name"
+                f"{name_of(path)!r} is both an entry and a container of others, so they do not "
+                "nest in one state; read them by name"
             )
     tree: dict[str | int, Any] = {}
     for path, leaf in leaves.items():
