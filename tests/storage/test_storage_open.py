@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from remesh.errors import StorageError
+from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
+from remesh.storage.fsspec_store import FsspecStorage
+from remesh.storage.object_store import ObjectStorage
 from remesh.testing import FaultyStorage
 
 
@@ -40,11 +44,102 @@ def test_storages_stay_what_they_are() -> None:
         assert open_storage(storage) is storage
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket", "memory://1", "https://h/x"])
+@pytest.mark.parametrize("url", ["nosuch://bucket/run", "c+d-e.f://x"])
 def test_unknown_schemes_are_named(url: str) -> None:
     scheme = url.partition(":")[0]
-    with pytest.raises(StorageError, match=f"scheme '{scheme}' is not supported"):
+    with pytest.raises(StorageError, match=f"scheme '{re.escape(scheme)}' is not supported"):
         open_storage(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("s3://bucket/run/", "s3://bucket/run"),
+        ("S3A://bucket", "S3A://bucket"),
+        ("s3://bucket/a b/50%#x?y", "s3://bucket/a b/50%#x?y"),
+        ("abfss://container@account.dfs.core.windows.net/run", None),
+        ("abfs://container@account.dfs.core.windows.net/run", None),
+    ],
+)
+def test_buckets(url: str, kept: str | None) -> None:
+    storage = open_storage(url)
+    assert isinstance(storage, ObjectStorage)
+    assert storage.url == (kept or url)
+    assert storage.space() is None
+
+
+@pytest.mark.parametrize("url", ["az://container/run", "azure://container/run", "adl://container"])
+def test_azure_accounts_come_from_the_environment(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StorageError, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        open_storage(url)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    assert isinstance(open_storage(url), ObjectStorage)
+
+
+def test_google_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert isinstance(open_storage("gs://bucket/run"), ObjectStorage)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://", "az:///x"])
+def test_urls_without_a_bucket(url: str) -> None:
+    with pytest.raises(StorageError, match="names no bucket"):
+        open_storage(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "s3://bucket/a//b"])
+def test_odd_prefixes_are_refused(url: str) -> None:
+    with pytest.raises(StorageError, match="cannot open"):
+        open_storage(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [
+        ("s3://bucket", "obstore", "s3"),
+        ("gs://bucket", "obstore", "s3"),
+        ("memory://x", "fsspec", "fsspec"),
+    ],
+)
+def test_missing_libraries_are_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in ("object_store", "fsspec_store"):
+        monkeypatch.delitem(sys.modules, f"remesh.storage.{name}", raising=False)
+    with pytest.raises(StorageError, match=rf"library {module}.*remesh\[{extra}\]"):
+        open_storage(url)
+
+
+def test_missing_libraries_of_fsspec_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack(url: str) -> None:
+        raise ImportError("Install paramiko to use this")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", lack)
+    with pytest.raises(StorageError, match=r"lacks a library for the scheme 'sftp'.*paramiko"):
+        open_storage("sftp://host/run")
+
+
+def test_passwords_in_urls_are_not_shown(tmp_path: Path) -> None:
+    url = "ftp://user:secret@host/run"
+    storage = FsspecStorage(url, fsspec.filesystem("file"), str(tmp_path))
+    assert storage.url == "ftp://user:***@host/run"
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        storage.read("gone")
+    assert "secret" not in str(caught.value) + repr(storage)
+
+
+def test_the_libraries_are_imported_when_they_are_needed() -> None:
+    code = (
+        "import sys, remesh.storage\n"
+        "remesh.storage.open_storage('/data')\n"
+        "sys.exit('obstore' in sys.modules or 'fsspec' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("url", ["file://server/data", "file://data", "file://"])

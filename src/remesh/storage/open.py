@@ -1,4 +1,7 @@
-"""From what a user wrote to a storage."""
+"""From what a user wrote to a storage.
+
+The libraries for remote storages are optional, and imported when a URL asks for one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from remesh.errors import StorageError
 from remesh.storage.local import LocalStorage
 from remesh.storage.protocol import Storage
 
+OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
+"""Schemes of URLs that are opened through obstore."""
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -17,8 +23,9 @@ def open_storage(place: str | os.PathLike[str] | Storage) -> Storage:
     """The storage that a path, a URL or a storage object names.
 
     Args:
-        place: A `str` or `os.PathLike` local path, a `file://` URL, or a `Storage`, which is
-            returned as it is.
+        place: A `str` or `os.PathLike` local path; a `file://` URL; an `s3://`, `gs://` or `az://`
+            URL, which takes the extra `remesh[s3]`; the URL of anything else that fsspec knows,
+            which takes `remesh[fsspec]`; or a `Storage`, which is returned as it is.
 
     Raises:
         StorageError: If it is none of these, or if the URL's scheme is not supported.
@@ -36,11 +43,22 @@ def open_storage(place: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def _open_url(url: str, scheme: str, rest: str) -> Storage:
-    if scheme != "file":
-        raise StorageError(
-            f"{url!r}: the scheme {scheme!r} is not supported; give a local path, a file:// URL, "
-            "or an object with the methods of remesh.storage.Storage"
-        )
+    if scheme == "file":
+        return _open_file(url, rest)
+    if scheme in OBJECT_SCHEMES:
+        try:
+            from remesh.storage.object_store import open_object_storage
+        except ImportError as error:
+            raise _not_installed(url, "obstore", "s3", error) from error
+        return open_object_storage(url, scheme, rest)
+    try:
+        from remesh.storage.fsspec_store import open_fsspec_storage
+    except ImportError as error:
+        raise _not_installed(url, "fsspec", "fsspec", error) from error
+    return open_fsspec_storage(url, scheme)
+
+
+def _open_file(url: str, rest: str) -> LocalStorage:
     host, slash, path = rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise StorageError(
@@ -48,3 +66,10 @@ def _open_url(url: str, scheme: str, rest: str) -> Storage:
             "slashes"
         )
     return LocalStorage(slash + unquote(path))
+
+
+def _not_installed(url: str, library: str, extra: str, error: ImportError) -> StorageError:
+    return StorageError(
+        f"{url!r} needs the library {library}, which cannot be imported ({error}); install it "
+        f"with: pip install 'remesh[{extra}]'"
+    )

@@ -31,6 +31,9 @@ class Writer(Protocol):
     def write(self, position: int, data: Buffer) -> None:
         """Write a range; thread-safe for disjoint ranges.
 
+        Write nearly in order: a storage that takes a file as a stream lets who is far ahead wait
+        for the ranges before, and fails if they do not come.
+
         Raises:
             NoSpaceError: If there is no room.
             StorageError: If the storage fails.

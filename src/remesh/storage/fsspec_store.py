@@ -1,0 +1,274 @@
+"""Any file system that `fsspec` knows, for places that no storage of our own can open.
+
+File systems behind fsspec differ in what they promise, so only what nearly all of them have is
+used: files are written as streams (see `remesh.storage.parts`) under a hidden name beside the final
+one, and then moved to it. `put(overwrite=False)` makes a marker, which only one can make; whoever
+has it may look and move. So its promise is as strong as the file system's opening with mode `x`:
+strict for files, and for buckets behind fsspec often merely a look before the write. A crash may
+leave hidden files and markers behind; they are never listed, and the error that a marker causes
+names it.
+
+Buckets of S3, Google Cloud and Azure have a storage with stronger promises
+(`remesh.storage.object_store`).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
+from remesh.storage.parts import StreamWriter
+from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.remote_errors import explain
+
+PART_BYTES = 16 << 20
+"""Bytes given to the file system at a time."""
+
+_HIDDEN = ".remesh-put-"
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class FsspecStorage:
+    """Files below a path of an fsspec file system; safe to use from several threads.
+
+    Args:
+        url: What the user calls the path; a password in it is not shown.
+        file_system: The `fsspec.AbstractFileSystem`.
+        root: The path in it.
+        part_bytes: Bytes given to the file system at a time.
+    """
+
+    def __init__(
+        self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
+    ) -> None:
+        self._url = re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", url).rstrip("/")
+        self._files = file_system
+        self._root = root.rstrip("/")
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._unfinished: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._url
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`."""
+        return sorted(self.list_sizes(prefix))
+
+    def list_sizes(self, prefix: str = "") -> dict[str, int]:
+        """Relative path → bytes of all files that begin with `prefix`."""
+        directory = prefix_directory(prefix)
+        place = self._path(directory) if directory else self._root
+        try:
+            self._files.invalidate_cache()
+            found = self._files.find(place, detail=True)
+        except _ABSENT:
+            return {}
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            raise explain("list", self._name(prefix), error) from None
+        sizes = {}
+        for path, entry in found.items():
+            relative = path[len(self._root) :].lstrip("/")
+            hidden = relative.rpartition("/")[2].startswith(_HIDDEN)
+            if relative and relative.startswith(prefix) and not hidden:
+                sizes[relative] = int(entry["size"])
+        return sizes
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        place = self._path(path)
+        try:
+            self._files.invalidate_cache()
+            found = self._files.info(place)
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            raise self._cannot("read", path, error) from None
+        if found["type"] != "file":
+            raise StorageError(f"cannot read {self._name(path)}: it is not a file; check the path")
+        return int(found["size"])
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        assert stop is None or stop >= 0
+        size = self.size(path)
+        end = size if stop is None else min(stop, size)
+        buffer = np.empty(max(end - start, 0), np.uint8)
+        return buffer[: self.read_into(path, start, buffer)].tobytes()
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        assert start >= 0
+        place = self._path(path)
+        if not buffer.size:
+            return 0
+        try:
+            found = self._files.cat_file(place, start=start, end=start + buffer.size)
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            problem = self._cannot("read", path, error)
+            # Some refuse a range that begins behind the end.
+            if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
+                raise problem from None
+            return 0
+        data = np.frombuffer(found, np.uint8)
+        buffer[: data.size] = data
+        return len(data)
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        place = self._path(path)
+        hidden = _beside(place, secrets.token_hex(8))
+        # Some file systems in memory do not lock themselves.
+        with self._lock:
+            try:
+                self._write(hidden, iter([np.frombuffer(data, np.uint8)]))
+                try:
+                    if overwrite:
+                        self._files.mv(hidden, place)
+                    else:
+                        self._move_exclusively(hidden, place, self._name(path))
+                finally:
+                    self._remove(hidden)
+            except RemeshError:
+                raise
+            except Exception as error:  # noqa: BLE001 - file systems raise what they like
+                raise explain("write", self._name(path), error) from None
+
+    def create(self, path: str, num_bytes: int) -> StreamWriter:
+        """See `Storage.create`; room is not reserved."""
+        place = self._path(path)
+        name = self._name(path)
+        with self._lock:
+            if path in self._unfinished or self._exists(path):
+                raise StorageError(f"{name} exists already; remove it first")
+            self._unfinished.add(path)
+
+        def upload(parts: Iterator[Buffer]) -> None:
+            hidden = _beside(place, secrets.token_hex(8))
+            try:
+                try:
+                    self._write(hidden, parts)
+                    self._files.mv(hidden, place)
+                finally:
+                    self._remove(hidden)
+            except RemeshError:
+                raise
+            except Exception as error:  # noqa: BLE001 - file systems raise what they like
+                raise explain("write", name, error) from None
+
+        def forget() -> None:
+            with self._lock:
+                self._unfinished.discard(path)
+
+        return StreamWriter(name, num_bytes, self._part_bytes, upload=upload, on_close=forget)
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`."""
+        place = self._path(path)
+        try:
+            self._remove(place)
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            raise explain("remove", self._name(path), error) from None
+
+    def sync(self) -> None:
+        """See `Storage.sync`; fsspec has no such operation."""
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`; fsspec does not tell."""
+        return None
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}"
+
+    def _name(self, path: str) -> str:
+        return f"{self._url}/{path}"
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self.size(path)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def _write(self, place: str, parts: Iterator[Buffer]) -> None:
+        """Write a hidden file; the caller removes it, whatever happens."""
+        self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+        with self._files.open(place, "wb") as file:
+            for part in parts:
+                file.write(part.data)
+
+    def _remove(self, place: str) -> None:
+        with suppress(*_ABSENT):
+            self._files.rm_file(place)
+
+    def _move_exclusively(self, hidden: str, place: str, name: str) -> None:
+        """Give a file its final name unless the name is taken.
+
+        Raises:
+            CheckpointExistsError: If it is taken.
+        """
+        marker = _beside(place, place.rpartition("/")[2])
+        try:
+            self._files.open(marker, "xb").close()
+        except FileExistsError:
+            raise CheckpointExistsError(
+                f"{name} is being written by somebody else; if no such process lives, remove "
+                f"{marker}"
+            ) from None
+        try:
+            self._files.invalidate_cache()
+            if self._files.exists(place):
+                raise CheckpointExistsError(
+                    f"{name} exists already; choose another place or remove it first"
+                )
+            self._files.mv(hidden, place)
+        finally:
+            self._remove(marker)
+
+    def _cannot(self, action: str, path: str, error: Exception) -> RemeshError:
+        if isinstance(error, NotADirectoryError):
+            error = FileNotFoundError(str(error))
+        return explain(action, self._name(path), error)
+
+
+def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
+    """The storage of a URL whose scheme fsspec knows.
+
+    Args:
+        url: What the user wrote.
+        scheme: Its scheme, in small letters.
+
+    Raises:
+        StorageError: If fsspec does not know the scheme, lacks a library for it, or cannot open it.
+    """
+    if scheme not in fsspec.available_protocols():
+        raise StorageError(
+            f"{url!r}: the scheme {scheme!r} is not supported; give a local path, a file:// URL, "
+            "s3://, gs:// or az://, the URL of anything else that fsspec knows, or an object with "
+            "the methods of remesh.storage.Storage"
+        )
+    try:
+        file_system, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise StorageError(
+            f"{url!r}: fsspec lacks a library for the scheme {scheme!r} ({error}); install it"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - file systems raise what they like
+        raise explain("open", url, error) from None
+    return FsspecStorage(url, file_system, root)
+
+
+def _beside(place: str, name: str) -> str:
+    return f"{place.rpartition('/')[0]}/{_HIDDEN}{name}"

@@ -1,0 +1,311 @@
+"""Buckets of S3, Google Cloud and Azure, and whatever speaks as they do, through `obstore`.
+
+How it keeps the promises of `remesh.storage`:
+
+* `put` is one request, which stores are atomic about. `overwrite=False` makes it conditional
+  (`If-None-Match: *`), so that the store itself lets one writer win. A request whose answer got
+  lost may be repeated and then meets its own object; a token among the object's metadata tells
+  that from somebody else's.
+* `create` is a multipart upload that is fed while the file is written (see `remesh.storage.parts`);
+  a file of one part is a conditional put. Nothing is visible before the upload is completed, and
+  giving up removes its parts. A process that is killed leaves invisible parts behind: let a
+  lifecycle rule of the bucket remove incomplete uploads.
+* Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
+  to do.
+
+Credentials, region and endpoint come from the environment, as `obstore` reads it:
+`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`,
+`AWS_ENDPOINT_URL`; `GOOGLE_APPLICATION_CREDENTIALS`; `AZURE_STORAGE_ACCOUNT_NAME`,
+`AZURE_STORAGE_ACCOUNT_KEY`; or the identity that the machine or pod has. None of them is ever put
+into a message.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+from obstore import store as stores
+from obstore.exceptions import AlreadyExistsError, BaseError
+
+from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.parts import StreamWriter
+from remesh.storage.paths import check_path, prefix_directory
+from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.remote_errors import explain
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+PART_BYTES = 16 << 20
+"""Size of the parts of an upload, unless the file needs larger ones."""
+
+MAX_PARTS = 10_000
+"""Parts that an upload may have; a limit of S3."""
+
+NUM_UPLOADS = 4
+"""Parts of a file that are on their way at a time."""
+
+READ_BYTES = 16 << 20
+"""Bytes asked for at a time, so that the timeout of a request holds for any file."""
+
+_TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
+_FAILURES = (BaseError, OSError, ValueError)
+
+RETRIES: RetryConfig = {
+    "max_retries": 6,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=200),
+        "max_backoff": timedelta(seconds=8),
+        "base": 2,
+    },
+}
+"""A store that does not answer fails an operation after half a minute or so."""
+
+CLIENT: ClientConfig = {
+    # Endpoints are https:// unless the user has written something else.
+    "allow_http": True,
+    "connect_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=120),
+}
+"""The timeout is that of a whole request, which moves one part or less."""
+
+
+class ObjectStorage:
+    """Objects below a prefix of a bucket; safe to use from several threads.
+
+    Args:
+        url: What the user calls the prefix.
+        store: The obstore store, rooted at the prefix.
+        part_bytes: Size of the parts of an upload.
+    """
+
+    def __init__(self, url: str, store: ObjectStore, *, part_bytes: int = PART_BYTES) -> None:
+        self._url = url.rstrip("/")
+        self._store = store
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._unfinished: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._url
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`."""
+        return sorted(self.list_sizes(prefix))
+
+    def list_sizes(self, prefix: str = "") -> dict[str, int]:
+        """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
+        directory = prefix_directory(prefix)
+        try:
+            found = obstore.list(self._store, directory or None).collect()
+        except _FAILURES as error:
+            raise explain("list", self._name(prefix), error) from None
+        # Consoles make empty objects for folders; that of the root itself has no relative path.
+        return {
+            entry["path"]: entry["size"]
+            for entry in found
+            if entry["path"] and entry["path"].startswith(prefix)
+        }
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        check_path(path)
+        try:
+            return obstore.head(self._store, path)["size"]
+        except _FAILURES as error:
+            raise explain("read", self._name(path), error) from None
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        assert stop is None or stop >= 0
+        size = self.size(path)
+        end = size if stop is None else min(stop, size)
+        buffer = np.empty(max(end - start, 0), np.uint8)
+        return buffer[: self.read_into(path, start, buffer)].tobytes()
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        assert start >= 0
+        check_path(path)
+        num_read = 0
+        while num_read < buffer.size:
+            target = buffer[num_read : num_read + READ_BYTES]
+            found = self._read_range(path, start + num_read, target)
+            num_read += found
+            if found < target.size:
+                break
+        return num_read
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        check_path(path)
+        try:
+            if overwrite:
+                obstore.put(self._store, path, data, use_multipart=False)
+            elif path in self._unfinished or not self._put_first(path, data):
+                raise CheckpointExistsError(
+                    f"{self._name(path)} exists already; choose another place or remove it first"
+                )
+        except CheckpointExistsError:
+            raise
+        except _FAILURES as error:
+            raise explain("write", self._name(path), error) from None
+
+    def create(self, path: str, num_bytes: int) -> StreamWriter:
+        """See `Storage.create`."""
+        check_path(path)
+        name = self._name(path)
+        with self._lock:
+            if path in self._unfinished:
+                raise StorageError(f"{name} exists already: it is being written")
+            self._unfinished.add(path)
+        try:
+            if self._exists(path):
+                raise StorageError(f"{name} exists already; remove it first")
+        except BaseException:
+            self._forget(path)
+            raise
+        part_bytes = self._part_bytes
+        if num_bytes > part_bytes * MAX_PARTS:
+            part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
+
+        def upload(parts: Iterator[Buffer]) -> None:
+            self._upload(path, parts, num_bytes, part_bytes)
+
+        return StreamWriter(
+            name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
+        )
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`."""
+        check_path(path)
+        try:
+            obstore.delete(self._store, path)
+        except FileNotFoundError:
+            return
+        except _FAILURES as error:
+            raise explain("remove", self._name(path), error) from None
+
+    def sync(self) -> None:
+        """See `Storage.sync`; there is nothing to do."""
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`; buckets have no end."""
+        return None
+
+    def _name(self, path: str) -> str:
+        return f"{self._url}/{path}"
+
+    def _forget(self, path: str) -> None:
+        with self._lock:
+            self._unfinished.discard(path)
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self.size(path)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def _read_range(self, path: str, start: int, target: Buffer) -> int:
+        """Fill a buffer that is not empty, by one request; returns how many bytes there were."""
+        try:
+            found = obstore.get_range(self._store, path, start=start, end=start + target.size)
+        except _FAILURES as error:
+            # A range that begins behind the end is an error of no class of its own.
+            problem = explain("read", self._name(path), error)
+            if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
+                raise problem from None
+            return 0
+        data = np.frombuffer(memoryview(found), np.uint8)
+        target[: data.size] = data
+        return len(data)
+
+    def _put_first(self, path: str, data: bytes | memoryview) -> bool:
+        """Put an object unless there is one; returns whether it is ours that is there now."""
+        token = secrets.token_hex(16)
+        try:
+            obstore.put(
+                self._store,
+                path,
+                data,
+                mode="create",
+                attributes={_TOKEN: token},
+                use_multipart=False,
+            )
+        except AlreadyExistsError:
+            found = obstore.get(self._store, path, options={"head": True}).attributes
+            return found.get(_TOKEN) == token
+        return True
+
+    def _upload(self, path: str, parts: Iterator[Buffer], num_bytes: int, part_bytes: int) -> None:
+        """Make a file of parts; if taking them raises, there is nothing left of it."""
+        name = self._name(path)
+        try:
+            if num_bytes > part_bytes:
+                obstore.put(
+                    self._store,
+                    path,
+                    (part.data for part in parts),
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=NUM_UPLOADS,
+                )
+                return
+            # Taking all parts waits until the writer finishes.
+            whole = [*parts, np.empty(0, np.uint8)][0]
+            if not self._put_first(path, whole.data):
+                raise StorageError(f"{name} exists already: somebody else has written it")
+        except StorageError:
+            raise
+        except _FAILURES as error:
+            raise explain("write", name, error) from None
+
+
+def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
+    """The storage of a bucket's prefix.
+
+    Args:
+        url: What the user wrote.
+        scheme: Its scheme, in small letters.
+        rest: What follows `://`. Keys of S3 and Google Cloud are taken as they are written, and
+            not percent-decoded.
+
+    Raises:
+        StorageError: If the URL or the environment's settings are not usable.
+    """
+    bucket, _, key = rest.partition("/")
+    prefix = key.strip("/") or None
+    if not bucket:
+        raise StorageError(f"{url!r} names no bucket; write {scheme}://bucket/path")
+    try:
+        if scheme in {"s3", "s3a"}:
+            store: ObjectStore = stores.S3Store(
+                bucket, prefix=prefix, client_options=CLIENT, retry_config=RETRIES
+            )
+        elif scheme in {"gs", "gcs"}:
+            store = stores.GCSStore(
+                bucket, prefix=prefix, client_options=CLIENT, retry_config=RETRIES
+            )
+        else:
+            store = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
+    except _FAILURES as error:
+        raise explain("open", url, error) from None
+    return ObjectStorage(url, store)
+
+
+def _rounded_up(num_bytes: int) -> int:
+    """To the next mebibyte."""
+    return -(-num_bytes >> 20) << 20

@@ -1,0 +1,209 @@
+"""Ranges in any order become parts in order, for storages that take a file as a stream.
+
+Object stores take a large file as a sequence of parts of one size, several megabytes each, while
+writers bring smaller chunks from several threads, nearly in order. Between them is a window of a
+few parts: a chunk is copied into the parts that it touches, and a part leaves as soon as all parts
+before it have left and it is full. Whoever writes beyond the window waits until it has moved on,
+which bounds the memory. So somebody has to write the beginning: if the window does not move for a
+long time, those who wait give up with an error.
+
+The upload runs in a thread of its own, which takes the parts and ends when the writer says that
+all is written. Ranges that nobody wrote are zeros. When the writer gives up, taking the next part
+raises, and the upload undoes what it has done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from remesh.errors import StorageError
+from remesh.storage.protocol import Buffer
+
+WINDOW = 3
+"""Parts that are filled at a time."""
+
+STALL_SECONDS = 600.0
+"""How long the window may stand still; longer than any upload of a part with its retries."""
+
+
+class GivenUpError(Exception):
+    """Raised to the upload when its writer was aborted; nobody else sees it."""
+
+
+class Parts:
+    """The window between writers and an upload.
+
+    Args:
+        name: The file, for messages.
+        num_bytes: Its size.
+        part_bytes: Size of each part, the last excepted.
+        stall_seconds: How long the window may stand still.
+    """
+
+    def __init__(
+        self, name: str, num_bytes: int, part_bytes: int, *, stall_seconds: float = STALL_SECONDS
+    ) -> None:
+        self._name = name
+        self._num_bytes = num_bytes
+        self._part_bytes = part_bytes
+        self._stall_seconds = stall_seconds
+        self._num_parts = -(-num_bytes // part_bytes)
+        self._first = 0  # the part that leaves next
+        self._buffers: dict[int, Buffer] = {}
+        self._missing: dict[int, int] = {}
+        self._finished = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def write(self, position: int, data: Buffer) -> None:
+        """Copy a range into its parts; thread-safe for disjoint ranges.
+
+        Raises:
+            StorageError: If the upload has failed, or the window does not move.
+        """
+        assert 0 <= position <= position + data.size <= self._num_bytes
+        while data.size:
+            number, start = divmod(position, self._part_bytes)
+            taken = data[: self._part_bytes - start]
+            buffer = self._buffer(number)
+            buffer[start : start + taken.size] = taken
+            with self._changed:
+                self._missing[number] -= taken.size
+                self._changed.notify_all()
+            position += taken.size
+            data = data[taken.size :]
+
+    def finish(self) -> None:
+        """Let all parts leave, whether they are full or not."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let everybody who waits, and everybody who comes, fail."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._buffers.clear()
+            self._changed.notify_all()
+
+    def take(self) -> Iterator[Buffer]:
+        """The parts in order; ends once all have left and the file is finished.
+
+        Raises:
+            GivenUpError: If the writer was aborted.
+        """
+        for number in range(self._num_parts):
+            yield self._take(number)
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._failure is not None)
+            self._check()
+
+    def _take(self, number: int) -> Buffer:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finished or self._failure is not None or self._is_full(number)
+            )
+            self._check()
+            part = self._open(number)
+            del self._buffers[number], self._missing[number]
+            self._first = number + 1
+            self._changed.notify_all()
+            return part
+
+    def _is_full(self, number: int) -> bool:
+        return self._missing.get(number) == 0
+
+    def _buffer(self, number: int) -> Buffer:
+        """The buffer of a part; waits until the window reaches it."""
+        with self._changed:
+            while self._failure is None and number >= self._first + WINDOW:
+                first = self._first
+                if not self._changed.wait_for(
+                    lambda first=first: self._first != first or self._failure is not None,  # type: ignore[misc]
+                    self._stall_seconds,
+                ):
+                    raise StorageError(
+                        f"cannot write {self._name}: part {number} has waited "
+                        f"{self._stall_seconds:.0f} s for part {first}. Object stores take a file "
+                        "nearly in order; write its beginning first"
+                    )
+            self._check()
+            return self._open(number)
+
+    def _open(self, number: int) -> Buffer:
+        if number not in self._buffers:
+            size = min(self._part_bytes, self._num_bytes - number * self._part_bytes)
+            self._buffers[number] = np.zeros(size, np.uint8)
+            self._missing[number] = size
+        return self._buffers[number]
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class StreamWriter:
+    """A file that is uploaded while it is written; see `remesh.storage.Writer`.
+
+    Args:
+        name: The file, for messages.
+        num_bytes: Its size.
+        part_bytes: Size of the parts.
+        upload: Takes the parts and makes the file exist when they end; if they raise instead, it
+            undoes what it has done and raises.
+        on_close: Called once when the file is finished or given up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_bytes: int,
+        part_bytes: int,
+        *,
+        upload: Callable[[Iterator[Buffer]], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._parts = Parts(name, num_bytes, part_bytes)
+        self._upload = upload
+        self._on_close = on_close
+        self._error: BaseException | None = None
+        self._open = True
+        # Threads inherit whether the interpreter waits for them at its exit.
+        self._thread = threading.Thread(target=self._run, name="remesh-upload")
+        self._thread.start()
+
+    def write(self, position: int, data: Buffer) -> None:
+        """See `Writer.write`; waits if it is too far ahead of the upload."""
+        assert self._open, f"{self._name} is closed"
+        self._parts.write(position, data)
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        assert self._open, f"{self._name} is closed"
+        self._parts.finish()
+        self._thread.join()
+        self._close()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """See `Writer.abort`."""
+        if self._open:
+            self._parts.fail(GivenUpError())
+            self._thread.join()
+            self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._on_close()
+
+    def _run(self) -> None:
+        try:
+            self._upload(self._parts.take())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever writes or finishes
+            self._error = error
+            self._parts.fail(error)

@@ -1,0 +1,68 @@
+"""An S3 server in a thread of the test process, and buckets in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+BUCKET = "checkpoints"
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing-key",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """Where the server listens."""
+
+    endpoint: str
+
+    def uploads(self) -> list[str]:
+        """Keys of multipart uploads that are neither completed nor aborted."""
+        import boto3
+
+        client = boto3.client("s3", endpoint_url=self.endpoint)
+        try:
+            found = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        finally:
+            client.close()
+        return sorted(upload["Key"] for upload in found)
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """A server with an empty bucket; the environment names it and its credentials."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            patch.setenv("AWS_ENDPOINT_URL", endpoint)
+            make_bucket(endpoint)
+            yield S3Server(endpoint)
+    finally:
+        server.stop()
+
+
+def make_bucket(endpoint: str, name: str = BUCKET) -> None:
+    """Make an empty bucket."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=endpoint)
+    try:
+        client.create_bucket(Bucket=name)
+    finally:
+        client.close()
