@@ -45,28 +45,45 @@ def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
         CoverageError: Naming, for the first faulty tensors, the boxes that nobody holds and those
             that overlap, and the ranks that hold them.
     """
-    tensors = boxes.tensors
-    num_tensors = len(tensors)
-    sizes = row_products(tensors.shapes)
-    box_sizes = row_products(boxes.extents)
-    covered = np.zeros(num_tensors, dtype=np.int64)
-    np.add.at(covered, boxes.tensor, box_sizes)
-    undecided = _undecided_by_chain(boxes, sizes)
-    bounds = np.searchsorted(boxes.tensor, np.arange(num_tensors + 1))
-    faulty = []
-    for row in np.flatnonzero(undecided).tolist():
-        rows = slice(int(bounds[row]), int(bounds[row + 1]))
-        offsets, extents = boxes.offsets[rows], boxes.extents[rows]
-        exact = covered[row] == sizes[row]
-        if not exact or not (_is_grid(offsets, extents) or not _overlaps(offsets, extents)):
-            faulty.append(row)
+    num_tensors = len(boxes.tensors)
+    faulty = faulty_tensors(boxes)
     if faulty:
+        bounds = _bounds(boxes)
         shown = [_explain(boxes, row, bounds, holders) for row in faulty[:MAX_SHOWN]]
         more = f"\n... and {len(faulty) - MAX_SHOWN} more" if len(faulty) > MAX_SHOWN else ""
         raise CoverageError(
             f"{len(faulty)} of {num_tensors} tensors are not covered exactly once by main "
             "replicas:\n" + "\n".join(shown) + more
         )
+
+
+def faulty_tensors(boxes: BoxTable) -> list[int]:
+    """The tensors that are not covered exactly once.
+
+    Args:
+        boxes: Distinct non-empty boxes, sorted by tensor, all inside their tensors.
+
+    Returns:
+        Rows of `boxes.tensors`, in order.
+    """
+    sizes = row_products(boxes.tensors.shapes)
+    covered = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(covered, boxes.tensor, row_products(boxes.extents))
+    bounds = _bounds(boxes)
+    faulty = []
+    for row in np.flatnonzero(_undecided_by_chain(boxes, sizes)).tolist():
+        rows = slice(int(bounds[row]), int(bounds[row + 1]))
+        offsets, extents = boxes.offsets[rows], boxes.extents[rows]
+        exact = covered[row] == sizes[row]
+        if not exact or not (_is_grid(offsets, extents) or not _overlaps(offsets, extents)):
+            faulty.append(row)
+    return faulty
+
+
+def _bounds(boxes: BoxTable) -> IntArray:
+    """First box of each tensor, and the number of boxes."""
+    bounds: IntArray = np.searchsorted(boxes.tensor, np.arange(len(boxes.tensors) + 1))
+    return bounds
 
 
 def _undecided_by_chain(boxes: BoxTable, sizes: IntArray) -> BoolArray:

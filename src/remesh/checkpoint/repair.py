@@ -1,0 +1,440 @@
+"""Saving what can be saved of a damaged checkpoint, into a new one.
+
+`salvage` finds out what is whole, without writing; `plan_repair` puts that into a report, and
+`repair` writes it down. The damaged checkpoint is never changed. The new one gets a save id, an
+index and a record of its own. Data files that are sound are taken over as they are, by hard links
+where the file system has them; of a damaged file the pieces of whole tensors are copied into a new
+file, so that every file of the new checkpoint is sound from its first byte to its last.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remesh import __version__
+from remesh.checkpoint.commit import remove_files
+from remesh.checkpoint.salvage import (
+    DataFileState,
+    FoundFile,
+    FoundTensors,
+    LostTensor,
+    SmallFiles,
+    SmallFileState,
+    find_data_files,
+    find_small_files,
+    put_together,
+)
+from remesh.dtypes import CarrierDType, DType
+from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
+from remesh.formats import native
+from remesh.geometry import Box, IntArray, flat_span
+from remesh.integrity import digest_of_digests, hex_digest
+from remesh.memory import CarrierArray
+from remesh.pipeline import FileLayout, FilePiece, write_file
+from remesh.pipeline.workers import run_workers
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
+from remesh.state import Path as StatePath
+from remesh.storage import Buffer, LocalStorage, Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What became of a data file.
+
+    Attributes:
+        path: Relative to the damaged checkpoint.
+        state: `sound`, `damaged`, `truncated`, `unreadable` (nothing in it can be found) or
+            `missing`.
+        problem: What is wrong with it; empty if it is sound.
+    """
+
+    path: str
+    state: DataFileState
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What can be saved of a damaged checkpoint, and what is lost.
+
+    Attributes:
+        source: The damaged checkpoint.
+        target: The new one; empty as long as none is written.
+        save_id: Which save was looked at.
+        record: State of the commit record: `intact`, `damaged` or `missing`.
+        index: State of the index: these, or `decodes`: it can be read, but the record that has its
+            digest cannot.
+        values: State of the values file, likewise.
+        files: The data files.
+        saved: Names of the tensors that are whole.
+        unchecked: Those of them with bytes for which there is no digest to compare with.
+        lost: The tensors that are not whole, and where their holes are.
+        lost_aliases: Further names of tensors that are lost.
+        num_values: Values, lists and objects that are saved.
+        num_bytes: Bytes of the tensors that are saved.
+        notes: What cannot be known.
+    """
+
+    source: str
+    target: str
+    save_id: str
+    record: SmallFileState
+    index: SmallFileState
+    values: SmallFileState
+    files: tuple[FileReport, ...]
+    saved: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    lost: tuple[LostTensor, ...]
+    lost_aliases: tuple[str, ...]
+    num_values: int
+    num_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was saved once is saved again."""
+        has_values = self.values in {"intact", "decodes"}
+        return has_values and self.knows_all and not self.lost and not self.lost_aliases
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every tensor that has elements is known by name."""
+        if self.index in {"intact", "decodes"}:
+            return True
+        readable = all(file.state not in {"missing", "unreadable"} for file in self.files)
+        return self.record == "intact" and readable
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to save."""
+        return not self.saved and not self.num_values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepairPlan:
+    """What `write_repaired` needs to know.
+
+    Attributes:
+        storage: The damaged checkpoint.
+        small: What there is of its small files.
+        files: Its data files.
+        tensors: What is whole.
+        document: The values of the new checkpoint.
+        report: All this for people.
+    """
+
+    storage: Storage
+    small: SmallFiles
+    files: tuple[FoundFile, ...]
+    tensors: FoundTensors
+    document: native.ValuesDocument
+    report: RepairReport
+
+
+def repair(path: Any, target: Any, *, save_id: str | None = None) -> RepairReport:
+    """Save what can be saved of a damaged checkpoint into a new one. Not collective.
+
+    Only whole tensors are saved, and never bytes that a digest proves to be wrong; the report says
+    what is lost and what no digest proves. Memory is bounded by what headers and index need.
+
+    Args:
+        path: Directory of the damaged checkpoint, which is only read. Its commit record, index and
+            values file may be damaged or gone.
+        target: Directory of the new checkpoint: empty, or not there yet.
+        save_id: Which save to look at, if `path` has files of several and no commit record.
+
+    Returns:
+        What was saved and what is lost.
+
+    Raises:
+        CheckpointError: If nothing can be saved, or it is not clear which save is meant.
+        CheckpointExistsError: If there is something at the target.
+        FormatVersionError: If a newer remesh wrote the checkpoint.
+        StorageError: If the storage of the target fails.
+    """
+    return write_repaired(plan_repair(path, save_id=save_id), target)
+
+
+def plan_repair(path: Any, *, save_id: str | None = None) -> RepairPlan:
+    """Find out what `repair` would save, reading everything and writing nothing.
+
+    Args and errors are those of `repair`.
+    """
+    storage = open_storage(path)
+    small = find_small_files(storage, save_id)
+    files = tuple(find_data_files(storage, small))
+    tensors = put_together(small, files)
+    document, lost_aliases = _document(small, tensors)
+    report = RepairReport(
+        source=storage.url,
+        target="",
+        save_id=small.save_id,
+        record=small.record_state,
+        index=small.index_state,
+        values=small.values_state,
+        files=tuple(FileReport(file.path, file.state, file.problem) for file in files),
+        saved=tensors.boxes.tensors.names,
+        unchecked=tensors.unchecked,
+        lost=tensors.lost,
+        lost_aliases=lost_aliases,
+        num_values=len(document.values) + len(document.lists) + len(document.objects),
+        num_bytes=int(tensors.boxes.num_bytes.sum()),
+        notes=(),
+    )
+    report = replace(report, notes=tuple(_notes(report)))
+    return RepairPlan(storage, small, files, tensors, document, report)
+
+
+def _notes(report: RepairReport) -> Iterable[str]:
+    """What the loss of files makes unknowable."""
+    lost: set[SmallFileState] = {"damaged", "missing"}
+    if not report.knows_all:
+        yield (
+            "without the index nobody knows what a lost file held: a tensor that lay wholly in "
+            "one is not listed here"
+        )
+    if report.index in lost:
+        yield "tensors without elements were only in the index: they are not listed here"
+        if report.values in lost:
+            yield "second names of tied tensors were in the index and the values file: all lost"
+    if report.record in lost and report.index in lost and report.values in lost:
+        yield (
+            "nothing shows that this save was ever finished: files of a save that was killed may "
+            "hold zeros where data is missing"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+# ---------------------------------------------------------------------------------------------
+
+
+def _document(
+    small: SmallFiles, tensors: FoundTensors
+) -> tuple[native.ValuesDocument, tuple[str, ...]]:
+    """The values of the new checkpoint, and the aliases that it loses."""
+    document = native.ValuesDocument() if small.document is None else small.document
+    aliases: Mapping[str, str] = document.aliases
+    if small.document is None and small.index is not None and small.index_state != "damaged":
+        aliases = small.index.aliases
+    names = set(tensors.boxes.tensors.names)
+    kept = {alias: name for alias, name in aliases.items() if name in names}
+    lost = tuple(alias for alias in aliases if alias not in kept)
+    holders = (names, kept, document.values, document.lists, document.objects)
+    there = [document.path_of(name) for holder in holders for name in holder]
+    gone = [document.path_of(name) for name in (*lost, *(tensor.name for tensor in tensors.lost))]
+    new = native.ValuesDocument(
+        document.values,
+        document.lists,
+        document.objects,
+        document.paths,
+        _whole_sequences(document, there, gone),
+        kept,
+    )
+    return new, lost
+
+
+def _whole_sequences(
+    document: native.ValuesDocument, there: Iterable[StatePath], gone: Iterable[StatePath]
+) -> list[tuple[list[str | int], str]]:
+    """The lists and tuples that have lost no item; others stay dicts with numbers as keys.
+
+    Otherwise the items after a lost one would move up to its place.
+    """
+    nodes = {path[:length] for path in there for length in range(len(path) + 1)}
+    broken = {
+        path[: length - 1]
+        for path in gone
+        for length in range(1, len(path) + 1)
+        if path[:length] not in nodes
+    }
+    return [(path, kind) for path, kind in document.sequences if tuple(path) not in broken]
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def write_repaired(plan: RepairPlan, target: Any) -> RepairReport:
+    """Write the new checkpoint that was planned.
+
+    Args and errors are those of `repair`.
+    """
+    if plan.report.is_empty:
+        raise CheckpointError(f"{plan.storage.url}: nothing can be saved; load another checkpoint")
+    storage = open_storage(target)
+    _check_target(plan.storage, storage)
+    save_id = os.urandom(6).hex()
+    try:
+        record = _write_files(plan, storage, save_id)
+    except BaseException:
+        remove_files(storage, save_id)
+        raise
+    storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=False)
+    return replace(plan.report, target=storage.url)
+
+
+def _check_target(source: Storage, target: Storage) -> None:
+    if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+        outer, inner = os.path.realpath(source.url), os.path.realpath(target.url)
+        if Path(inner).is_relative_to(outer):
+            raise CheckpointExistsError(
+                f"{target.url} lies in the damaged checkpoint, which is not changed; choose another"
+                " place"
+            )
+    if target.list():
+        raise CheckpointExistsError(f"{target.url} is not empty; choose another place")
+
+
+def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> native.CommitRecord:
+    """Write everything but the record, and make it durable."""
+    folder, tensors, old = native.data_folder(save_id), plan.tensors, plan.small.record
+    # The values first: that makes the folder, and the index, which comes last, makes the links
+    # in it durable.
+    document = plan.document.encode()
+    values_path = f"{folder}/values.msgpack"
+    storage.put(values_path, document, overwrite=False)
+    boxes = tensors.boxes
+    assignments, parts = [], []
+    for number, file in enumerate(plan.files):
+        rows = np.flatnonzero(tensors.file == number)
+        if not len(rows):
+            continue
+        path = f"{folder}/{file.path.rpartition('/')[2]}"
+        # As in every data file, wide elements come first.
+        order = (tensors.position[rows], -boxes.tensors.itemsizes[boxes.tensor[rows]])
+        rows = rows[np.lexsort(order)]
+        assignments.append(rows)
+        if file.state == "sound":
+            _take_over(plan.storage, file, storage, path)
+            positions = tensors.position[rows].tolist()
+            encoded = native.encode_digests(file.digests)
+            parts.append(
+                native.Part(path, file.num_bytes, native.encode_positions(positions), encoded)
+            )
+        else:
+            parts.append(_copy_pieces(plan, file, rows, storage, path))
+    index = native.build_index(boxes, assignments, parts, plan.document.aliases)
+    encoded_index = index.encode()
+    index_path = f"{folder}/index.safetensors"
+    storage.put(index_path, encoded_index, overwrite=False)
+    storage.sync()
+    metadata = {} if old is None else old.metadata
+    return native.CommitRecord(
+        format=native.FORMAT_NAME,
+        version=native.FORMAT_VERSION,
+        save_id=save_id,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        world_size=len(plan.files) if old is None else old.world_size,
+        remesh_version=__version__,
+        index=_record_of(index_path, encoded_index),
+        values=_record_of(values_path, document),
+        files=tuple(
+            native.FileRecord(path=stored.path, num_bytes=stored.num_bytes, digest=digest)
+            for stored, digest in zip(index.files, native.file_digests(index), strict=True)
+        ),
+        metadata={**metadata, "repaired_from": plan.storage.url},
+    )
+
+
+def _record_of(path: str, data: bytes) -> native.FileRecord:
+    return native.FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
+
+
+def _take_over(source: Storage, file: FoundFile, target: Storage, path: str) -> None:
+    """Link a sound file, or copy it where that cannot be done."""
+    if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+        try:
+            # A link to a symbolic link would break with what it leads to.
+            os.link(os.path.realpath(Path(source.url, file.path)), Path(target.url, path))
+        except OSError:
+            # Another file system, or one without hard links: copying says what is wrong, if it is.
+            pass
+        else:
+            return
+    writer = ChunkWriter(target, path, file.num_bytes)
+
+    def copy(number: int, buffer: Buffer) -> None:
+        start = number * CHUNK_SIZE
+        chunk = buffer[: min(CHUNK_SIZE, file.num_bytes - start)]
+        _read_exactly(source, file.path, start, chunk)
+        writer.write(number, chunk)
+
+    try:
+        num_chunks = -(-file.num_bytes // CHUNK_SIZE)
+        run_workers(2, num_chunks, min(CHUNK_SIZE, file.num_bytes), copy)
+        written = writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    if digest_of_digests(written.digests) != digest_of_digests(file.digests):
+        raise CorruptCheckpointError(
+            f"{source.url}/{file.path} changed between two readings; see whether the disk fails or "
+            "somebody writes there, and try again"
+        )
+
+
+def _copy_pieces(
+    plan: RepairPlan, file: FoundFile, rows: IntArray, target: Storage, path: str
+) -> native.Part:
+    """Copy some pieces of a damaged file into a new one."""
+    boxes = plan.tensors.boxes
+    header, positions, num_bytes = native.data_header(boxes, rows)
+    pieces = []
+    for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+        shape, dtype = boxes.box(row).shape, boxes.tensors.dtype(int(boxes.tensor[row]))
+        start = int(plan.tensors.position[row])
+        memory = _StoredMemory(plan.storage, file.path, start, shape, dtype)
+        pieces.append(FilePiece(memory, shape, dtype, position))
+    places = positions.tolist()
+    layout = FileLayout(header, pieces, places, num_bytes)
+    written = write_file(target, path, layout, lambda _size: None)
+    return native.Part(
+        path,
+        num_bytes,
+        native.encode_positions(places),
+        native.encode_digests(written.digests),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredMemory:
+    """A stored piece as something that can be copied from, in contiguous boxes."""
+
+    storage: Storage
+    path: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return self.dtype.carrier
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        first, _, is_contiguous = flat_span(self.shape, box)
+        assert is_contiguous
+        data = np.empty(into.nbytes, np.uint8)
+        _read_exactly(self.storage, self.path, self.start + first * self.dtype.itemsize, data)
+        into[...] = data.view(self.dtype.carrier).reshape(box.shape)
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """See `Memory.copy_in`; the damaged checkpoint is only read."""
+        raise AssertionError(box, values)
+
+
+def _read_exactly(storage: Storage, path: str, start: int, data: Buffer) -> None:
+    if storage.read_into(path, start, data) < len(data):
+        raise CorruptCheckpointError(
+            f"{storage.url}/{path} became shorter while it was being repaired; see who writes there"
+        )

@@ -1,0 +1,599 @@
+"""What can be saved of a damaged checkpoint: looking, without writing anything.
+
+The files of one save are looked at one after the other:
+
+1. The commit record, the index and the values file, each of which may be gone or damaged. What the
+   record has a digest for is *intact* or *damaged*. Without a record, the index and the values file
+   are accepted if they *decode*, which proves less.
+2. Every data file is read once. Its blocks are digested, for the new index and to be compared with
+   whatever old digests there are: those of blocks in any index that decodes (a digest of 128 bits
+   that agrees proves both sides), and that of the whole file in the record. A block that differs,
+   or that cannot be read, is bad.
+3. The pieces of a file come from an intact index, or else from the file's own header, if the
+   header is not in a bad block. A piece is good if it lies wholly in what there is of the file, and
+   not in a bad block.
+4. A tensor is whole if its good pieces cover it exactly once.
+
+Bytes for which there is no old digest are taken as they are, and the report says of which tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remesh import values
+from remesh.coverage import faulty_tensors
+from remesh.dtypes import BY_NAME
+from remesh.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from remesh.formats import native
+from remesh.geometry import Box, uncovered
+from remesh.index import BoxTable, Index, TensorTable
+from remesh.integrity import (
+    BLOCK_SIZE,
+    Digests,
+    block_digests,
+    digest_of_digests,
+    hex_digest,
+)
+from remesh.pipeline.workers import run_workers
+from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
+from remesh.storage import Buffer, Storage
+
+READ_BYTES = 8 * BLOCK_SIZE
+"""Bytes read at a time."""
+
+SmallFileState = Literal["intact", "decodes", "damaged", "missing"]
+DataFileState = Literal["sound", "damaged", "truncated", "unreadable", "missing"]
+
+_FOLDER = re.compile(r"data-([0-9a-f]+)/.+", re.DOTALL)
+
+_Flags = npt.NDArray[np.bool_]
+_Decoded = TypeVar("_Decoded")
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFiles:
+    """The small files of a save, as far as there is anything of them.
+
+    Attributes:
+        save_id: Names the save.
+        record: The commit record, if it is readable.
+        index: The index, if it decodes.
+        document: The values, if they decode and are not known to be damaged.
+        record_state: What is known of the record; it carries its own digest.
+        index_state: What is known of the index. It may decode and be damaged all the same.
+        values_state: What is known of the values file.
+    """
+
+    save_id: str
+    record: native.CommitRecord | None
+    index: Index | None
+    document: native.ValuesDocument | None
+    record_state: SmallFileState
+    index_state: SmallFileState
+    values_state: SmallFileState
+
+    @property
+    def trusted_index(self) -> Index | None:
+        """The index, if its digest proves it."""
+        return self.index if self.index_state == "intact" else None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPiece:
+    """A piece of a data file.
+
+    Attributes:
+        name: Its tensor.
+        dtype: Element type of the tensor.
+        shape: Global shape of the tensor.
+        box: Where the piece lies in the tensor.
+        position: First byte in the file.
+        num_bytes: Its size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    position: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundFile:
+    """A data file that was read.
+
+    Attributes:
+        path: Relative to the damaged checkpoint.
+        num_bytes: Its size.
+        state: `sound` files can be used as they are.
+        problem: What is wrong with it, in words; empty if it is sound.
+        digests: Digests of its blocks.
+        bad: Which blocks must not be used.
+        is_checked: Which blocks an old digest proves.
+        pieces: What it holds or should hold.
+    """
+
+    path: str
+    num_bytes: int
+    state: DataFileState
+    problem: str
+    digests: Digests
+    bad: _Flags
+    is_checked: _Flags
+    pieces: Sequence[FoundPiece]
+
+    def is_good(self, piece: FoundPiece) -> bool:
+        """Whether a piece is there and not known to be damaged."""
+        inside = piece.position + piece.num_bytes <= self.num_bytes
+        return inside and not self.bad[_blocks_of(piece)].any()
+
+    def is_proven(self, piece: FoundPiece) -> bool:
+        """Whether old digests prove all bytes of a good piece."""
+        return bool(self.is_checked[_blocks_of(piece)].all())
+
+
+def _blocks_of(piece: FoundPiece) -> slice:
+    stop = -(-(piece.position + piece.num_bytes) // BLOCK_SIZE)
+    return slice(piece.position // BLOCK_SIZE, stop)
+
+
+# ---------------------------------------------------------------------------------------------
+# Small files
+# ---------------------------------------------------------------------------------------------
+
+
+def find_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
+    """Find the save, and read what there is of its small files.
+
+    Args:
+        storage: The damaged checkpoint.
+        save_id: The save, if the caller names it.
+
+    Raises:
+        CheckpointNotFoundError: If there are no files of a save.
+        CheckpointError: If there are files of several saves and nothing says which is meant.
+        FormatVersionError: If a newer remesh wrote the record.
+    """
+    record, record_state = _read_record(storage)
+    if save_id is not None and (record is None or record.save_id != save_id):
+        record, record_state = None, "missing"
+    if save_id is None:
+        save_id = record.save_id if record is not None else _only_save(storage)
+    elif not storage.list(f"{native.data_folder(save_id)}/"):
+        raise CheckpointNotFoundError(f"{storage.url}: there are no files of a save {save_id!r}")
+    folder = native.data_folder(save_id)
+
+    def read(
+        name: str, file: native.FileRecord | None, decode: Callable[[bytes, str], _Decoded]
+    ) -> tuple[_Decoded | None, SmallFileState]:
+        path = f"{folder}/{name}" if file is None else file.path
+        try:
+            data = storage.read(path)
+        except CheckpointNotFoundError:
+            return None, "missing"
+        except StorageError:
+            return None, "damaged"
+        try:
+            decoded = decode(data, path)
+        except CorruptCheckpointError:
+            return None, "damaged"
+        if file is None:
+            return decoded, "decodes"
+        is_intact = len(data) == file.num_bytes and hex_digest(data) == file.digest
+        return decoded, "intact" if is_intact else "damaged"
+
+    index_file, values_file = (None, None) if record is None else (record.index, record.values)
+    index, index_state = read("index.safetensors", index_file, Index.decode)
+    document, values_state = read("values.msgpack", values_file, _decode_values)
+    return SmallFiles(
+        save_id,
+        record,
+        index,
+        document if values_state != "damaged" else None,
+        record_state,
+        index_state,
+        values_state,
+    )
+
+
+def _read_record(storage: Storage) -> tuple[native.CommitRecord | None, SmallFileState]:
+    try:
+        return native.read_record(storage), "intact"
+    except CheckpointNotFoundError:
+        return None, "missing"
+    except (CorruptCheckpointError, StorageError):
+        return None, "damaged"
+
+
+def _only_save(storage: Storage) -> str:
+    """The save whose files lie there."""
+    found = (_FOLDER.fullmatch(path) for path in storage.list())
+    saves = sorted({match[1] for match in found if match is not None})
+    if not saves:
+        raise CheckpointNotFoundError(
+            f"{storage.url}: nothing to repair, there is no folder data-<save id> with files"
+        )
+    if len(saves) > 1:
+        raise CheckpointError(
+            f"{storage.url} has files of {len(saves)} saves and no readable {native.RECORD_NAME} "
+            f"that says which is the checkpoint. Name one of them: {', '.join(saves)}"
+        )
+    return saves[0]
+
+
+def _decode_values(data: bytes, where: str) -> native.ValuesDocument:
+    """The document, if every value in it decodes as well."""
+    document = native.ValuesDocument.decode(data, where)
+    for raw in document.values.values():
+        values.decode(bytes(raw))
+    for element in document.objects.values():
+        values.decode(bytes(element.value))
+    return document
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files
+# ---------------------------------------------------------------------------------------------
+
+
+def find_data_files(storage: Storage, small: SmallFiles) -> list[FoundFile]:
+    """Read every data file of a save once; those that are named somewhere and gone are listed too.
+
+    Memory is bounded by what the headers need.
+    """
+    folder = f"{native.data_folder(small.save_id)}/"
+    # The index is the one file of that ending which has no pieces.
+    paths = [path for path in storage.list(folder) if path.endswith(".safetensors")]
+    paths = [path for path in paths if path != f"{folder}index.safetensors"]
+    if small.record is not None:
+        paths += [file.path for file in small.record.files]
+    if small.index is not None and small.index_state != "damaged":
+        paths += [file.path for file in small.index.files]
+    return [_find_file(storage, small, path) for path in sorted(set(paths))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the small files say of a data file."""
+
+    num_bytes: int | None
+    digest: str | None
+    blocks: Digests | None
+    pieces: Sequence[FoundPiece] | None
+
+    @classmethod
+    def of(cls, small: SmallFiles, path: str) -> _Known:
+        num_bytes, digest, blocks, pieces = None, None, None, None
+        for file in () if small.record is None else small.record.files:
+            if file.path == path:
+                num_bytes, digest = file.num_bytes, file.digest
+        index = small.index
+        number = None if index is None else _row_of(index, path)
+        if index is not None and number is not None:
+            if index.block_size == BLOCK_SIZE:
+                blocks = index.digests[index.first_block[number] : index.first_block[number + 1]]
+            if small.index_state == "intact":
+                num_bytes = index.files[number].num_bytes
+                pieces = _pieces_of(index, number)
+        return cls(num_bytes, digest, blocks, pieces)
+
+
+def _row_of(index: Index, path: str) -> int | None:
+    return next((row for row, file in enumerate(index.files) if file.path == path), None)
+
+
+def _pieces_of(index: Index, number: int) -> list[FoundPiece]:
+    """What an index says that a file holds."""
+    boxes, sizes = index.boxes, index.boxes.num_bytes
+    pieces = []
+    for row in np.flatnonzero(index.file == number).tolist():
+        tensor = int(boxes.tensor[row])
+        name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor).name
+        shape, position = boxes.tensors.shape(tensor), int(index.position[row])
+        pieces.append(FoundPiece(name, dtype, shape, boxes.box(row), position, int(sizes[row])))
+    return pieces
+
+
+def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
+    known = _Known.of(small, path)
+    try:
+        size = storage.size(path)
+    except CheckpointNotFoundError:
+        return _without_blocks(path, "missing", "it is gone", known.pieces)
+    except StorageError as error:
+        return _without_blocks(path, "unreadable", str(error), known.pieces)
+    header, problem = None, ""
+    pieces: Sequence[FoundPiece] = []
+    try:
+        header = _read_header(storage, path, size)
+        pieces = _pieces_in(header, path)
+    except (CorruptCheckpointError, StorageError) as error:
+        problem = str(error)
+    expected = known.num_bytes
+    if expected is None and header is not None:
+        expected = header.data_start + max(
+            (entry.data_offsets[1] for entry in header.entries.values()), default=0
+        )
+    num_bytes = size if expected is None else min(size, expected)
+    digests, unreadable = _digest_blocks(storage, path, num_bytes)
+    bad, is_checked = _compare(known, digests, num_bytes, is_cut=num_bytes != expected)
+    bad |= unreadable
+    if known.pieces is not None:
+        pieces = known.pieces
+    elif header is None or bad[: -(-header.data_start // BLOCK_SIZE)].any():
+        why = problem or f"{path}: its header is damaged"
+        return FoundFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
+    state, why = _state_of(size, expected, bad, unreadable, problem)
+    return FoundFile(path, num_bytes, state, why, digests, bad, is_checked, pieces)
+
+
+def _without_blocks(
+    path: str, state: DataFileState, problem: str, pieces: Sequence[FoundPiece] | None
+) -> FoundFile:
+    digests, flags = np.zeros((0, 2), np.uint64), np.zeros(0, np.bool_)
+    return FoundFile(path, 0, state, problem, digests, flags, flags, pieces or [])
+
+
+def _state_of(
+    size: int, expected: int | None, bad: _Flags, unreadable: _Flags, problem: str
+) -> tuple[DataFileState, str]:
+    """What to call the state of a file, and why."""
+    if expected is not None and size < expected:
+        return "truncated", f"it has {size} of {expected} bytes"
+    if unreadable.any():
+        return "damaged", f"{int(unreadable.sum())} of {len(bad)} blocks cannot be read"
+    if bad.any():
+        return "damaged", f"{int(bad.sum())} of {len(bad)} blocks are not what was written"
+    if expected is not None and size > expected:
+        return "damaged", f"it has {size} bytes, {size - expected} too many"
+    if problem:
+        return "damaged", problem
+    return "sound", ""
+
+
+def _digest_blocks(storage: Storage, path: str, num_bytes: int) -> tuple[Digests, _Flags]:
+    """Digests of a file's blocks, and which of them cannot be read."""
+    num_blocks = -(-num_bytes // BLOCK_SIZE)
+    digests = np.zeros((num_blocks, 2), dtype=np.uint64)
+    unreadable = np.zeros(num_blocks, dtype=np.bool_)
+
+    def read(start: int, data: Buffer) -> bool:
+        first = start // BLOCK_SIZE
+        try:
+            if storage.read_into(path, start, data) < len(data):
+                return False
+        except (StorageError, CheckpointNotFoundError):
+            return False
+        found = block_digests(data)
+        digests[first : first + len(found)] = found
+        return True
+
+    def read_span(task: int, buffer: Buffer) -> None:
+        start = task * READ_BYTES
+        stop = min(start + READ_BYTES, num_bytes)
+        if read(start, buffer[: stop - start]):
+            return
+        # Something in there cannot be read; find out which blocks that is.
+        for begin in range(start, stop, BLOCK_SIZE):
+            if not read(begin, buffer[: min(BLOCK_SIZE, stop - begin)]):
+                unreadable[begin // BLOCK_SIZE] = True
+
+    run_workers(4, -(-num_bytes // READ_BYTES), min(READ_BYTES, num_bytes), read_span)
+    return digests, unreadable
+
+
+def _compare(
+    known: _Known, digests: Digests, num_bytes: int, *, is_cut: bool
+) -> tuple[_Flags, _Flags]:
+    """Which blocks differ from what was written, and which are proven to be it."""
+    none = np.zeros(len(digests), dtype=np.bool_)
+    if known.digest is not None and not is_cut:
+        if digest_of_digests(digests) == known.digest:
+            return none, ~none
+        if known.blocks is None:
+            # Something is wrong, and nobody knows where.
+            return ~none, none
+    if known.blocks is None:
+        return none, none
+    # The block in which a file was cut short has no digest to compare it with.
+    num_whole = num_bytes // BLOCK_SIZE if is_cut else len(digests)
+    num_compared = min(num_whole, len(known.blocks))
+    equal = (digests[:num_compared] == known.blocks[:num_compared]).all(axis=1)
+    bad, is_checked = none.copy(), none.copy()
+    bad[:num_compared], is_checked[:num_compared] = ~equal, equal
+    return bad, is_checked
+
+
+# ---------------------------------------------------------------------------------------------
+# Headers
+# ---------------------------------------------------------------------------------------------
+
+
+def _read_header(storage: Storage, path: str, size: int) -> Header:
+    length = header_length(storage.read(path, 0, 8), path)
+    if 8 + length > size:
+        raise CorruptCheckpointError(f"{path}: ends in its safetensors header")
+    return decode_header(storage.read(path, 0, 8 + length), path)
+
+
+def _pieces_in(header: Header, path: str) -> list[FoundPiece]:
+    """What a header says that its file holds.
+
+    Raises:
+        CorruptCheckpointError: If it is not the header of a data file, or contradicts itself.
+    """
+    try:
+        described = msgspec.json.decode(
+            header.metadata["pieces"],
+            type=dict[str, tuple[str, str, tuple[int, ...], tuple[int, ...]]],
+        )
+        return [
+            _piece_of(entry, header.data_start, described[key])
+            for key, entry in header.entries.items()
+        ]
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: its header does not say what the file holds: {error!r}"
+        ) from error
+
+
+def _piece_of(
+    entry: HeaderEntry,
+    data_start: int,
+    described: tuple[str, str, tuple[int, ...], tuple[int, ...]],
+) -> FoundPiece:
+    """The piece of one entry of a header.
+
+    Raises:
+        KeyError: If its type is unknown.
+        ValueError: If the numbers do not fit each other.
+    """
+    name, type_name, shape, offset = described
+    dtype = BY_NAME[type_name]
+    extents = tuple(entry.shape[:-1] if dtype.pairs else entry.shape)
+    box, start = Box(offset, extents), data_start + entry.data_offsets[0]
+    num_bytes = box.size * dtype.itemsize
+    fits = (
+        len(shape) == len(offset) == len(extents)
+        and Box.whole(shape).contains(box)
+        and entry.dtype == dtype.safetensors
+        and entry.data_offsets[1] - entry.data_offsets[0] == num_bytes > 0
+        and start % dtype.itemsize == 0
+    )
+    if not fits:
+        raise ValueError(f"{name}: piece {box} of shape {shape} does not fit its entry")
+    return FoundPiece(name, type_name, shape, box, start, num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LostTensor:
+    """A tensor that is not whole any more.
+
+    Attributes:
+        name: Stored name.
+        dtype: Element type.
+        shape: Global shape.
+        holes: The boxes of which no good piece is left; empty if pieces contradict each other.
+        files: The files that hold or should hold the missing pieces, as far as they are known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    holes: tuple[Box, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundTensors:
+    """What the files hold, put together.
+
+    Attributes:
+        boxes: Pieces of the whole tensors, sorted by tensor.
+        file: Row of the file of each piece in the list of files.
+        position: First byte of each piece there.
+        unchecked: Names of whole tensors with bytes that no old digest proves.
+        lost: The tensors that are not whole.
+    """
+
+    boxes: BoxTable
+    file: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]
+    unchecked: tuple[str, ...]
+    lost: tuple[LostTensor, ...]
+
+
+_Kind = tuple[str, tuple[int, ...]]
+"""Dtype name and global shape of a tensor."""
+
+
+def put_together(small: SmallFiles, files: Sequence[FoundFile]) -> FoundTensors:
+    """Find out which tensors are whole."""
+    kinds, contradicted = _kinds(small, files)
+    rows = {name: row for row, name in enumerate(kinds)}
+    table = TensorTable.of([(name, *kind) for name, kind in kinds.items()])
+    good: list[tuple[int, int, FoundPiece]] = []
+    lost_in: dict[str, set[str]] = {}
+    seen: set[tuple[str, Box]] = set()
+    for number, file in enumerate(files):
+        for piece in file.pieces:
+            if file.is_good(piece) and piece.name not in contradicted:
+                good.append((rows[piece.name], number, piece))
+                if (piece.name, piece.box) in seen:
+                    contradicted.add(piece.name)
+                seen.add((piece.name, piece.box))
+            else:
+                lost_in.setdefault(piece.name, set()).add(file.path)
+    good.sort(key=lambda found: found[0])
+    boxes = BoxTable.of(table, [(row, piece.box) for row, _, piece in good])
+    torn = set(faulty_tensors(boxes)) | {rows[name] for name in contradicted}
+    whole = [row for row in range(len(table)) if row not in torn]
+    kept = [found for found in good if found[0] not in torn]
+    new_rows = {row: number for number, row in enumerate(whole)}
+    names = table.names
+    unproven = {p.name for _, number, p in kept if not files[number].is_proven(p)}
+    of_torn: dict[int, list[Box]] = {row: [] for row in sorted(torn)}
+    for row, _, piece in good:
+        if row in torn:
+            of_torn[row].append(piece.box)
+    return FoundTensors(
+        BoxTable.of(
+            TensorTable.of([(names[row], *kinds[names[row]]) for row in whole]),
+            [(new_rows[row], piece.box) for row, _, piece in kept],
+        ),
+        np.array([number for _, number, _ in kept], dtype=np.int64),
+        np.array([piece.position for _, _, piece in kept], dtype=np.int64),
+        tuple(names[row] for row in whole if names[row] in unproven),
+        tuple(
+            LostTensor(
+                names[row],
+                *kinds[names[row]],
+                tuple(uncovered(Box.whole(table.shape(row)), found)),
+                tuple(sorted(lost_in.get(names[row], ()))),
+            )
+            for row, found in of_torn.items()
+        ),
+    )
+
+
+def _kinds(small: SmallFiles, files: Sequence[FoundFile]) -> tuple[Mapping[str, _Kind], set[str]]:
+    """Every tensor that is known of, and the names about which files contradict each other."""
+    kinds: dict[str, _Kind] = {}
+    contradicted = set()
+    if small.trusted_index is not None:
+        kinds.update(_kinds_of(small.trusted_index))
+    for file in files:
+        for piece in file.pieces:
+            kind = (piece.dtype, piece.shape)
+            if kinds.setdefault(piece.name, kind) != kind:
+                contradicted.add(piece.name)
+    if small.index is not None and small.index_state == "decodes":
+        # Its word counts for what no file tells, and for nothing else.
+        for name, kind in _kinds_of(small.index):
+            kinds.setdefault(name, kind)
+    return kinds, contradicted
+
+
+def _kinds_of(index: Index) -> Iterable[tuple[str, _Kind]]:
+    tensors = index.boxes.tensors
+    for row, name in enumerate(tensors.names):
+        yield name, (tensors.dtype(row).name, tensors.shape(row))

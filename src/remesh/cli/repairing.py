@@ -1,0 +1,110 @@
+"""`remesh repair`: a new checkpoint of what is whole in a damaged one. Nothing needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from remesh.checkpoint.repair import RepairReport, plan_repair, write_repaired
+from remesh.cli import output
+from remesh.geometry import Box
+
+EXIT_LOST = 1
+"""Something that was saved once could not be saved again."""
+
+MAX_HOLES = 4
+"""How many holes of a tensor are listed for people; JSON has all."""
+
+
+@click.command(
+    epilog=output.example(
+        "remesh repair runs/step_00001000 --dry-run",
+        "remesh repair runs/step_00001000 --to runs/step_00001000-repaired",
+    )
+)
+@click.argument("path")
+@click.option("--to", "target", metavar="TARGET", help="Directory of the new checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Only say what can be saved.")
+@click.option(
+    "--save", "save_id", metavar="ID", help="Which save, if the files of several lie there."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def repair(
+    ctx: click.Context,
+    *,
+    path: str,
+    target: str | None,
+    dry_run: bool,
+    save_id: str | None,
+    as_json: bool,
+) -> None:
+    """Save what can be saved of a damaged checkpoint into a new one.
+
+    Commit record, index and values may be damaged or gone: an index is made anew from the headers
+    of the data files. Only whole tensors are saved, and no bytes that a digest proves to be wrong.
+    PATH is only read. The exit code is 0 if everything is saved, 1 if something is lost or nobody
+    can know, 2 if nothing can be saved.
+    """
+    if target is None and not dry_run:
+        raise click.UsageError("give --to TARGET for the new checkpoint, or --dry-run")
+    plan = plan_repair(path, save_id=save_id)
+    report = plan.report
+    if target is not None and not dry_run and not report.is_empty:
+        report = write_repaired(plan, target)
+    if as_json:
+        is_complete = report.is_complete
+        output.print_json({**asdict(report), "is_complete": is_complete})
+    else:
+        _print_report(output.stdout_console(), report)
+    if report.is_empty:
+        output.print_error(f"{path}: nothing can be saved; load another checkpoint")
+        ctx.exit(output.EXIT_USAGE)
+    if not report.is_complete:
+        ctx.exit(EXIT_LOST)
+
+
+def _print_report(console: Console, report: RepairReport) -> None:
+    def line(text: str, style: str | None = None) -> None:
+        console.out(output.printable(text), style=style, highlight=False)
+
+    line(f"{report.source}: save {report.save_id}", "bold")
+    output.print_facts(
+        console,
+        [("record", report.record), ("index", report.index), ("values", report.values)],
+    )
+    if report.files:
+        rows = [
+            (file.state, output.printable(file.path), output.printable(file.problem))
+            for file in report.files
+        ]
+        output.print_table(console, ("<state", "<file", "<problem"), rows, "  ")
+    size = output.format_bytes(report.num_bytes)
+    can_be = "saved" if report.target else "can be saved"
+    line(
+        f"{can_be}: {output.plural(len(report.saved), 'tensor')} ({size}) and "
+        f"{output.plural(report.num_values, 'value')}"
+    )
+    if report.unchecked:
+        line(f"  of which no digest proves: {', '.join(report.unchecked)}")
+    if report.lost or report.lost_aliases:
+        line(f"lost: {output.plural(len(report.lost) + len(report.lost_aliases), 'tensor')}", "red")
+        for tensor in report.lost:
+            line(f"  {tensor.name} {output.format_shape(tensor.shape)}: {_holes(tensor.holes)}")
+        for alias in report.lost_aliases:
+            line(f"  {alias}: tied to one of these")
+    if report.values in {"damaged", "missing"}:
+        line("lost: all plain values and objects", "red")
+    for note in report.notes:
+        line(f"note: {note}")
+    if report.target:
+        line(f"written to {report.target}")
+
+
+def _holes(holes: tuple[Box, ...]) -> str:
+    if not holes:
+        return "its pieces contradict each other"
+    more = f" and {len(holes) - MAX_HOLES} more" if len(holes) > MAX_HOLES else ""
+    return f"missing {', '.join(map(str, holes[:MAX_HOLES]))}{more}"

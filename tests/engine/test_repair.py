@@ -1,0 +1,486 @@
+"""Repair: what is whole is saved bit for bit, what is not is named, and nothing wrong is saved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.checkpoint import RepairReport, repair
+from remesh.checkpoint.repair import plan_repair
+from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
+from remesh.exchange import Exchange
+from remesh.formats import native
+from remesh.geometry import Box, subtract
+from remesh.integrity import BLOCK_SIZE
+from remesh.safetensors_file import decode_header
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.testing import run_ranks
+
+BLOCK_ELEMENTS = BLOCK_SIZE // 4
+
+
+def truth() -> dict[str, Any]:
+    """The global tensors: one of several blocks on each rank, and small ones."""
+    return {
+        "large": np.arange(6 * BLOCK_ELEMENTS, dtype=np.float32).reshape(6, BLOCK_ELEMENTS),
+        "rows": np.arange(40, dtype=np.int64).reshape(10, 4),
+        "half": np.arange(30, dtype=np.float16).reshape(10, 3),
+        "pairs": (np.arange(4) + 1j * np.arange(4)).astype(np.complex128),
+        "scalar": np.array(2.5),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+
+
+def save_part(exchange: Exchange, path: Path) -> None:
+    """Half of the rows of what has many, everything else whole; a list and a tie."""
+    rank, state = exchange.rank, truth()
+    for name in ("large", "rows", "half"):
+        array = state[name]
+        size = len(array) // 2
+        part = array[rank * size : (rank + 1) * size]
+        state[name] = remesh.ShardedTensor.at_offset(name, part, array.shape, (rank * size, 0))
+    state["tied"] = state["pairs"]
+    state["layers"] = [np.full(3, number, np.float32) for number in range(3)]
+    state["seed"] = remesh.ShardedObject("seed", rank, (2,), (rank,))
+    state["config"] = {"lr": 0.5, "betas": (0.9, 0.95)}
+    remesh.save(state, path, group=exchange, metadata={"git": "abc"})
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("repair") / "original"
+    run_ranks(2, save_part, path)
+    return path
+
+
+@pytest.fixture
+def damaged(original: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(original, tmp_path / "damaged"))
+
+
+ALL = {"large", "rows", "half", "pairs", "scalar", "empty", "layers.0", "layers.1", "layers.2"}
+
+
+def the_file(path: Path, name: str) -> Path:
+    (found,) = path.rglob(name)
+    return found
+
+
+def flip(file: Path, position: int, mask: int = 1) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= mask
+    file.write_bytes(content)
+
+
+def content_of(path: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its bytes and modification time."""
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return {str(file): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+def check_new(path: Path, names: set[str]) -> remesh.Checkpoint:
+    """The new checkpoint is sound, holds these tensors, and all of them are right."""
+    checkpoint = remesh.Checkpoint(path)
+    assert checkpoint.verify().ok
+    index = checkpoint.index
+    assert set(index.boxes.tensors.names) == names
+    expected = truth() | {f"layers.{number}": np.full(3, number, "f4") for number in range(3)}
+    for name in names:
+        stored = checkpoint.read_array(name)
+        assert (stored.dtype, stored.shape) == (expected[name].dtype, expected[name].shape)
+        assert stored.tobytes() == expected[name].tobytes(), name
+    return checkpoint
+
+
+def repaired(damaged: Path, *, keeps: set[str]) -> RepairReport:
+    """Repair, and check both sides."""
+    before = content_of(damaged)
+    target = damaged.with_name("repaired")
+    report = repair(damaged, target)
+    assert content_of(damaged) == before
+    assert set(report.saved) == keeps
+    assert report.target == str(target)
+    check_new(target, keeps)
+    return report
+
+
+# ---------------------------------------------------------------------------------------------
+# Small files
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_sound_checkpoint_is_taken_over_by_links(damaged: Path) -> None:
+    report = repaired(damaged, keeps=ALL)
+    assert report.is_complete
+    assert (report.record, report.index, report.values) == ("intact",) * 3
+    assert not report.unchecked + report.notes
+    assert not report.lost
+    new = remesh.Checkpoint(report.target)
+    assert new.metadata == {"git": "abc", "repaired_from": str(damaged)}
+    assert new.record.world_size == 2
+    assert new.values == {"config.lr": 0.5, "config.betas": (0.9, 0.95)}
+    assert list(new.objects.values()) == [0, 1]
+    assert dict(new.index.aliases) == {"tied": "pairs"}
+    for name in ("00000.safetensors", "00001.safetensors"):
+        assert the_file(damaged, name).samefile(the_file(Path(report.target), name))
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_without_a_record_the_rest_must_prove_itself(damaged: Path, damage: str) -> None:
+    record = damaged / native.RECORD_NAME
+    if damage == "missing":
+        record.unlink()
+    else:
+        record.write_text(record.read_text().replace("abc", "abd"))
+    report = repaired(damaged, keeps=ALL)
+    assert (report.record, report.index, report.values) == (damage, "decodes", "decodes")
+    assert report.is_complete
+    assert report.unchecked == ()
+    assert remesh.Checkpoint(report.target).metadata == {"repaired_from": str(damaged)}
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "no index"])
+def test_the_index_is_made_anew(damaged: Path, damage: str) -> None:
+    file = the_file(damaged, "index.safetensors")
+    if damage == "missing":
+        file.unlink()
+    elif damage == "damaged":
+        flip(file, file.stat().st_size - 1)
+    else:
+        file.write_bytes(b"no index")
+    report = repaired(damaged, keeps=ALL - {"empty"})
+    assert report.index == ("missing" if damage == "missing" else "damaged")
+    # The record's digest of each whole file proves the bytes.
+    assert report.unchecked == ()
+    assert report.is_complete
+    assert report.notes == (
+        "tensors without elements were only in the index: they are not listed here",
+    )
+    assert remesh.Checkpoint(report.target).state()["tied"].tolist() == truth()["pairs"].tolist()
+
+
+def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
+    (damaged / native.RECORD_NAME).unlink()
+    the_file(damaged, "index.safetensors").unlink()
+    report = repaired(damaged, keeps=ALL - {"empty"})
+    assert set(report.unchecked) == ALL - {"empty"}
+    assert not report.is_complete
+    assert report.lost == ()
+    assert report.notes[0].startswith("without the index nobody knows what a lost file held")
+
+
+@pytest.mark.parametrize("with_record", [True, False])
+def test_lost_values(damaged: Path, with_record: bool) -> None:
+    if not with_record:
+        (damaged / native.RECORD_NAME).unlink()
+    the_file(damaged, "values.msgpack").write_bytes(b"\xc1")
+    report = repaired(damaged, keeps=ALL)
+    assert report.values == "damaged"
+    assert report.num_values == 0
+    assert not report.is_complete
+    new = remesh.Checkpoint(report.target)
+    assert new.values == {}
+    assert dict(new.index.aliases) == {"tied": "pairs"}
+
+
+def test_values_that_decode_but_are_not_what_was_written(damaged: Path) -> None:
+    file = the_file(damaged, "values.msgpack")
+    content = file.read_bytes()
+    at = content.index(np.array(0.5, ">f8").tobytes())
+    flip(file, at + 1)
+    assert repaired(damaged, keeps=ALL).values == "damaged"
+
+
+def test_only_data_files_are_left(damaged: Path) -> None:
+    for name in (native.RECORD_NAME, "index.safetensors", "values.msgpack"):
+        the_file(damaged, name).unlink()
+    report = repaired(damaged, keeps=ALL - {"empty"})
+    assert (report.record, report.index, report.values) == ("missing",) * 3
+    assert "nothing shows that this save was ever finished" in report.notes[-1]
+    assert remesh.Checkpoint(report.target).record.world_size == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files
+# ---------------------------------------------------------------------------------------------
+
+
+def names_in(path: Path, number: int) -> set[str]:
+    """The tensors of which a data file holds pieces."""
+    index = remesh.Checkpoint(path).index
+    rows = np.unique(index.boxes.tensor[index.file == number]).tolist()
+    return {index.boxes.tensors.names[row] for row in rows}
+
+
+def position_of(path: Path, name: str, number: int) -> int:
+    """Where a piece begins."""
+    return remesh.Checkpoint(path).index.pieces(name)[number].position
+
+
+def test_a_damaged_block_costs_the_tensors_in_it(damaged: Path) -> None:
+    file = the_file(damaged, "00001.safetensors")
+    flip(file, position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    others = names_in(damaged, 1) - {"large"}
+    report = repaired(damaged, keeps=ALL - {"large"})
+    (lost,) = report.lost
+    assert (lost.name, lost.dtype, lost.shape) == ("large", "float32", (6, BLOCK_ELEMENTS))
+    assert lost.holes == (Box((3, 0), (3, BLOCK_ELEMENTS)),)
+    assert lost.files == (str(file.relative_to(damaged)),)
+    assert [found.state for found in report.files] == ["sound", "damaged"]
+    assert report.files[1].problem == "1 of 4 blocks are not what was written"
+    assert not report.is_complete
+    new = the_file(Path(report.target), "00001.safetensors")
+    header = decode_header(new.read_bytes(), str(new))
+    assert {key.partition("@")[0] for key in header.entries} == others
+    state = remesh.Checkpoint(report.target).state()
+    assert "large" not in state
+    assert len(state["layers"]) == 3
+
+
+def test_a_damaged_header_block(damaged: Path) -> None:
+    """With the index, pieces behind it are found; without, the whole file is lost."""
+    flip(the_file(damaged, "00000.safetensors"), 20)
+    index = remesh.Checkpoint(damaged).index
+    name = index.files[0].path
+    near = {
+        stored
+        for stored in names_in(damaged, 0)
+        if any(p.path == name and p.position < BLOCK_SIZE for p in index.pieces(stored))
+    }
+    assert near < names_in(damaged, 0)
+    with_index = plan_repair(damaged).report
+    assert {tensor.name for tensor in with_index.lost} == near
+    assert with_index.files[0].state == "damaged"
+    assert set(with_index.lost_aliases) == {"tied"}
+    the_file(damaged, "index.safetensors").unlink()
+    without = plan_repair(damaged).report
+    assert without.files[0].state == "unreadable"
+    assert {tensor.name for tensor in without.lost} == {"large", "rows", "half"}
+
+
+def test_a_file_that_was_cut_short(damaged: Path) -> None:
+    file = the_file(damaged, "00000.safetensors")
+    index = remesh.Checkpoint(damaged).index
+    cut = index.pieces("large")[0].position + 5
+    os.truncate(file, cut)
+    name = str(file.relative_to(damaged))
+    behind = {
+        stored
+        for stored in index
+        for piece in index.pieces(stored)
+        if piece.path == name and piece.position + piece.num_bytes > cut
+    } - {"tied"}
+    assert "large" in behind
+    assert "rows" not in behind
+    report = repaired(damaged, keeps=ALL - behind)
+    assert report.files[0].state == "truncated"
+    assert report.files[0].problem == f"it has {cut} of {index.files[0].num_bytes} bytes"
+    # They share a block with the cut, so their digest cannot be compared.
+    assert "rows" in report.unchecked
+
+
+@pytest.mark.parametrize("small", [(), (native.RECORD_NAME,), ("index.safetensors",)])
+def test_a_missing_data_file(damaged: Path, small: tuple[str, ...]) -> None:
+    gone = names_in(damaged, 1)
+    the_file(damaged, "00001.safetensors").unlink()
+    for name in small:
+        the_file(damaged, name).unlink()
+    has_index = "index.safetensors" not in small
+    report = repaired(damaged, keeps=ALL - gone - (set() if has_index else {"empty"}))
+    assert report.files[1].state == "missing"
+    # Without the index, only those are known of which the other file holds pieces.
+    torn = {"large", "rows", "half"}
+    assert {tensor.name for tensor in report.lost} == (gone if has_index else torn)
+    assert len(report.notes) == (0 if has_index else 2)
+    rows = next(tensor for tensor in report.lost if tensor.name == "rows")
+    assert rows.holes == (Box((5, 0), (5, 4)),)
+    assert not report.is_complete
+
+
+def test_bytes_too_many(damaged: Path) -> None:
+    with the_file(damaged, "00000.safetensors").open("ab") as file:
+        file.write(b"more")
+    report = repaired(damaged, keeps=ALL)
+    assert report.files[0].state == "damaged"
+    assert report.files[0].problem.endswith("4 too many")
+    assert report.is_complete
+
+
+def test_an_index_without_a_record_still_finds_damage(damaged: Path) -> None:
+    flip(the_file(damaged, "00001.safetensors"), position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    (damaged / native.RECORD_NAME).unlink()
+    repaired(damaged, keeps=ALL - {"large"})
+
+
+def test_a_file_of_which_only_the_whole_is_known_to_be_wrong(damaged: Path) -> None:
+    flip(the_file(damaged, "00001.safetensors"), position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
+    gone = names_in(damaged, 1)
+    the_file(damaged, "index.safetensors").unlink()
+    report = repaired(damaged, keeps=ALL - gone - {"empty"})
+    assert report.files[1].state == "unreadable"
+    assert not report.knows_all
+
+
+def test_blocks_that_cannot_be_read(damaged: Path) -> None:
+    start = position_of(damaged, "large", 1)
+
+    class Bad(LocalStorage):
+        def read_into(self, path: str, start_at: int, buffer: Any) -> int:
+            bad = start + 2 * BLOCK_SIZE
+            if path.endswith("/00001.safetensors") and start_at <= bad < start_at + buffer.size:
+                raise remesh.StorageError(errno.EIO, "the disk failed")
+            return super().read_into(path, start_at, buffer)
+
+    report = repair(Bad(damaged), damaged.with_name("repaired"))
+    assert report.files[1].problem == "1 of 4 blocks cannot be read"
+    assert {tensor.name for tensor in report.lost} == {"large"}
+    check_new(damaged.with_name("repaired"), ALL - {"large"})
+
+
+def test_a_lost_item_of_a_list_moves_no_other(tmp_path: Path) -> None:
+    layers = [np.full(BLOCK_ELEMENTS, number, np.float32) for number in range(3)]
+    remesh.save({"layers": layers, "others": [1, 2]}, tmp_path / "damaged")
+    piece = remesh.Checkpoint(tmp_path / "damaged").index.pieces("layers.0")[0]
+    flip(the_file(tmp_path / "damaged", "00000.safetensors"), piece.position)
+    report = repair(tmp_path / "damaged", tmp_path / "repaired")
+    assert [tensor.name for tensor in report.lost] == ["layers.0"]
+    state = remesh.Checkpoint(tmp_path / "repaired").state()
+    assert list(state["layers"]) == [1, 2]
+    assert state["layers"][2][0] == 2
+    assert state["others"] == [1, 2]
+
+
+def test_no_wrong_value_whatever_is_damaged(original: Path, tmp_path: Path) -> None:
+    """Random damage in small files and data: what is saved is right, what is not is listed."""
+    chance = random.Random(5)
+    small = (native.RECORD_NAME, "index.safetensors", "values.msgpack")
+    for trial in range(25):
+        damaged = Path(shutil.copytree(original, tmp_path / f"damaged-{trial}"))
+        spoiled = chance.sample(small, chance.randrange(3))
+        for name in spoiled:
+            file = the_file(damaged, name)
+            flip(file, chance.randrange(file.stat().st_size), 1 << chance.randrange(8))
+        if len({native.RECORD_NAME, "index.safetensors"}.intersection(spoiled)) < 2:
+            file = the_file(damaged, chance.choice(["00000.safetensors", "00001.safetensors"]))
+            flip(file, chance.randrange(file.stat().st_size), 1 << chance.randrange(8))
+        target = tmp_path / f"repaired-{trial}"
+        report = repair(damaged, target)
+        lost = {tensor.name for tensor in report.lost}
+        assert not lost.intersection(report.saved)
+        check_new(target, set(report.saved))
+        shutil.rmtree(damaged)
+        shutil.rmtree(target)
+
+
+def test_holes_are_what_no_good_piece_covers(damaged: Path) -> None:
+    the_file(damaged, "00000.safetensors").unlink()
+    for tensor in plan_repair(damaged).report.lost:
+        whole = Box.whole(tensor.shape)
+        assert sum(hole.size for hole in tensor.holes) in {whole.size, whole.size // 2}
+        assert all(not subtract(hole, whole) for hole in tensor.holes)
+
+
+# ---------------------------------------------------------------------------------------------
+# Places
+# ---------------------------------------------------------------------------------------------
+
+
+def test_other_storages_get_copies(damaged: Path) -> None:
+    target = MemoryStorage()
+    repair(damaged, target)
+    checkpoint = remesh.Checkpoint(target)
+    assert checkpoint.verify().ok
+    assert checkpoint.read_array("large").tobytes() == truth()["large"].tobytes()
+
+
+def test_copies_where_there_are_no_links(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_from: object, _to: object) -> None:
+        raise OSError(errno.EXDEV, "other device")
+
+    link = os.link
+    monkeypatch.setattr(
+        os, "link", lambda a, b: refuse(a, b) if str(b).endswith(".safetensors") else link(a, b)
+    )
+    monkeypatch.setattr("remesh.storage.local._NO_LINKS", {errno.EXDEV})
+    report = repaired(damaged, keeps=ALL)
+    new = the_file(Path(report.target), "00000.safetensors")
+    assert not new.samefile(the_file(damaged, "00000.safetensors"))
+
+
+def _occupied(damaged: Path) -> Path:
+    target = damaged.with_name("occupied")
+    target.mkdir()
+    (target / "notes").write_text("mine")
+    return target
+
+
+@pytest.mark.parametrize(
+    "target_of", [_occupied, lambda damaged: damaged, lambda damaged: damaged / "below"]
+)
+def test_a_target_that_is_not_free(damaged: Path, target_of: Callable[[Path], Path]) -> None:
+    target = target_of(damaged)
+    before = content_of(damaged.parent)
+    with pytest.raises(CheckpointExistsError, match="choose another place"):
+        repair(damaged, target)
+    assert content_of(damaged.parent) == before
+
+
+def test_several_saves(damaged: Path) -> None:
+    record = remesh.Checkpoint(damaged).record
+    other = damaged / "data-0123456789ab"
+    other.mkdir()
+    (other / "00000.safetensors").write_bytes(bytes(100))
+    assert plan_repair(damaged).report.save_id == record.save_id
+    (damaged / native.RECORD_NAME).unlink()
+    with pytest.raises(CheckpointError, match="files of 2 saves") as caught:
+        plan_repair(damaged)
+    assert "0123456789ab" in str(caught.value)
+    assert plan_repair(damaged, save_id=record.save_id).report.is_complete
+    with pytest.raises(CheckpointNotFoundError, match="no files of a save 'ffff'"):
+        plan_repair(damaged, save_id="ffff")
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nothing to repair"):
+        repair(tmp_path, tmp_path.with_name("repaired"))
+    folder = tmp_path / "data-0123456789ab"
+    folder.mkdir()
+    (folder / "00000.safetensors").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match="nothing can be saved"):
+        repair(tmp_path, tmp_path.with_name("repaired"))
+    assert not tmp_path.with_name("repaired").exists()
+
+
+def test_a_failure_leaves_nothing_at_the_target(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> None:
+        raise remesh.StorageError("no")
+
+    monkeypatch.setattr(native, "build_index", fail)
+    target = damaged.with_name("repaired")
+    with pytest.raises(remesh.StorageError):
+        repair(damaged, target)
+    assert content_of(target) == {}
+
+
+def test_pieces_that_contradict_each_other(tmp_path: Path) -> None:
+    """Two files that both hold the same box: nobody knows which is right."""
+    remesh.save({"a": np.ones(3), "b": np.ones(4)}, tmp_path / "damaged")
+    file = the_file(tmp_path / "damaged", "00000.safetensors")
+    shutil.copy(file, file.with_name("00001.safetensors"))
+    (tmp_path / "damaged" / native.RECORD_NAME).unlink()
+    the_file(tmp_path / "damaged", "index.safetensors").unlink()
+    report = plan_repair(tmp_path / "damaged").report
+    assert {tensor.name for tensor in report.lost} == {"a", "b"}
+    assert all(tensor.holes == () for tensor in report.lost)
