@@ -18,8 +18,9 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.state import Part, ShardedObject, ShardedTensor
 from remesh.storage import MemoryStorage
-from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from remesh.testing import run_ranks, run_ranks_outcomes
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, zeros_like
+from tests.engine.raised import raised
 
 StateOf = Callable[[int], Any]
 """Rank → its state."""
@@ -60,15 +61,6 @@ def errors_of_load(
         remesh.load(states[exchange.rank], storage, group=exchange, **options)
 
     return raised(run_ranks_outcomes(len(states), load))
-
-
-def raised(outcomes: Sequence[object]) -> list[Exception]:
-    errors = []
-    for outcome in outcomes:
-        assert isinstance(outcome, Raised), outcome
-        assert isinstance(outcome.error, Exception)
-        errors.append(outcome.error)
-    return errors
 
 
 def check_all_raise(

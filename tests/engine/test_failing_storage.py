@@ -1,0 +1,259 @@
+"""Storage that fails or is full: all ranks fail, none hangs, and what was there is left alone."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.state import ShardedTensor
+from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
+from remesh.testing import (
+    Fail,
+    FaultyStorage,
+    FlipBit,
+    Raised,
+    Truncate,
+    run_ranks,
+    run_ranks_outcomes,
+)
+from tests.engine.raised import raised
+from tests.engine.small_checkpoint import (
+    NUM_RANKS,
+    arrays,
+    is_right,
+    load_numbers,
+    load_part,
+    loading_error,
+    save_part,
+    whole_state,
+)
+
+# ---------------------------------------------------------------------------------------------
+# Storage that fails while it is written
+# ---------------------------------------------------------------------------------------------
+
+WRITE_FAULTS = {
+    "create": Fail("create", number=errno.ENOSPC),
+    "create second": Fail("create", "*/00001*", number=errno.ENOSPC),
+    "write": Fail("write", number=errno.ENOSPC),
+    "write second": Fail("write", "*/00001*", number=errno.EIO),
+    "finish": Fail("finish", number=errno.EIO),
+    "finish first": Fail("finish", "*/00000*", number=errno.EDQUOT),
+    "sync": Fail("sync", number=errno.EIO),
+    "last sync": Fail("sync", number=errno.EIO, skip=NUM_RANKS),
+    "values": Fail("put", "*/values.msgpack", number=errno.ENOSPC),
+    "index": Fail("put", "*/index.safetensors", number=errno.EIO),
+    "record": Fail("put", "remesh.json", number=errno.ENOSPC),
+    "space": Fail("space", number=errno.EIO),
+    "read": Fail("read", number=errno.EIO),
+}
+
+
+@pytest.mark.parametrize("fault", WRITE_FAULTS)
+@pytest.mark.parametrize("again", [False, True], ids=["first save", "over an old one"])
+def test_a_failing_save_fails_on_all_ranks_and_leaves_what_was(fault: str, again: bool) -> None:
+    inner = MemoryStorage()
+    if again:
+        run_ranks(NUM_RANKS, save_part, inner)
+    before = inner.list()
+    storage = FaultyStorage(inner, [WRITE_FAULTS[fault]])
+    errors = raised(run_ranks_outcomes(NUM_RANKS, save_part, storage))
+    full = WRITE_FAULTS[fault].number != errno.EIO
+    for error in errors:
+        assert type(error) is (remesh.NoSpaceError if full else remesh.StorageError)
+        assert "injected" in str(error)
+    if fault != "record":
+        assert inner.list() == before
+    else:
+        # Whether a failed put of the record has made it visible, nobody can tell.
+        assert set(inner.list()) > set(before)
+    if again:
+        state = whole_state()
+        remesh.load(state, inner)
+        assert is_right(state)
+        assert remesh.Checkpoint(inner).verify().ok
+    else:
+        with pytest.raises(remesh.CheckpointNotFoundError):
+            remesh.Checkpoint(inner)
+    run_ranks(NUM_RANKS, save_part, inner)
+    state = whole_state()
+    remesh.load(state, inner)
+    assert is_right(state)
+
+
+def test_what_cannot_be_removed_does_not_hide_why_the_save_failed() -> None:
+    faults = [Fail("put", "*/index.safetensors", number=errno.ENOSPC), Fail("delete")]
+    storage = FaultyStorage(MemoryStorage(), faults)
+    for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
+        assert isinstance(error, remesh.NoSpaceError)
+        assert "put" in str(error)
+
+
+READ_FAULTS = {
+    "record": Fail("read", "remesh.json"),
+    "values": Fail("read", "*/values.msgpack"),
+    "index": Fail("read", "*/index.safetensors"),
+    "data": Fail("read_into", "*/00000*"),
+    "later data": Fail("read_into", "*/00001*", skip=1),
+}
+
+
+@pytest.mark.parametrize("fault", READ_FAULTS)
+def test_a_failing_read_fails_on_all_ranks(fault: str) -> None:
+    inner = MemoryStorage()
+    run_ranks(NUM_RANKS, save_part, inner)
+    storage = FaultyStorage(inner, [READ_FAULTS[fault]])
+    errors = raised(run_ranks_outcomes(4, load_numbers, storage))
+    for error in errors:
+        assert type(error) is remesh.StorageError
+        assert "Input/output error" in str(error)
+    assert sum(getattr(error, "rank", None) is None for error in errors) >= 1
+    run_ranks(4, load_numbers, inner)
+
+
+@pytest.mark.parametrize("when", ["written", "read"])
+def test_a_bit_that_flips_on_its_way(when: Any) -> None:
+    inner = MemoryStorage()
+    flip = FlipBit("*/00001*", position=900, bit=3, when=when)
+    flipping = FaultyStorage(inner, [flip])
+    run_ranks(NUM_RANKS, save_part, flipping if when == "written" else inner)
+    storage = flipping if when == "read" else inner
+    for error in raised(run_ranks_outcomes(NUM_RANKS, load_part, storage)):
+        assert isinstance(error, remesh.CorruptCheckpointError)
+        assert "00001.safetensors" in str(error)
+    assert len(remesh.Checkpoint(storage).verify().damages) == 1
+
+
+def test_a_file_that_seems_to_end_early() -> None:
+    inner = MemoryStorage()
+    run_ranks(NUM_RANKS, save_part, inner)
+    storage = FaultyStorage(inner, [Truncate("*/00000*", 700)])
+    for error in raised(run_ranks_outcomes(NUM_RANKS, load_part, storage)):
+        assert isinstance(error, remesh.CorruptCheckpointError)
+        assert "00000.safetensors: ends at byte 700" in str(error)
+
+
+# ---------------------------------------------------------------------------------------------
+# No room
+# ---------------------------------------------------------------------------------------------
+
+
+class Crowded(FaultyStorage):
+    """Writes down its calls, and says what room there is."""
+
+    def __init__(self, inner: Storage, space: FileSystemSpace | None) -> None:
+        super().__init__(inner, ())
+        self._space = space
+
+    def space(self) -> FileSystemSpace | None:
+        return self._space
+
+
+def needed_bytes() -> int:
+    return sum(array.nbytes for array in arrays(fill=True).values())
+
+
+def test_a_full_disk_is_found_before_anything_is_written() -> None:
+    """What ranks need on one disk is added up; each alone would fit."""
+    space = FileSystemSpace("disk", needed_bytes() - 1)
+    storage = Crowded(MemoryStorage(), space)
+    for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
+        assert isinstance(error, remesh.NoSpaceError)
+        assert "Nothing was written" in str(error)
+        assert storage.url in str(error)
+    assert {operation for operation, _ in storage.calls} == {"read", "list"}
+
+
+@pytest.mark.parametrize(
+    "identities", [("same", "same"), ("one", "other")], ids=["one disk", "two disks"]
+)
+def test_room_is_counted_by_disk(identities: tuple[str, str]) -> None:
+    inner = MemoryStorage()
+    free = needed_bytes() * 2 // 3
+
+    def save(exchange: Exchange) -> None:
+        save_part(exchange, Crowded(inner, FileSystemSpace(identities[exchange.rank], free)))
+
+    outcomes = run_ranks_outcomes(NUM_RANKS, save)
+    if identities[0] == identities[1]:
+        assert all(isinstance(error, remesh.NoSpaceError) for error in raised(outcomes))
+        assert inner.list() == []
+    else:
+        assert not any(isinstance(outcome, Raised) for outcome in outcomes)
+        assert remesh.Checkpoint(inner).verify().ok
+
+
+def big_part(exchange: Exchange, place: Storage | Path) -> None:
+    """Save half a megabyte a rank."""
+    rows = np.full((1, 1 << 19), exchange.rank, dtype=np.uint8)
+    tensor = ShardedTensor.at_offset(
+        "w", rows, (exchange.world_size, rows.shape[1]), (exchange.rank, 0)
+    )
+    remesh.save({"w": tensor, "blob": bytes(1 << 18)}, place, overwrite=True, group=exchange)
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 12, (1 << 18) + 100])
+def test_files_that_may_not_be_so_large(num_bytes: int, tmp_path: Path) -> None:
+    run_ranks(NUM_RANKS, save_part, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with file_size_limit(num_bytes):
+        errors = raised(run_ranks_outcomes(NUM_RANKS, big_part, tmp_path))
+    for error in errors:
+        assert isinstance(error, remesh.NoSpaceError)
+        assert "ulimit -f" in str(error)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert loading_error(tmp_path) is None
+
+
+@contextmanager
+def small_disk(directory: Path, num_bytes: int) -> Iterator[Path]:
+    """A file system of a certain size, where this user may mount one."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+# Room for the old checkpoint and nothing else, for one of two data files, and for both of them but
+# not for the values.
+@pytest.mark.parametrize("num_bytes", [1 << 16, 3 << 18, (1 << 20) + (1 << 16)])
+@pytest.mark.parametrize("honest", [True, False], ids=["known room", "unknown room"])
+def test_a_disk_that_becomes_full(num_bytes: int, honest: bool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", num_bytes) as disk:
+        path = disk / "step"
+        run_ranks(NUM_RANKS, save_part, path)
+        before = sorted(path.rglob("*"))
+
+        def save(exchange: Exchange) -> None:
+            storage = LocalStorage(path)
+            big_part(exchange, storage if honest else Crowded(storage, None))
+
+        for error in raised(run_ranks_outcomes(NUM_RANKS, save)):
+            assert isinstance(error, remesh.NoSpaceError)
+        assert sorted(path.rglob("*")) == before
+        assert loading_error(path) is None
