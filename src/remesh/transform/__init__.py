@@ -14,9 +14,19 @@ reshapes. The language is specified in docs/transform.md.
 
 from __future__ import annotations
 
-from remesh.transform.info import TensorInfo
+from remesh.transform.evaluate import arranged
+from remesh.transform.info import TensorInfo, num_pieces_of
 from remesh.transform.language import Transform
 from remesh.transform.order import Permute, Reshape
 from remesh.transform.resolved import Region, Resolved
 
-__all__ = ["Permute", "Region", "Reshape", "Resolved", "TensorInfo", "Transform"]
+__all__ = [
+    "Permute",
+    "Region",
+    "Reshape",
+    "Resolved",
+    "TensorInfo",
+    "Transform",
+    "arranged",
+    "num_pieces_of",
+]

@@ -321,6 +321,7 @@ _BUILDERS: dict[str, Callable[[_Given], Operator]] = {
     "reshape": _reshape,
     "dtype": _dtype,
     "src_dtype": _source_and_target_dtype,
+    "dst_dtype": _source_and_target_dtype,
     "tie": _tie,
     "untie": _untie,
     "fused_qkv": _fused_qkv,

@@ -89,7 +89,7 @@ class Step:
         statement = self.statement
         names = (*statement.left, *statement.right)
         story = _placeholder_story(statement, self.binding)
-        if any(name.is_many for name in names):
+        if (self.left or self.right) and any(name.is_many for name in names):
             arrays = any(name.array is not None for name in names)
             stars = any(
                 isinstance(piece, Wildcard) and piece.name == "*"
@@ -124,7 +124,7 @@ def _placeholder_story(statement: Statement, binding: Binding) -> list[tuple[str
         texts = []
         for name in names:
             pieces = substitute(name, binding)
-            text = "".join(map(str, pieces)) if pieces is not None else "(negative)"
+            text = "".join(map(str, pieces)) if pieces is not None else "(no such number)"
             array = f"[{name.array[0]}:{name.array[1]}]" if name.array else ""
             texts.append(f"{text}{array}{'^T' if name.transposed else ''}")
         sides.append(", ".join(texts))
@@ -188,7 +188,7 @@ class Expander:
             for operand in step.left if isinstance(statement.operator, Delete) else step.right:
                 if operand.name in seen:
                     raise step.error(
-                        f"{operand.name!r} is assigned twice by one statement", operand
+                        f"{operand.name!r} stands twice on this side of the statement", operand
                     )
                 seen.add(operand.name)
         self._record(statement, steps)

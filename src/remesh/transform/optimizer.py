@@ -3,11 +3,10 @@
 Statements name parameters; what an optimizer keeps of a parameter follows it. That a name is such
 a state is seen from the name alone, in one of three styles:
 
-=================================  =================================================
-``<parameter>.moment1_0``          a known suffix (Paddle, and plain dictionaries)
-``<...>state.<parameter>.exp_avg`` as PyTorch nests optimizer state; any slot name
-``<...>state.exp_avg.<parameter>`` as Megatron Core does; a known slot name
-=================================  =================================================
+- `<parameter>.moment1_0`: a known suffix (Paddle, and plain dictionaries);
+- `<...>state.<parameter>.exp_avg`: as PyTorch nests optimizer state, with any slot name, provided
+  that the optimizer also has one that is known (nearly all have a `step`);
+- `<...>state.exp_avg.<parameter>`: as Megatron Core does, with a known slot name.
 
 Slots that mean the same in different systems count as one: Paddle's `moment1_0` is `exp_avg`.
 
@@ -190,6 +189,8 @@ def _add_nested(
             by_root.setdefault(parsed.root, []).append(parsed)
     known_slots = frozenset(SLOTS.values())
     for root, group in by_root.items():
+        if root not in owners and not any(parsed.slot in known_slots for parsed in group):
+            continue  # a module called `state`
         found = [owners[root]] if root in owners else _owners(group, parameters)
         for name, _, slot, short, before, after in group:
             if len(found) > 1:

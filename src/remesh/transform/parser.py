@@ -120,7 +120,7 @@ class _Parser:
         while self.take(MARK, ","):
             draft.left.append(self.name("a name after the comma", is_left=True))
         if self.token.text == "=":
-            self.fail_here("'->' (an attribute comes last, after a comma)")
+            self.fail_here("'->' (if this is an attribute, a comma is missing before it)")
         self.need(ARROW, "',' or '->'")
         draft.right.append(self.name("a name right of the arrow", is_left=False))
         while self.take(MARK, ","):

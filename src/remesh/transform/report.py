@@ -50,7 +50,7 @@ def _excerpt(label: str, text: str, span: Span) -> list[str]:
     end = text.find("\n", span.start)
     end = len(text) if end < 0 else end
     # Of a very long line, only the surroundings of the span are shown.
-    first = max(begin, span.start - _WIDTH // 2)
+    first = begin if end - begin <= _WIDTH else max(begin, span.start - _WIDTH // 2)
     last = min(end, first + _WIDTH)
     line = text[first:last]
     head = "..." if first > begin else ""
