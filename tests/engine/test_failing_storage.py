@@ -121,6 +121,34 @@ def test_a_failing_read_fails_on_all_ranks(fault: str) -> None:
     run_ranks(4, load_numbers, inner)
 
 
+def test_a_disk_that_fails_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """After the first of several chunks, and after the first of several reads."""
+    whole = np.arange(5 << 20, dtype=np.uint32)
+    failing = FaultyStorage(
+        LocalStorage(tmp_path), [Fail("write", skip=1), Fail("read_into", skip=1)]
+    )
+
+    def save(exchange: Exchange) -> None:
+        half = np.array_split(whole, 2)[exchange.rank]
+        tensor = ShardedTensor.from_rank_offsets("w", half, (0, exchange.rank, 2))
+        remesh.save({"w": tensor}, failing if exchange.rank else tmp_path, group=exchange)
+
+    for error in raised(run_ranks_outcomes(NUM_RANKS, save)):
+        assert isinstance(error, remesh.StorageError)
+        assert "cannot write" in str(error)
+    assert sum(operation == "write" for operation, _ in failing.calls) > 1
+    assert list(tmp_path.iterdir()) == []
+    remesh.save({"w": whole}, tmp_path)
+    target = np.zeros_like(whole)
+    with pytest.raises(remesh.StorageError, match="cannot read_into") as caught:
+        remesh.load({"w": target}, failing)
+    assert any("partly loaded" in note for note in caught.value.__notes__)
+    assert ((target == whole) | (target == 0)).all()
+    assert (target == 0).sum() > 1
+    remesh.load({"w": target}, tmp_path)
+    np.testing.assert_array_equal(target, whole)
+
+
 @pytest.mark.parametrize("when", ["written", "read"])
 def test_a_bit_that_flips_on_its_way(when: Any) -> None:
     inner = MemoryStorage()
