@@ -26,6 +26,7 @@ _HOMES = {
     "show": "remesh.cli.inspect",
     "verify": "remesh.cli.inspect",
     "repair": "remesh.cli.repairing",
+    "prune": "remesh.cli.pruning",
     "demo": "remesh.cli.demo",
 }
 """The module of each command; the command has the same name there."""
@@ -85,7 +86,7 @@ def _forget_output() -> None:
 @click.version_option(__version__, message="remesh %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(*, debug: bool) -> None:
-    """Look at checkpoints of training jobs, check them, and save what is left of them.
+    """Look at checkpoints of training jobs, check them, repair them, and tidy up.
 
     Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well; 1 a checkpoint
     is damaged; 2 wrong usage, nothing there, or it cannot be read.

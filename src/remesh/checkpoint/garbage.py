@@ -1,0 +1,302 @@
+"""What dead saves left behind, and removing it.
+
+A save that was killed leaves a folder `data-<save id>` that no commit record refers to, and perhaps
+hidden files of an unfinished put. Nothing on disk says whether the process behind them still lives,
+so age decides: a save that runs changes its files all the time, and what nobody has touched for
+long is dead. `decide` is a pure function of what was seen and of the time; `look` sees, and
+`remove` removes.
+
+Nothing is ever garbage
+
+* that a commit record refers to, or that lies beside a record which cannot be read;
+* that is not recognisably remesh's: another name of a folder, a file that no save writes;
+* that is complete but for its commit record, with no other record beside it: the record may have
+  been lost, and `remesh repair` saves such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from remesh.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from remesh.formats import native
+from remesh.storage import LocalStorage, open_storage
+
+DEFAULT_AGE = 3600.0
+"""Seconds after which what nobody has touched is taken for dead."""
+
+_FOLDER = re.compile(r"data-[0-9a-f]{12}")
+_HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
+_OURS = re.compile(
+    r"\d{5,}\.safetensors|index\.safetensors|values\.msgpack|part-\d{5,}\.msgpack"
+    r"|failed(-\d{5,})?\.msgpack|\.remesh-put-.+",
+    re.DOTALL,
+)
+_INDEX = "index.safetensors"
+
+RecordState = Literal["readable", "unreadable", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A folder of a save, or a hidden file of a put.
+
+    Attributes:
+        path: Where it is.
+        kind: Which of the two.
+        modified: When it, or anything in it, was last changed: seconds since the epoch.
+        num_bytes: Its size.
+        files: Names of what is in the folder.
+        strange: Name of something in it that no save writes; empty if there is nothing.
+    """
+
+    path: str
+    kind: Literal["save", "put"]
+    modified: float
+    num_bytes: int
+    files: tuple[str, ...] = ()
+    strange: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that has something of remesh's in it.
+
+    Attributes:
+        path: Where it is.
+        record: Whether it has a commit record, and whether that can be read.
+        referred: Names of the folders that the record refers to.
+        seen: What lies there.
+    """
+
+    path: str
+    record: RecordState
+    referred: frozenset[str]
+    seen: tuple[Seen, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that no commit record refers to.
+
+    Attributes:
+        path: Where it is.
+        kind: A folder of a `save`, or a hidden file of a `put`.
+        age: Seconds since its last change.
+        num_bytes: Its size.
+        kept: Why it is not garbage; empty if it is.
+    """
+
+    path: str
+    kind: Literal["save", "put"]
+    age: float
+    num_bytes: int
+    kept: str
+
+
+def decide(places: Sequence[Place], *, now: float, older_than: float) -> list[Leftover]:
+    """What no commit record refers to, and which of it is garbage.
+
+    Args:
+        places: What was seen.
+        now: The time, in seconds since the epoch.
+        older_than: Seconds that garbage was not touched.
+    """
+    return [
+        Leftover(
+            seen.path,
+            seen.kind,
+            now - seen.modified,
+            seen.num_bytes,
+            _reason_to_keep(place, seen, now - seen.modified, older_than),
+        )
+        for place in places
+        for seen in place.seen
+        if seen.kind == "put" or Path(seen.path).name not in place.referred
+    ]
+
+
+def _reason_to_keep(place: Place, seen: Seen, age: float, older_than: float) -> str:
+    if place.record == "unreadable":
+        return f"{native.RECORD_NAME} beside it cannot be read and may refer to it"
+    if age <= older_than:
+        return "changed not long ago; a save may be running"
+    if seen.strange:
+        return f"holds something that no save writes: {seen.strange}"
+    if place.record == "missing" and _INDEX in seen.files:
+        return f"complete but for {native.RECORD_NAME}; `remesh repair` can save it"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Looking
+# ---------------------------------------------------------------------------------------------
+
+
+def look(root: Any) -> list[Place]:
+    """Find what remesh left in a local directory and in all directories below it.
+
+    Links to directories are not followed.
+
+    Args:
+        root: A checkpoint's directory, or one with checkpoints below it.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such directory.
+        StorageError: If it is not local, or something in it cannot be listed.
+    """
+    storage = open_storage(root)
+    if not isinstance(storage, LocalStorage):
+        raise StorageError(f"{storage.url}: leftovers are found in local directories only")
+    if not Path(storage.url).is_dir():
+        raise CheckpointNotFoundError(f"{storage.url}: no such directory")
+
+    def fail(error: OSError) -> None:
+        # A save that ends just now takes directories away.
+        if not isinstance(error, FileNotFoundError):
+            raise _cannot("list", error.filename, error) from error
+
+    places = []
+    for directory, names, _ in os.walk(storage.url, onerror=fail):
+        names[:] = sorted(name for name in names if _FOLDER.fullmatch(name) is None)
+        place = _look_at(Path(directory))
+        if place.seen:
+            places.append(place)
+    return places
+
+
+def _look_at(directory: Path) -> Place:
+    """What lies directly in a directory, and in its folders of saves."""
+    seen: list[Seen] = []
+    for entry in _entries(directory):
+        status = _status(entry)
+        if status is None:
+            continue
+        if stat.S_ISDIR(status.st_mode) and _FOLDER.fullmatch(entry.name):
+            seen += _look_into(Path(entry), status)
+        elif stat.S_ISREG(status.st_mode) and _HIDDEN.fullmatch(entry.name):
+            seen.append(Seen(entry.path, "put", status.st_mtime, status.st_size))
+    # The record is read after the folders: a save that commits meanwhile is then seen.
+    record, referred = _read_record(directory) if seen else ("missing", frozenset[str]())
+    # Hidden files in a folder count for themselves only if the folder belongs to a checkpoint.
+    inside = tuple(
+        one
+        for one in seen
+        if one.kind == "save"
+        or Path(one.path).parent == directory
+        or Path(one.path).parent.name in referred
+    )
+    return Place(str(directory), record, referred, inside)
+
+
+def _look_into(folder: Path, status: os.stat_result) -> Iterator[Seen]:
+    """A folder of a save, and each hidden file in it."""
+    newest, num_bytes, names, strange = status.st_mtime, 0, [], ""
+    for entry in _entries(folder):
+        found = _status(entry)
+        if found is None:
+            continue
+        names.append(entry.name)
+        newest = max(newest, found.st_mtime)
+        num_bytes += found.st_size
+        if not stat.S_ISREG(found.st_mode) or _OURS.fullmatch(entry.name) is None:
+            strange = strange or entry.name
+        elif _HIDDEN.fullmatch(entry.name):
+            yield Seen(entry.path, "put", found.st_mtime, found.st_size)
+    yield Seen(str(folder), "save", newest, num_bytes, tuple(names), strange)
+
+
+def _read_record(directory: Path) -> tuple[RecordState, frozenset[str]]:
+    """The state of a directory's record, and the folders that it refers to."""
+    try:
+        record = native.read_record(LocalStorage(directory))
+    except CheckpointNotFoundError:
+        return "missing", frozenset()
+    except (CheckpointError, StorageError):
+        return "unreadable", frozenset()
+    files = (record.index, record.values, *record.files)
+    folders = {file.path.partition("/")[0] for file in files}
+    return "readable", frozenset({native.data_folder(record.save_id), *folders})
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _cannot("list", directory, error) from error
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """What an entry itself is, links not followed; None if it has just gone."""
+    try:
+        return entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _cannot("look at", entry.path, error) from error
+
+
+def _cannot(action: str, path: object, error: OSError) -> StorageError:
+    return StorageError(f"cannot {action} {path}: {error.strerror}; check its permissions")
+
+
+# ---------------------------------------------------------------------------------------------
+# Removing
+# ---------------------------------------------------------------------------------------------
+
+
+def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> bool:
+    """Remove garbage, unless it is not garbage any more.
+
+    A directory that holds nothing afterwards goes as well, unless it is `root`.
+
+    Args:
+        leftover: What `decide` called garbage.
+        root: Where `look` looked.
+        now: The time, in seconds since the epoch.
+        older_than: Seconds that garbage was not touched.
+
+    Returns:
+        Whether it was removed; false if it has changed, was committed, or has gone meanwhile.
+
+    Raises:
+        StorageError: If it cannot be removed.
+    """
+    path = Path(leftover.path)
+    directory = path.parent
+    if leftover.kind == "put" and _FOLDER.fullmatch(directory.name):
+        directory = directory.parent
+    place = _look_at(directory)
+    again = decide([place], now=now, older_than=older_than)
+    if not any(one.path == leftover.path and not one.kept for one in again):
+        return False
+    try:
+        if leftover.kind == "put":
+            path.unlink()
+            return True
+        # By name, and not as a tree: a file that has just come is not taken along.
+        for name in next(seen.files for seen in place.seen if seen.path == leftover.path):
+            (path / name).unlink()
+        path.rmdir()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _cannot("remove", error.filename or path, error) from error
+    if directory != Path(open_storage(root).url):
+        with suppress(OSError):  # it holds something else
+            directory.rmdir()
+    return True

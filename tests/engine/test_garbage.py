@@ -1,0 +1,220 @@
+"""What dead saves left: found by age, and nothing else is ever touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remesh
+from remesh.checkpoint import garbage
+from remesh.checkpoint.garbage import Leftover, Place, RecordState, Seen
+from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.formats import native
+from remesh.storage import LocalStorage, MemoryStorage
+
+NOW = 1_000_000.0
+HOUR = 3600.0
+DEAD = "data-0123456789ab"
+
+names = st.sampled_from([DEAD, "data-ba9876543210"])
+seen = st.builds(
+    Seen,
+    path=names.map(lambda name: f"/runs/step/{name}"),
+    kind=st.just("save"),
+    modified=st.floats(NOW - 3 * HOUR, NOW + HOUR),
+    num_bytes=st.integers(0, 100),
+    files=st.sampled_from([(), ("00000.safetensors",), ("00000.safetensors", "index.safetensors")]),
+    strange=st.sampled_from(["", "notes.txt"]),
+)
+records: st.SearchStrategy[RecordState] = st.sampled_from(["readable", "unreadable", "missing"])
+
+
+@given(seen, records, st.booleans(), st.floats(0, 2 * HOUR))
+def test_the_decision(one: Seen, record: RecordState, refers: bool, older_than: float) -> None:
+    referred = frozenset({Path(one.path).name} if refers and record == "readable" else ())
+    found = garbage.decide(
+        [Place("/runs/step", record, referred, (one,))], now=NOW, older_than=older_than
+    )
+    if referred:
+        assert found == []
+        return
+    (leftover,) = found
+    assert (leftover.path, leftover.num_bytes) == (one.path, one.num_bytes)
+    may_go = (
+        record != "unreadable"
+        and NOW - one.modified > older_than
+        and not one.strange
+        and not (record == "missing" and "index.safetensors" in one.files)
+    )
+    assert (leftover.kept == "") == may_go
+
+
+def age(path: Path, seconds: float) -> None:
+    """Make a file or folder, with all that is in it, look older."""
+    for entry in (path, *path.rglob("*")):
+        if not entry.is_symlink():
+            os.utime(entry, (NOW - seconds, NOW - seconds))
+
+
+def leave(place: Path, name: str = DEAD, *files: str) -> Path:
+    """What a save leaves that was killed two hours ago."""
+    folder = place / name
+    folder.mkdir(parents=True)
+    for file in files or ("00000.safetensors", "part-00001.msgpack"):
+        (folder / file).write_bytes(bytes(10))
+    age(folder, 2 * HOUR)
+    return folder
+
+
+def find(root: Path, older_than: float = HOUR) -> dict[str, Leftover]:
+    found = garbage.decide(garbage.look(root), now=NOW, older_than=older_than)
+    return {str(Path(one.path).relative_to(root)): one for one in found}
+
+
+def prune(root: Path) -> list[str]:
+    """Remove all garbage; what was removed."""
+    return [
+        name
+        for name, one in find(root).items()
+        if not one.kept and garbage.remove(one, root, now=NOW, older_than=HOUR)
+    ]
+
+
+def files_of(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_a_dead_save_goes_with_its_directory(tmp_path: Path) -> None:
+    leave(tmp_path / "runs" / "step_2")
+    remesh.save({"a": np.ones(3)}, tmp_path / "runs" / "step_1")
+    age(tmp_path / "runs" / "step_1", 5 * HOUR)
+    before = files_of(tmp_path / "runs" / "step_1")
+    found = find(tmp_path)
+    assert found[f"runs/step_2/{DEAD}"] == Leftover(
+        str(tmp_path / "runs" / "step_2" / DEAD), "save", 2 * HOUR, 20, ""
+    )
+    assert list(found) == [f"runs/step_2/{DEAD}"]
+    assert prune(tmp_path) == [f"runs/step_2/{DEAD}"]
+    assert not (tmp_path / "runs" / "step_2").exists()
+    assert files_of(tmp_path / "runs" / "step_1") == before
+    assert remesh.Checkpoint(tmp_path / "runs" / "step_1").verify().ok
+    assert prune(tmp_path) == []
+
+
+def test_beside_a_checkpoint_and_at_the_root(tmp_path: Path) -> None:
+    """An overwriting save that died: the old checkpoint stays, complete leftovers go."""
+    remesh.save({"a": np.ones(3)}, tmp_path)
+    leave(
+        tmp_path, DEAD, "00000.safetensors", "index.safetensors", "values.msgpack", ".remesh-put-1"
+    )
+    assert prune(tmp_path) == [DEAD]
+    assert remesh.Checkpoint(tmp_path).verify().ok
+
+
+def test_the_root_itself_stays(tmp_path: Path) -> None:
+    leave(tmp_path)
+    assert prune(tmp_path) == [DEAD]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_fresh_file_keeps_the_folder(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "step")
+    os.utime(folder / "00000.safetensors", (NOW - 10, NOW - 10))
+    assert "may be running" in find(tmp_path)[f"step/{DEAD}"].kept
+    assert find(tmp_path, older_than=5)[f"step/{DEAD}"].kept == ""
+
+
+@pytest.mark.parametrize("name", ["data-0123", "data-0123456789AB", "data-0123456789abc", "data"])
+def test_other_folders_are_not_seen(tmp_path: Path, name: str) -> None:
+    leave(tmp_path / "step", name)
+    assert find(tmp_path) == {}
+
+
+def test_what_no_save_writes_is_kept(tmp_path: Path) -> None:
+    leave(tmp_path / "a", DEAD, "00000.safetensors", "notes.txt")
+    (leave(tmp_path / "b") / "folder").mkdir()
+    age(tmp_path / "b" / DEAD, 2 * HOUR)
+    (tmp_path / "elsewhere").write_text("mine")
+    (leave(tmp_path / "c") / "00001.safetensors").symlink_to(tmp_path / "elsewhere")
+    age(tmp_path / "c" / DEAD, 2 * HOUR)
+    found = find(tmp_path)
+    assert "notes.txt" in found[f"a/{DEAD}"].kept
+    assert "folder" in found[f"b/{DEAD}"].kept
+    assert found[f"c/{DEAD}"].kept
+    assert prune(tmp_path) == []
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_a_lost_or_damaged_record_protects_its_files(tmp_path: Path) -> None:
+    for name in ("lost", "damaged"):
+        remesh.save({"a": np.ones(3)}, tmp_path / name)
+    (tmp_path / "lost" / native.RECORD_NAME).unlink()
+    (tmp_path / "damaged" / native.RECORD_NAME).write_text("{}")
+    for name in ("lost", "damaged"):
+        age(tmp_path / name, 2 * HOUR)
+    reasons = {name.partition("/")[0]: one.kept for name, one in find(tmp_path).items()}
+    assert "remesh repair" in reasons["lost"]
+    assert "cannot be read" in reasons["damaged"]
+    assert prune(tmp_path) == []
+
+
+def test_hidden_files_of_puts(tmp_path: Path) -> None:
+    remesh.save({"a": np.ones(3)}, tmp_path / "step")
+    (folder,) = (tmp_path / "step").glob("data-*")
+    old = [tmp_path / "step" / ".remesh-put-0a", folder / ".remesh-put-0b"]
+    young = tmp_path / "step" / ".remesh-put-0c"
+    others = tmp_path / "step" / ".hidden"
+    for file in (*old, young, others):
+        file.write_bytes(b"12")
+    for file in (*old, others):
+        age(file, 2 * HOUR)
+    os.utime(young, (NOW, NOW))
+    assert set(prune(tmp_path)) == {str(file.relative_to(tmp_path)) for file in old}
+    assert young.exists()
+    assert others.exists()
+    assert remesh.Checkpoint(tmp_path / "step").verify().ok
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    leave(tmp_path / "outside" / "step")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / DEAD).symlink_to(tmp_path / "outside" / "step" / DEAD)
+    assert find(tmp_path / "runs") == {}
+
+
+def test_what_changed_after_it_was_seen_stays(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "step")
+    (leftover,) = find(tmp_path).values()
+    os.utime(folder / "00000.safetensors", (NOW, NOW))
+    assert not garbage.remove(leftover, tmp_path, now=NOW, older_than=HOUR)
+    assert (folder / "00000.safetensors").exists()
+
+
+def test_what_was_committed_after_it_was_seen_stays(tmp_path: Path) -> None:
+    remesh.save({"a": np.ones(3)}, tmp_path / "step")
+    (folder,) = (tmp_path / "step").glob("data-*")
+    record = (tmp_path / "step" / native.RECORD_NAME).read_bytes()
+    (tmp_path / "step" / native.RECORD_NAME).unlink()
+    index = (folder / "index.safetensors").read_bytes()
+    (folder / "index.safetensors").unlink()
+    age(folder, 2 * HOUR)
+    (leftover,) = find(tmp_path).values()
+    assert not leftover.kept
+    (folder / "index.safetensors").write_bytes(index)
+    LocalStorage(tmp_path / "step").put(native.RECORD_NAME, record, overwrite=False)
+    age(folder, 2 * HOUR)
+    assert not garbage.remove(leftover, tmp_path, now=NOW, older_than=HOUR)
+    assert remesh.Checkpoint(tmp_path / "step").verify().ok
+
+
+def test_no_such_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        garbage.look(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="local directories only"):
+        garbage.look(MemoryStorage())
