@@ -45,6 +45,7 @@ format: $(VENV)/.ready-dev  ## Format the code
 
 bench: $(VENV)/.ready-dev  ## Measure against torch.distributed.checkpoint and the disk
 	$(BIN)/python -m benchmarks.save_load
+	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.planning
 
 clean:  ## Remove what the commands above made

@@ -152,6 +152,12 @@ def run_rank(rank: int, world_size: int, store: str, options: Options, results: 
                 "remesh": lambda: remesh.load(target, folder / "remesh"),  # noqa: B023
                 "torch dcp": lambda: dcp.load(target, checkpoint_id=folder / "dcp"),  # noqa: B023
             }
+            if world_size > 1 and dim == 1:
+                loads["remesh, share_reads"] = lambda: remesh.load(  # type: ignore[assignment]
+                    target,  # noqa: B023
+                    folder / "remesh",  # noqa: B023
+                    share_reads=True,
+                )
             for name, action in loads.items():
                 for tensor in target.values():
                     tensor.to_local().zero_()

@@ -39,7 +39,7 @@ def block_digests(data: npt.NDArray[np.uint8], block_size: int = BLOCK_SIZE) -> 
     digests = np.empty((-(-len(data) // block_size), 2), dtype=np.uint64)
     for number in range(len(digests)):
         block = data[number * block_size : (number + 1) * block_size]
-        value = xxhash.xxh3_128_intdigest(block)
+        value = xxhash.xxh3_128_intdigest(block.data)
         digests[number] = (value >> 64, value & 0xFFFFFFFFFFFFFFFF)
     return digests
 

@@ -56,9 +56,7 @@ class HostMemory:
         self.array[box.slices] = values
 
 
-def memory_of_numpy(
-    array: npt.NDArray[Any], where: str, *, writable: bool = False
-) -> HostMemory:
+def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = False) -> HostMemory:
     """The memory of a numpy array.
 
     Args:

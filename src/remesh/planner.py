@@ -529,9 +529,9 @@ def _merge_runs(
     is_first = np.ones(len(start), dtype=np.bool_)
     is_first[1:] = (file[1:] != file[:-1]) | (window[1:] != window[:-1])
     # Ranges may overlap, so what counts is how far any range of the window has reached.
-    group = np.cumsum(is_first)
-    span = int(stop.max()) + 1
-    reached = np.maximum.accumulate(group * span + stop) - group * span
+    begin = window * limits.window_bytes
+    ahead = np.cumsum(is_first) * (int((stop - begin).max()) + 1)
+    reached = np.maximum.accumulate(ahead + stop - begin) - ahead + begin
     is_first[1:] |= start[1:] - reached[:-1] > limits.gap_bytes
     run_first = np.flatnonzero(is_first)
     run_stop = np.maximum.reduceat(stop, run_first)

@@ -512,6 +512,10 @@ class Walk:
             NameCollisionError: If another path has it.
         """
         name = name_of(path)
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedValueError(f"{path}: not a name in Unicode: {error}") from error
         taken = self.description.paths.setdefault(name, path)
         if taken != path:
             raise NameCollisionError(

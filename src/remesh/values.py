@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -100,6 +100,21 @@ _MALFORMED = (
     ArithmeticError,
     RuntimeError,
 )
+
+
+def unresolved(value: object) -> Iterator[UnresolvedValue]:
+    """The values inside a decoded one that this process could not resolve."""
+    if isinstance(value, UnresolvedValue):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from unresolved(key)
+            yield from unresolved(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from unresolved(item)
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        yield from unresolved(vars(value))
 
 
 def _tagged(kind: str, payload: object) -> dict[str, object]:

@@ -32,7 +32,8 @@ CASES = [
     (rank, point)
     for rank in (0, 2)
     for point in SAVE_POINTS
-    if point not in ("save.done", "save.chunk_staged", "save.staged") and (rank == 0 or point not in (*RANK_0_POINTS, "save.planned"))
+    if point not in ("save.done", "save.chunk_staged", "save.staged")
+    and (rank == 0 or point not in (*RANK_0_POINTS, "save.planned"))
 ]
 
 

@@ -58,11 +58,13 @@ class CastingMemory:
         tensor: The elements in their own type, on any device.
         dtype: The type of the values that are copied in and out.
         carrier: The numpy dtype that carries it.
+        through: Types that values pass on their way in.
     """
 
     tensor: torch.Tensor
     dtype: torch.dtype
     carrier: CarrierDType
+    through: tuple[torch.dtype, ...] = ()
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`; the elements are cast on the way."""
@@ -70,7 +72,10 @@ class CastingMemory:
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`; the values are cast on the way."""
-        self.tensor[box.slices].copy_(_movable_view(values).view(self.dtype))
+        elements = _movable_view(values).view(self.dtype)
+        for dtype in self.through:
+            elements = elements.to(dtype)
+        self.tensor[box.slices].copy_(elements)
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
@@ -95,13 +100,16 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     return HostMemory(_numpy_carrier(array, where, writable))
 
 
-def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
+def casting_memory_of(
+    array: ArrayLike, stored_dtype: str, where: str, through: tuple[str, ...] = ()
+) -> Memory:
     """A memory that takes values of another element type and keeps them in the array's own.
 
     Args:
         array: Where the converted elements go.
         stored_dtype: Name of the type of the values.
         where: The name of the array in the state, for the error message.
+        through: Names of types that the values pass on their way.
 
     Raises:
         UnsupportedValueError: As `memory_of`, for an array that is to be written.
@@ -111,7 +119,8 @@ def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory
     else:
         carrier = _numpy_carrier(array, where, writable=True)
         tensor = _movable_view(carrier).view(torch_dtype(dtype_name(array, where)))
-    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier)
+    passed = tuple(torch_dtype(name) for name in through)
+    return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier, passed)
 
 
 def torch_dtype(name: str) -> torch.dtype:

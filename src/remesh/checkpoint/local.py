@@ -67,11 +67,20 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
     return adapters.memory_of(array, where, writable=writable)
 
 
-def casting_memory_of(array: ArrayLike, stored_dtype: str, where: str) -> Memory:
-    """The memory of an array that is filled with converted elements of another dtype."""
+def casting_memory_of(
+    array: ArrayLike, stored_dtype: str, where: str, through: tuple[str, ...] = ()
+) -> Memory:
+    """The memory of an array that is filled with converted elements of another dtype.
+
+    Args:
+        array: Where the converted elements go.
+        stored_dtype: Name of the dtype of what comes in.
+        where: The name of the array in the state, for the error message.
+        through: Dtypes that the elements pass on their way.
+    """
     from remesh import adapters
 
-    return adapters.casting_memory_of(array, stored_dtype, where)
+    return adapters.casting_memory_of(array, stored_dtype, where, through)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

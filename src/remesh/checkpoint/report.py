@@ -14,8 +14,10 @@ class RestoreReport:
         cast: Tensors whose dtype was converted: name → `stored → wanted`.
         resized: Tensors of another global shape that were padded or cut, because the target allows
             it: name → `stored → wanted`.
-        derived: Names that were filled from another: alias → name of the tied tensor.
+        derived: Names that were filled from others: tied tensors, and what a transformation makes:
+            name → stored names.
         missing: Names that the state has and the checkpoint lacks; they kept what they had.
+        kept: Names that a transformation says to leave as they are.
         unexpected: Names that the checkpoint holds and no rank asked for.
         bytes_needed: Bytes of tensor data that this rank wanted, in stored dtypes.
         bytes_read: Bytes that this rank read from data files.
@@ -28,6 +30,7 @@ class RestoreReport:
     resized: dict[str, str]
     derived: dict[str, str]
     missing: tuple[str, ...]
+    kept: tuple[str, ...]
     unexpected: tuple[str, ...]
     bytes_needed: int
     bytes_read: int
@@ -43,6 +46,7 @@ class RestoreReport:
                 ("resized", self.resized),
                 ("derived", self.derived),
                 ("missing", self.missing),
+                ("kept", self.kept),
                 ("unexpected", self.unexpected),
             )
             if names or kind == "restored"
@@ -63,4 +67,5 @@ class Findings:
     resized: dict[str, str] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)

@@ -445,8 +445,9 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
         except CheckpointNotFoundError:
             size = 0
         if size != file.num_bytes:
-            names = names_in_range(index, number, size, file.num_bytes)
-            damages.append(Damage(file.path, size, file.num_bytes, tuple(names)))
+            start, stop = sorted((size, file.num_bytes))
+            names = names_in_range(index, number, start, stop)
+            damages.append(Damage(file.path, start, stop, tuple(names)))
         if digests.get(file.path) != file.digest:
             raise CorruptCheckpointError(
                 f"{storage.url}: the index and {RECORD_NAME} disagree about {file.path}; they "

@@ -83,6 +83,7 @@ class Transform:
         *,
         aliases: Mapping[str, str] | None = None,
         cast: bool = False,
+        with_outputs: bool = False,
     ) -> Resolved:
         """Find out where every target comes from, without reading anything.
 
@@ -97,6 +98,8 @@ class Transform:
                 so itself.
             cast: Convert whatever has another dtype than its target, optimizer state included,
                 where otherwise a statement would have to say so.
+            with_outputs: Answer also for what else there is to be had: what statements make and
+                leave over, and the optimizer states of it and of the targets.
 
         Returns:
             The answers. Targets that are missing, and untouched ones that do not fit, are listed
@@ -115,6 +118,7 @@ class Transform:
             aliases=aliases,
             original=self.undone,
             cast=cast,
+            with_outputs=with_outputs,
         )
 
     def shapes(

@@ -51,13 +51,15 @@ def resolve(
     aliases: Mapping[str, str],
     original: Sequence[Statement] | None = None,
     cast: bool = False,
+    with_outputs: bool = False,
 ) -> Resolved:
     """See `Transform.resolve`.
 
     `original` are the statements that `statements` undo, if they do.
     """
     shapes = _OriginalShapes(original, sources, targets, owners)
-    return _Resolver(statements, sources, targets, owners, aliases, shapes, cast=cast).run()
+    resolver = _Resolver(statements, sources, targets, owners, aliases, shapes, cast=cast)
+    return resolver.run(with_outputs=with_outputs)
 
 
 class _OriginalShapes:
@@ -132,9 +134,11 @@ class _Resolver:
             candidate: name for name, names in states.undecided.items() for candidate in names
         }
 
-    def run(self) -> Resolved:
+    def run(self, *, with_outputs: bool) -> Resolved:
         self.bindings = self.execute().bindings
-        self.targets = self.outputs() if self.given_targets is None else self.given_targets
+        given = self.given_targets
+        outputs = self.outputs() if with_outputs or given is None else {}
+        self.targets = {**outputs, **(given or {})}
         self.target_states = find_states(self.targets, self.bindings.values, self.owners)
         for name, info in self.targets.items():
             self.plan(name, info)
@@ -378,23 +382,27 @@ class _Resolver:
     # -----------------------------------------------------------------------------------------
 
     def outputs(self) -> dict[str, TensorInfo | None]:
-        """Sources and results that no statement read, and the optimizer states of results."""
-        bindings = self.bindings
+        """What there is to be had, whether it was asked for or not.
+
+        That is: sources and results that no statement read, those that were read but are targets
+        all the same, and the optimizer states of all of these.
+        """
+        bindings, targets = self.bindings, self.given_targets or {}
+        bound = (bindings.values, bindings.deleted, bindings.added)
         found: dict[str, TensorInfo | None] = {}
         for name, info in self.sources.infos.items():
-            parameter = self.sources.states.parameter_of(name)
-            is_touched = any(
-                touched in names
-                for touched in {name, parameter}
-                for names in (bindings.read, bindings.values, bindings.deleted, bindings.added)
-            )
-            if not is_touched:
-                found[name] = info
-        for name in bindings.unread:
+            names = {name, self.sources.states.parameter_of(name)}
+            if any(touched in group for touched in names for group in bound):
+                continue
+            if targets.keys().isdisjoint(names) and not bindings.read.keys().isdisjoint(names):
+                continue
+            found[name] = info
+        results = [name for name in targets if name in bindings.values]
+        for name in dict.fromkeys([*bindings.unread, *results]):
             node = bindings.values[name].node
             if not any(map(self.is_absent, self.leaves_of(name))):
-                assert node.dtype is not None
-                found[name] = TensorInfo(node.dtype, node.shape)
+                info = self.sources.infos.get(node.name) if isinstance(node, Leaf) else None
+                found[name] = TensorInfo(node.dtype, node.shape) if node.dtype else info
             found.update(
                 (state_name, info)
                 for state_name, info in self.output_states(name)

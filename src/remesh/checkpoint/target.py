@@ -1,0 +1,323 @@
+"""One rank's state as the target of a load: compared, planned, filled, put back.
+
+Nothing in the state is touched before `read`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from remesh import values
+from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, split_aliases
+from remesh.checkpoint.report import Findings, RestoreReport
+from remesh.checkpoint.stored import StoredState, read_box
+from remesh.dtypes import BY_NAME
+from remesh.errors import MismatchError
+from remesh.exchange import Exchange
+from remesh.geometry import Box
+from remesh.index import BoxTable
+from remesh.memory import Memory
+from remesh.pipeline import Want, read_runs, read_together
+from remesh.planner import LoadPlan, ReadLimits, plan_load
+from remesh.state import ArrayLike, Description, TensorEntry
+from remesh.storage import Storage
+
+MAX_LISTED = 10
+"""How many names of a kind an error message lists; the exception carries all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the caller of a load allows.
+
+    Attributes:
+        keep_missing: Leave what is not stored as it is.
+        cast: Convert dtypes.
+    """
+
+    keep_missing: bool
+    cast: bool
+
+
+@dataclass(slots=True)
+class Target:
+    """This rank's state as the target of a load; its methods are the steps."""
+
+    stored: StoredState
+    storage: Storage
+    options: LoadOptions
+    description: Description = field(default_factory=Description, init=False)
+    findings: Findings = field(default_factory=Findings, init=False)
+    boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
+    wants: list[Want] = field(default_factory=list, init=False)
+    zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
+    plan: LoadPlan | None = field(default=None, init=False)
+    bytes_needed: int = field(default=0, init=False)
+    limits: ReadLimits = field(default_factory=ReadLimits, init=False)
+    reads: list[int] = field(default_factory=list, init=False)
+
+    def prepare(self, state: Any) -> bytes:
+        """Compare the state with what is stored, and plan the reads.
+
+        Returns:
+            One bit for each stored name, set if this rank asks for it.
+
+        Raises:
+            MismatchError: If they do not fit.
+        """
+        self.description = describe_local(state, self.stored)
+        self._match_values()
+        fills = self._match_tensors()
+        self._refuse_mismatch()
+        for entry, source in fills:
+            self._want(entry, source)
+        self._plan()
+        return self._asked_bits(self._asked_names())
+
+    def _refuse_mismatch(self) -> None:
+        found = self.findings
+        if found.conflicts or (found.missing and not self.options.keep_missing):
+            raise mismatch_error(self.stored, found, self.storage.url)
+
+    def _match_values(self) -> None:
+        """Find values and objects that are missing or stored as something else."""
+        stored, found, description = self.stored, self.findings, self.description
+        for name in description.values:
+            if self.has_value(name):
+                unresolved = next(values.unresolved(self.stored_value(name)), None)
+                if unresolved is None:
+                    found.restored.append(name)
+                else:
+                    found.conflicts.append(
+                        f"{name}: the stored value is a {unresolved.type_name}, which this program "
+                        "does not know; import the module that defines it before loading"
+                    )
+            elif name in stored.index:
+                found.conflicts.append(f"{name}: a tensor is stored where a plain value is wanted")
+            elif name not in description.optional:
+                found.missing.append(name)
+        for name, items in description.merged_lists.items():
+            known = self.merged_list(name)
+            if known is None:
+                found.missing.append(name)
+            else:
+                absent = sorted(set(items).difference(known))
+                found.missing.extend(f"{name} ({item})" for item in absent)
+        for element in description.objects:
+            here = element.unique_name in stored.document.objects
+            (found.restored if here else found.missing).append(element.unique_name)
+
+    def _match_tensors(self) -> list[tuple[TensorEntry, str]]:
+        """Find for each tensor the stored name that fills it."""
+        entries, aliases = split_aliases(self.description.tensors)
+        also_known_as: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            also_known_as.setdefault(name, []).append(alias)
+        fills = []
+        for entry in entries:
+            names = [entry.name, *also_known_as.get(entry.name, ())]
+            source = self._match_tensor(entry, names)
+            if source is not None:
+                fills.append((entry, source))
+        return fills
+
+    def _match_tensor(self, entry: TensorEntry, names: list[str]) -> str | None:
+        """The stored name that fills a tensor of one or, tied, several names, if one does."""
+        sources = [name for name in names if name in self.stored.index]
+        if not sources:
+            self._report_absent(entry.name)
+            return None
+        self.findings.derived.update({name: sources[0] for name in names if name not in sources})
+        conflict = self._conflict(entry, sources[0]) or self._untied(entry, sources)
+        if conflict is None:
+            return sources[0]
+        self.findings.conflicts.append(conflict)
+        return None
+
+    def _report_absent(self, name: str) -> None:
+        if self.stored.has_value(name):
+            self.findings.conflicts.append(
+                f"{name}: a plain value is stored where a tensor is wanted"
+            )
+        elif name not in self.description.optional:
+            self.findings.missing.append(name)
+
+    def _conflict(self, entry: TensorEntry, source: str) -> str | None:
+        """Why a stored tensor does not fit an entry, or None; files it under what it is."""
+        stored = self.stored.index[source]
+        found, name = self.findings, entry.name
+        if stored.shape != entry.global_shape:
+            change = f"{stored.shape} → {entry.global_shape}"
+            if not entry.allow_shape_mismatch or len(stored.shape) != len(entry.global_shape):
+                return f"{name}: shape {stored.shape} is stored, {entry.global_shape} is wanted"
+            found.resized[name] = change
+        if stored.dtype != entry.dtype:
+            if not self.options.cast:
+                return (
+                    f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted "
+                    "(cast=True converts)"
+                )
+            found.cast[name] = f"{stored.dtype} → {entry.dtype}"
+        if name not in found.cast and name not in found.resized and name not in found.derived:
+            found.restored.append(name)
+        return None
+
+    def _untied(self, entry: TensorEntry, sources: list[str]) -> str | None:
+        """Why stored tensors that differ cannot fill one tied tensor, or None.
+
+        This reads the rank's part of each, which is rare enough to be done simply.
+        """
+        index = self.stored.index
+        distinct = list({index.row(name): name for name in reversed(sources)}.values())
+        if len(distinct) == 1:
+            return None
+        for part in entry.parts:
+            whole = Box.whole(index[distinct[0]].shape)
+            box = part.box.intersect(whole)
+            if box is None:
+                continue
+            first, *others = (read_box(self.storage, index, name, box) for name in distinct)
+            for name, other in zip(distinct[1:], others, strict=True):
+                if first.tobytes() != other.tobytes():
+                    return (
+                        f"{distinct[0]} and {name} are tied in the state, but the checkpoint has "
+                        "different values for them; untie them, or load one of the two"
+                    )
+        return None
+
+    def _want(self, entry: TensorEntry, source: str) -> None:
+        """Want this rank's part of a tensor from a stored one."""
+        index = self.stored.index
+        stored = index[source]
+        whole = Box.whole(stored.shape)
+        for part in entry.parts:
+            memory = self._memory(entry, part.data, stored.dtype)
+            box = part.box.intersect(whole)
+            if box != part.box:
+                self.zeros.append((memory, part.box.shape))
+            if box is not None:
+                self._want_box(source, box, Want(part.box.offset, memory))
+
+    def _want_box(self, source: str, box: Box, want: Want) -> None:
+        """Want a box of a stored tensor."""
+        index = self.stored.index
+        self.boxes.append((index.row(source), box))
+        self.wants.append(want)
+        self.bytes_needed += box.size * BY_NAME[index[source].dtype].itemsize
+
+    def _plan(self) -> None:
+        """Plan the reads of what is wanted."""
+        index = self.stored.index
+        wanted = BoxTable.of(index.boxes.tensors, self.boxes)
+        self.plan = plan_load(index, wanted, self.limits)
+
+    def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
+        if stored_dtype == entry.dtype:
+            return memory_of(data, entry.name, writable=True)
+        return casting_memory_of(data, stored_dtype, entry.name)
+
+    def _asked_names(self) -> set[str]:
+        """Stored names that this rank asks for."""
+        description = self.description
+        asked = {entry.name for entry in description.tensors}
+        asked.update(description.values, description.merged_lists)
+        asked.update(element.unique_name for element in description.objects)
+        return asked
+
+    def _asked_bits(self, asked: set[str]) -> bytes:
+        """A bit for each stored name: is it, or a name that it is tied to, asked for?"""
+        index = self.stored.index
+        rows = {index.row(name) for name in asked if name in index}
+        bits = [
+            name in asked or (name in index and index.row(name) in rows)
+            for name in self.stored.names()
+        ]
+        return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
+
+    def read(self, on_run: Callable[[int], None], exchange: Exchange) -> None:
+        """Fill this rank's tensors, together with the ranks of an exchange."""
+        assert self.plan is not None
+        for memory, shape in self.zeros:
+            zero = np.zeros((), memory.carrier)
+            memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
+
+        def count(size: int) -> None:
+            self.reads.append(size)
+            on_run(size)
+
+        read = (self.storage, self.stored.index, self.plan, self.wants)
+        if exchange.world_size == 1:
+            read_runs(*read, count)
+        else:
+            read_together(exchange, *read, limits=self.limits, on_run=count)
+
+    def rebuild(self) -> Any:
+        """Put everything that is not filled in place where it belongs."""
+        return self.description.rebuild(self)
+
+    def value(self, name: str) -> object:
+        """A loaded value, or what the state had if the checkpoint lacks it."""
+        return self.stored_value(name) if self.has_value(name) else self.description.values[name]
+
+    def has_value(self, name: str) -> bool:
+        """Whether the checkpoint has a plain value for a name."""
+        return self.stored.has_value(name)
+
+    def merged_list(self, name: str) -> list[str] | None:
+        """The list of names that the checkpoint has for a name."""
+        return self.stored.merged_list(name)
+
+    def stored_value(self, name: str) -> object:
+        """The plain value that the checkpoint has for a name."""
+        return self.stored.value(name)
+
+    def object(self, unique_name: str) -> object:
+        """A loaded element of a sharded object, or what the state had."""
+        element = self.stored.document.objects.get(unique_name)
+        if element is not None:
+            return values.decode(bytes(element.value))
+        return next(e.data for e in self.description.objects if e.unique_name == unique_name)
+
+    def report(self, unexpected: list[str], seconds: float) -> RestoreReport:
+        """What was done."""
+        found = self.findings
+        return RestoreReport(
+            tuple(found.restored),
+            found.cast,
+            found.resized,
+            found.derived,
+            tuple(found.missing),
+            tuple(found.kept),
+            tuple(unexpected),
+            self.bytes_needed,
+            sum(self.reads),
+            len(self.reads),
+            seconds,
+        )
+
+
+def mismatch_error(stored: StoredState, found: Findings, url: str) -> MismatchError:
+    """The error that says how state and checkpoint differ."""
+    lines = [f"the state does not fit the checkpoint {url} (nothing was changed)"]
+    if found.missing:
+        names = list(stored.names())
+        lines.append(f"{len(found.missing)} names are not stored:")
+        for name in found.missing[:MAX_LISTED]:
+            near = difflib.get_close_matches(name, names, n=1)
+            lines.append(f"  {name}" + (f" (stored is {near[0]})" if near else ""))
+        if len(found.missing) > MAX_LISTED:
+            lines.append(f"  ... and {len(found.missing) - MAX_LISTED} more")
+        lines.append('missing="keep" leaves them as they are.')
+    if found.conflicts:
+        lines.append(f"{len(found.conflicts)} names differ:")
+        lines += [f"  {conflict}" for conflict in found.conflicts[:MAX_LISTED]]
+        if len(found.conflicts) > MAX_LISTED:
+            lines.append(f"  ... and {len(found.conflicts) - MAX_LISTED} more")
+    return MismatchError(
+        "\n".join(lines), missing=tuple(found.missing), conflicts=tuple(found.conflicts)
+    )

@@ -1,0 +1,253 @@
+"""Loading through a transformation: real modules and optimizers, shards, and only needed bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+
+HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 24
+HEAD_DIM = DIM // HEADS
+
+
+class Split(nn.Module):
+    """Attention and MLP weights as separate layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
+        self.k = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
+        self.v = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
+        self.gate = nn.Linear(DIM, HIDDEN, bias=False)
+        self.up = nn.Linear(DIM, HIDDEN, bias=False)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        parts = [self.q(x), self.k(x), self.v(x), torch.sigmoid(self.gate(x)) * self.up(x)]
+        return sum((part.square().mean() for part in parts), torch.zeros(()))
+
+
+class Fused(nn.Module):
+    """The same with one layer for each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
+        self.gate_up = nn.Linear(DIM, 2 * HIDDEN, bias=False)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        heads = self.qkv(x).unflatten(-1, (KV_HEADS, -1, HEAD_DIM))
+        group = HEADS // KV_HEADS
+        gate, up = self.gate_up(x).chunk(2, -1)
+        parts = [heads[..., :group, :], heads[..., group, :], heads[..., group + 1, :]]
+        losses = [part.square().mean() for part in [*parts, torch.sigmoid(gate) * up]]
+        return sum(losses, torch.zeros(()))
+
+
+FUSE = f"""
+model.q.weight, model.k.weight, model.v.weight -> model.qkv.weight, \
+fused_qkv, num_heads={HEADS}, num_key_value_groups={KV_HEADS}, axis=0
+model.gate.weight, model.up.weight -> model.gate_up.weight, axis=0
+"""
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = torch.randn(8, DIM, generator=torch.Generator().manual_seed(step))
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def save_split(path: Path) -> list[float]:
+    """Train and save a split model; the losses of the steps that follow."""
+    torch.manual_seed(0)
+    model = Split()
+    optimizer = adamw(model)
+    train(model, optimizer, range(5))
+    remesh.save({"model": model, "optimizer": optimizer, "step": 5}, path)
+    return train(model, optimizer, range(5, 12))
+
+
+def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None:
+    expected = save_split(tmp_path)
+    model = Fused()
+    optimizer = adamw(model)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(
+        state,
+        tmp_path,
+        transform=remesh.Transform.parse(FUSE),
+        unexpected="error",
+        on_report=reports.append,
+    )
+    assert state["step"] == 5
+    assert len(optimizer.state) == 4
+    assert "model.q.weight" in reports[0].derived["model.qkv.weight"]
+    assert train(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_there_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    save_split(tmp_path / "split")
+    forth = remesh.Transform.parse(FUSE)
+    fused = Fused()
+    state = {"model": fused, "optimizer": adamw(fused), "step": 0}
+    remesh.load(state, tmp_path / "split", transform=forth)
+    remesh.save(state, tmp_path / "fused")
+    split = Split()
+    state = {"model": split, "optimizer": adamw(split), "step": 0}
+    remesh.load(state, tmp_path / "fused", transform=forth.inverse(), unexpected="error")
+    remesh.save(state, tmp_path / "back")
+    one, other = remesh.Checkpoint(tmp_path / "split"), remesh.Checkpoint(tmp_path / "back")
+    assert set(one.index) == set(other.index)
+    for name in one.index:
+        assert one.read_array(name).tobytes() == other.read_array(name).tobytes(), name
+
+
+def fuse_on_fsdp(exchange: Exchange, path: str) -> dict[str, bytes]:
+    model = Fused()
+    fully_shard(model)
+    optimizer = adamw(model)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    remesh.load(state, path, transform=remesh.Transform.parse(FUSE), group=exchange)
+    tensors = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        tensors[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def test_fsdp2_ranks_load_their_parts_of_fused_layers(tmp_path: Path) -> None:
+    save_split(tmp_path)
+    model = Fused()
+    optimizer = adamw(model)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    remesh.load(state, tmp_path, transform=remesh.Transform.parse(FUSE))
+    expected = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].numpy().tobytes()
+    for found in run_processes(2, fuse_on_fsdp, str(tmp_path)):
+        assert found == expected
+
+
+ROWS, COLUMNS = 600, 1024
+
+
+def sharded(rank: int, num: int, name: str, whole: np.ndarray[Any, Any], axis: int) -> Any:
+    size = whole.shape[axis] // num
+    part = np.take(whole, range(rank * size, (rank + 1) * size), axis).copy()
+    return remesh.ShardedTensor.from_rank_offsets(name, part, (axis, rank, num))
+
+
+@pytest.mark.parametrize("share_reads", [False, True])
+@pytest.mark.parametrize("num_targets", [1, 2, 4])
+def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool) -> None:
+    a = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+    b = -a
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        state = {
+            "a": sharded(exchange.rank, 3, "a", a, 0),
+            "b": sharded(exchange.rank, 3, "b", b, 0),
+        }
+        remesh.save(state, storage, group=exchange)
+
+    def load(exchange: Exchange) -> remesh.RestoreReport:
+        expected = np.concatenate([a.T, b.T], axis=1)
+        target = sharded(exchange.rank, num_targets, "c", np.zeros_like(expected), 1)
+        reports: list[remesh.RestoreReport] = []
+        remesh.load(
+            {"c": target},
+            storage,
+            group=exchange,
+            transform=remesh.Transform.parse("a^T, b^T -> c, axis=1"),
+            unexpected="error",
+            share_reads=share_reads,
+            on_report=reports.append,
+        )
+        part = target.parts[0]
+        np.testing.assert_array_equal(part.data, expected[part.box.slices])
+        return reports[0]
+
+    run_ranks(3, save)
+    reports = run_ranks(num_targets, load)
+    assert sum(report.bytes_needed for report in reports) == a.nbytes + b.nbytes
+    # A column of the target is a row of a source, so no rank reads what another one needs.
+    for report in reports:
+        assert report.bytes_read <= report.bytes_needed + (4 << 20)
+
+
+def test_casts_reach_weights_and_leave_moments(tmp_path: Path) -> None:
+    save_split(tmp_path)
+    model = Split().bfloat16()
+    state = {"model": model}
+    casts = "\n".join(
+        f"model.{name} -> model.{name}, dtype='bfloat16'" for name in model.state_dict()
+    )
+    remesh.load(state, tmp_path, transform=remesh.Transform.parse(casts))
+    stored = remesh.Checkpoint(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stored.read(f"model.{name}").bfloat16())
+
+
+def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
+    storage = MemoryStorage()
+    remesh.save({"a": np.ones((4, 3)), "b": np.ones((4, 3))}, storage)
+
+    def load(exchange: Exchange, text: str, name: str) -> None:
+        target = np.zeros((8, 3))
+        try:
+            remesh.load(
+                {name: target}, storage, group=exchange, transform=remesh.Transform.parse(text)
+            )
+        finally:
+            assert not target.any()
+
+    for text, name, kind in (
+        ("a, bb -> c, axis=0", "c", remesh.TransformError),
+        ("a, b -> c, axis=1", "c", remesh.TransformError),
+        ("a, b -> c, axis=0", "d", remesh.MismatchError),
+    ):
+        for outcome in run_ranks_outcomes(2, load, text, name):
+            assert isinstance(outcome, Raised)
+            assert isinstance(outcome.error, kind), outcome.error
+
+
+def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> None:
+    remesh.save({"a": np.ones(3), "b": np.full(2, 2.0), "n": 7}, tmp_path)
+    state = {"x": np.zeros(3), "b": np.zeros(2), "n": 0, "new": np.full(2, 5.0)}
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(
+        state,
+        tmp_path,
+        transform=remesh.Transform.parse("a -> x\n_ -> new"),
+        unexpected="error",
+        on_report=reports.append,
+    )
+    assert state["x"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]
+    assert state["b"].tolist() == [2, 2]  # type: ignore[attr-defined]
+    assert state["n"] == 7
+    assert state["new"].tolist() == [5, 5]  # type: ignore[attr-defined]
+    assert reports[0].kept == ("new",)
