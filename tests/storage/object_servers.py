@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import make_server
 
 BUCKET = "checkpoints"
 
@@ -18,6 +26,26 @@ ENVIRONMENT = {
     "AWS_REGION": "us-east-1",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+
+
+class AtomicServer(ThreadedMotoServer):
+    """moto looks for an object and makes it in two steps; stores do that in one."""
+
+    def _server_entry(self) -> None:
+        lock = threading.Lock()
+        app = DomainDispatcherApplication(create_backend_app)
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            if environ["REQUEST_METHOD"] != "PUT":
+                return app(environ, start)
+            with lock:
+                return app(environ, start)
+
+        self._server = make_server(
+            self._ip_address, self._port, answer, threaded=True, request_handler=MotoRequestHandler
+        )
+        self._server_ready_event.set()
+        self._server.serve_forever()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +70,7 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     """A server with an empty bucket; the environment names it and its credentials."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = AtomicServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()

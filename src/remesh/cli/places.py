@@ -3,12 +3,16 @@
 Looking is cheap: it reads commit records and asks for the sizes of files, and never reads tensors.
 It finds files that are missing or have another size than the record says; damage inside a file is
 found by reading it, which `remesh verify` does.
+
+Local directories are looked at one level deep. Buckets have no directories, and a request takes
+longer than a page of names: there, one listing tells the names and sizes of all files.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,10 +25,12 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.storage import Storage, open_storage
+from remesh.storage import LocalStorage, SizedListing, Storage, list_sizes, open_storage
 
 Problem = Literal["missing", "size", "content"]
 Status = Literal["committed", "unfinished", "damaged", "unreadable"]
+
+_NO_RECORD = "no commit record: a save is running or was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,33 +109,47 @@ def open_checkpoint(place: str) -> Checkpoint:
 
 def nothing_at(storage: Storage) -> CheckpointNotFoundError:
     """What to say where there is no checkpoint; looks at one directory and those directly in it."""
-    root = Path(storage.url)
-    if not root.exists():
-        return CheckpointNotFoundError(f"{root}: no such directory")
-    if not root.is_dir():
-        return CheckpointNotFoundError(
-            f"{root}: a file; give the directory of a checkpoint, which holds {native.RECORD_NAME}"
-        )
-    names = sorted((entry.name for entry in _entries(root)), key=natural_key)
+    root = storage.url
+    if isinstance(storage, LocalStorage):
+        directory = Path(root)
+        if not directory.exists():
+            return CheckpointNotFoundError(f"{root}: no such directory")
+        if not directory.is_dir():
+            return CheckpointNotFoundError(
+                f"{root}: a file; give the directory of a checkpoint, which holds "
+                f"{native.RECORD_NAME}"
+            )
+        found = {entry.name for entry in _entries(directory)}
+        # Unlike `Path.exists`, this takes a directory that we may not look into for one without.
+        holding = {name for name in found if os.path.exists(directory / name / native.RECORD_NAME)}
+    else:
+        paths = storage.list()
+        found = {path.partition("/")[0] for path in paths}
+        holding = {name for name in found if f"{name}/{native.RECORD_NAME}" in set(paths)}
+    names, committed = sorted(found, key=natural_key), sorted(holding, key=natural_key)
     if not names:
-        return CheckpointNotFoundError(f"{root}: no checkpoint there, the directory is empty")
+        return CheckpointNotFoundError(f"{root}: no checkpoint there, {_emptiness(storage)}")
     if any(name.startswith("data-") for name in names):
         return CheckpointNotFoundError(
             f"{root}: no checkpoint there, only files of a save that was not finished (no "
             f"{native.RECORD_NAME}). Use another checkpoint; unless a save is running, this "
             "directory may be deleted."
         )
-    # Unlike `Path.exists`, this takes a directory that we may not look into for one without.
-    committed = [name for name in names if os.path.exists(root / name / native.RECORD_NAME)]
     if committed:
         return CheckpointNotFoundError(
             f"{root}: not a checkpoint itself, but it holds {len(committed)}; name one of them, "
-            f"such as {root / committed[-1]}"
+            f"such as {root}/{committed[-1]}"
         )
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return CheckpointNotFoundError(
         f"{root}: not a remesh checkpoint (no {native.RECORD_NAME}); it holds {shown}"
     )
+
+
+def _emptiness(storage: Storage) -> str:
+    if isinstance(storage, LocalStorage):
+        return "the directory is empty"
+    return "no file has a name that begins so"
 
 
 def scan(storage: Storage) -> list[Step]:
@@ -140,6 +160,8 @@ def scan(storage: Storage) -> list[Step]:
     Raises:
         StorageError: If the directory itself cannot be read.
     """
+    if not isinstance(storage, LocalStorage):
+        return _scan_listing(storage)
     root = Path(storage.url)
     if not root.is_dir():
         return []
@@ -183,6 +205,11 @@ def _step_at(entry: Path) -> Step | None:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except (OSError, RemeshError) as error:
         return Step(name, path, "unreadable", str(error))
+    return _committed(name, path, record, findings)
+
+
+def _committed(name: str, path: str, record: native.CommitRecord, findings: list[Finding]) -> Step:
+    """A step whose record could be read."""
     return Step(
         name,
         path,
@@ -205,8 +232,42 @@ def _unfinished(storage: Storage, name: str, path: str) -> Step | None:
         except CheckpointNotFoundError:
             # A running save may be giving up just now.
             continue
-    reason = "no commit record: a save is running or was interrupted"
-    return Step(name, path, "unfinished", reason, num_bytes)
+    return Step(name, path, "unfinished", _NO_RECORD, num_bytes)
+
+
+def _scan_listing(storage: Storage) -> list[Step]:
+    """The steps directly below the root of a storage without directories."""
+    steps: dict[str, dict[str, int]] = {}
+    for path, size in list_sizes(storage).items():
+        name, slash, rest = path.partition("/")
+        if slash and not name.startswith("."):
+            steps.setdefault(name, {})[rest] = size
+    found = (_step_listed(storage, name, sizes) for name, sizes in steps.items())
+    return sorted(
+        (step for step in found if step is not None), key=lambda step: natural_key(step.name)
+    )
+
+
+def _step_listed(storage: Storage, name: str, sizes: Mapping[str, int]) -> Step | None:
+    """The step that files with a common first name are, or None if they are something else.
+
+    Args:
+        storage: Where they are.
+        name: Their first name.
+        sizes: What follows it → bytes.
+    """
+    path = f"{storage.url}/{name}"
+    if native.RECORD_NAME not in sizes:
+        num_bytes = sum(size for file, size in sizes.items() if file.startswith("data-"))
+        begun = any(file.startswith("data-") for file in sizes)
+        return Step(name, path, "unfinished", _NO_RECORD, num_bytes) if begun else None
+    try:
+        record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+    except CorruptCheckpointError:
+        return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
+    except RemeshError as error:
+        return Step(name, path, "unreadable", str(error))
+    return _committed(name, path, record, _compare_sizes(record, sizes.get))
 
 
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
@@ -220,14 +281,27 @@ def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
     Raises:
         StorageError: If the storage fails.
     """
+    if isinstance(storage, SizedListing):
+        return _compare_sizes(record, storage.list_sizes().get)
+
+    def size_of(path: str) -> int | None:
+        try:
+            return storage.size(path)
+        except CheckpointNotFoundError:
+            return None
+
+    return _compare_sizes(record, size_of)
+
+
+def _compare_sizes(
+    record: native.CommitRecord, size_of: Callable[[str], int | None]
+) -> list[Finding]:
     findings = []
     for file in files_of(record):
-        try:
-            size = storage.size(file.path)
-        except CheckpointNotFoundError:
+        size = size_of(file.path)
+        if size is None:
             findings.append(Finding(file.path, "missing", 0, file.num_bytes))
-            continue
-        if size != file.num_bytes:
+        elif size != file.num_bytes:
             start, stop = sorted((size, file.num_bytes))
             findings.append(Finding(file.path, "size", start, stop))
     return findings

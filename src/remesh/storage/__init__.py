@@ -23,6 +23,7 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
 from remesh.storage.paths import check_path
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
+from remesh.storage.sizes import SizedListing, list_sizes
 
 __all__ = [
     "ALIGNMENT",
@@ -30,9 +31,11 @@ __all__ = [
     "FileSystemSpace",
     "LocalStorage",
     "MemoryStorage",
+    "SizedListing",
     "Storage",
     "Writer",
     "aligned_buffer",
     "check_path",
+    "list_sizes",
     "open_storage",
 ]

@@ -1,0 +1,379 @@
+"""Uploads in parts, conditional puts, real checkpoints in a bucket, and servers that fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import pytest
+from click.testing import CliRunner
+from obstore.store import MemoryStore, S3Store
+
+import remesh
+from remesh.cli import cli
+from remesh.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from remesh.storage import Buffer, Storage, open_storage
+from remesh.storage.object_store import ObjectStorage
+from remesh.storage.parts import Parts
+from remesh.storage.remote_errors import explain
+from remesh.testing import run_ranks
+from tests.storage.object_servers import BUCKET, S3Server, s3_server
+
+PART = 5 << 20
+"""The smallest part that S3 accepts."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def root(server: S3Server, request: pytest.FixtureRequest) -> str:
+    """A prefix of its own for each test."""
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+def in_parts(root: str, part_bytes: int = PART) -> ObjectStorage:
+    """A storage whose uploads have small parts."""
+    prefix = root.removeprefix(f"s3://{BUCKET}/")
+    store = S3Store(BUCKET, prefix=prefix, client_options={"allow_http": True})
+    return ObjectStorage(root, store, part_bytes=part_bytes)
+
+
+def pattern(size: int) -> Buffer:
+    return (np.arange(size, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
+
+
+class TestUploads:
+    def test_chunks_from_threads_become_parts(self, server: S3Server, root: str) -> None:
+        storage, content, chunk = in_parts(root), pattern(3 * PART + 12_345), 1 << 20
+        writer = storage.create("a/file", content.size)
+        starts = iter(range(0, content.size, chunk))
+        lock = threading.Lock()
+
+        def write_some() -> None:
+            while True:
+                with lock:
+                    start = next(starts, None)
+                if start is None:
+                    return
+                writer.write(start, content[start : start + chunk])
+
+        with ThreadPoolExecutor(3) as pool:
+            for future in [pool.submit(write_some) for _ in range(3)]:
+                future.result()
+        assert storage.list() == []
+        assert len(server.uploads()) == 1
+        writer.finish()
+        assert server.uploads() == []
+        assert storage.list_sizes() == {"a/file": content.size}
+        assert storage.read("a/file") == content.tobytes()
+        target = np.zeros(PART, np.uint8)
+        assert storage.read_into("a/file", PART - 7, target) == PART
+        np.testing.assert_array_equal(target, content[PART - 7 : 2 * PART - 7])
+
+    def test_abort_leaves_nothing(self, server: S3Server, root: str) -> None:
+        storage = in_parts(root)
+        writer = storage.create("file", 3 * PART)
+        writer.write(0, pattern(PART + 5))
+        writer.abort()
+        assert storage.list() == []
+        assert server.uploads() == []
+
+    def test_unwritten_parts_are_zeros(self) -> None:
+        storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
+        writer = storage.create("file", 35)
+        writer.write(12, pattern(3))
+        writer.finish()
+        expected = bytes(12) + pattern(3).tobytes() + bytes(20)
+        assert storage.read("file") == expected
+
+    def test_who_is_ahead_waits_for_the_beginning(self) -> None:
+        storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
+        content = pattern(100)
+        writer = storage.create("file", 100)
+        ahead = threading.Thread(target=writer.write, args=(50, content[50:]))
+        ahead.start()
+        writer.write(0, content[:50])
+        ahead.join()
+        writer.finish()
+        assert storage.read("file") == content.tobytes()
+
+    def test_a_window_that_stands_still_fails(self) -> None:
+        parts = Parts("s3://b/file", 100, 10, stall_seconds=0.01)
+        parts.write(25, pattern(5))
+        with pytest.raises(StorageError, match="part 3 has waited 0 s for part 0"):
+            parts.write(30, pattern(1))
+
+    def test_abort_frees_who_waits(self) -> None:
+        storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
+        writer = storage.create("file", 100)
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(writer.write, 90, pattern(10))
+            writer.abort()
+            # It fails whether it has begun to wait or comes too late.
+            assert ahead.exception() is not None
+        assert storage.list() == []
+
+    def test_parts_grow_with_the_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = []
+
+        class Writer:
+            def __init__(self, name: str, num_bytes: int, part_bytes: int, **_: object) -> None:
+                sizes.append(part_bytes)
+
+        monkeypatch.setattr("remesh.storage.object_store.StreamWriter", Writer)
+        storage = ObjectStorage("memory://x", MemoryStore())
+        for number, num_bytes in enumerate((1, 160 << 30, 1 << 40)):
+            storage.create(f"{number}", num_bytes)
+            assert -(-num_bytes // sizes[-1]) <= 10_000
+        assert sizes[:2] == [16 << 20, 17 << 20]
+
+
+class TestPuts:
+    def test_of_two_clients_one_wins(self, root: str) -> None:
+        for turn in range(5):
+            barrier = threading.Barrier(4)
+
+            def race(number: int, turn: int = turn, barrier: threading.Barrier = barrier) -> bool:
+                storage = open_storage(root)
+                barrier.wait()
+                try:
+                    storage.put(f"{turn}", b"the same from all", overwrite=False)
+                except CheckpointExistsError:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(4) as pool:
+                assert sum(pool.map(race, range(4))) == 1
+
+    def test_a_repeated_request_meets_its_own_object(
+        self, root: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real_put = obstore.put
+
+        def put_twice(*args: Any, **kwargs: Any) -> Any:
+            # As when the answer to the first is lost on its way.
+            real_put(*args, **kwargs)
+            return real_put(*args, **kwargs)
+
+        storage = open_storage(root)
+        monkeypatch.setattr(obstore, "put", put_twice)
+        storage.put("record", b"1", overwrite=False)
+        with pytest.raises(CheckpointExistsError, match="record exists already"):
+            storage.put("record", b"1", overwrite=False)
+
+    def test_a_small_file_does_not_replace_one_made_meanwhile(self, root: str) -> None:
+        ours, theirs = open_storage(root), open_storage(root)
+        writer = ours.create("file", 3)
+        writer.write(0, pattern(3))
+        theirs.put("file", b"theirs", overwrite=False)
+        with pytest.raises(StorageError, match="somebody else has written it"):
+            writer.finish()
+        assert ours.read("file") == b"theirs"
+
+
+def save_three_ranks(place: str, step: int = 1) -> None:
+    def job(exchange: Any) -> None:
+        rows = np.arange(40, dtype=np.float32).reshape(4, 10) + 40 * exchange.rank
+        table = remesh.ShardedTensor.from_rank_offsets("table", rows, (0, exchange.rank, 3))
+        remesh.save({"table": table, "step": step}, place, group=exchange)
+
+    run_ranks(3, job)
+
+
+class TestCheckpoints:
+    def test_saved_by_three_ranks_and_loaded_by_two(self, root: str, server: S3Server) -> None:
+        place = f"{root}/step_1"
+        save_three_ranks(place)
+        assert server.uploads() == []
+
+        def load(exchange: Any) -> list[float]:
+            rows = np.zeros((6, 10), np.float32)
+            table = remesh.ShardedTensor.from_rank_offsets("table", rows, (0, exchange.rank, 2))
+            state = remesh.load({"table": table, "step": 0}, place, group=exchange)
+            assert state["step"] == 1
+            return rows.reshape(-1).tolist()
+
+        first, second = run_ranks(2, load)
+        assert first + second == np.arange(120.0).tolist()
+        checkpoint = remesh.Checkpoint(place)
+        assert checkpoint.verify().ok
+        box = remesh.Box((3, 2), (2, 3))
+        assert checkpoint.read_array("table", box).tolist() == [[32, 33, 34], [42, 43, 44]]
+        with pytest.raises(CheckpointExistsError):
+            save_three_ranks(place)
+
+    def test_saver(self, root: str) -> None:
+        state = {"weights": pattern(100_000), "step": 5}
+        with remesh.Saver() as saver:
+            saver.save_async(state, f"{root}/a").wait()
+            saver.save_async(state, f"{root}/b").wait()
+        found = remesh.Checkpoint(f"{root}/b").read_array("weights")
+        np.testing.assert_array_equal(found, state["weights"])
+
+    def test_commands(self, root: str) -> None:
+        for step in (9, 10, 11):
+            save_three_ranks(f"{root}/step_{step}", step)
+        storage = open_storage(root)
+        lost = next(path for path in storage.list("step_10/data-") if path.endswith("safetensors"))
+        storage.delete(lost)
+        storage.delete("step_11/remesh.json")
+        storage.put("notes/today", b"x", overwrite=False)
+
+        listed = invoke("ls", root, "--json")
+        steps = [(step["name"], step["status"]) for step in listed["checkpoints"]]
+        assert steps == [
+            ("step_9", "committed"),
+            ("step_10", "damaged"),
+            ("step_11", "unfinished"),
+        ]
+        assert invoke("ls", f"{root}/step_9", "--json")["tensors"][0]["name"] == "table"
+        shown = CliRunner().invoke(cli, ["show", f"{root}/step_9", "table"])
+        assert shown.exit_code == 0
+        assert "12" in shown.stdout
+        assert CliRunner().invoke(cli, ["verify", f"{root}/step_9"]).exit_code == 0
+        assert CliRunner().invoke(cli, ["verify", f"{root}/step_10"]).exit_code != 0
+
+    @pytest.mark.parametrize(
+        ("below", "message"),
+        [
+            ("", "holds 1; name one of them, such as .*/step_1"),
+            ("/nothing", "no file has a name that begins so"),
+            ("/step_2", "a save that was not finished"),
+            ("/notes", "not a remesh checkpoint .* it holds today"),
+        ],
+    )
+    def test_places_without_a_checkpoint(self, root: str, below: str, message: str) -> None:
+        storage = open_storage(root)
+        save_three_ranks(f"{root}/step_1")
+        storage.put("step_2/data-1/0", b"x", overwrite=False)
+        storage.put("notes/today", b"x", overwrite=False)
+        result = CliRunner().invoke(cli, ["show", f"{root}{below}", "table"])
+        assert result.exit_code != 0
+        assert re.search(message, " ".join(result.stderr.split()))
+
+
+def invoke(*args: str) -> Any:
+    result = CliRunner().invoke(cli, list(args))
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+class TestFailures:
+    @pytest.fixture
+    def closed(self, monkeypatch: pytest.MonkeyPatch) -> Storage:
+        """A storage whose server does not listen; it repeats only once."""
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            endpoint = f"http://user:hidden@127.0.0.1:{unused.getsockname()[1]}"
+        store = S3Store(
+            BUCKET,
+            endpoint=endpoint,
+            access_key_id="key",
+            secret_access_key="hidden",
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=5)},
+        )
+        return ObjectStorage(f"s3://{BUCKET}", store, part_bytes=10)
+
+    def test_no_server(self, closed: Storage) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "list": closed.list,
+            "read": lambda: closed.size("a/file"),
+            "write": lambda: closed.put("a/file", b"x", overwrite=True),
+            "remove": lambda: closed.delete("a/file"),
+        }
+        for action, call in calls.items():
+            with pytest.raises(StorageError, match="AWS_ENDPOINT_URL") as caught:
+                call()
+            assert str(caught.value).startswith(f"cannot {action} s3://{BUCKET}/")
+            assert "hidden" not in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert caught.value.__suppress_context__
+
+    def test_the_server_goes_while_a_file_is_written(self) -> None:
+        with s3_server():
+            storage = S3Store(
+                BUCKET,
+                client_options={"allow_http": True},
+                retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=5)},
+            )
+            writer = ObjectStorage("s3://x", storage, part_bytes=PART).create("file", 40 * PART)
+            writer.write(0, pattern(PART))
+
+        def write_rest() -> None:
+            for start in range(PART, 40 * PART, PART):
+                writer.write(start, pattern(PART))
+
+        with pytest.raises(StorageError, match=r"cannot write s3://x/file: .*reached"):
+            write_rest()
+        writer.abort()
+
+    @pytest.mark.usefixtures("server")
+    def test_no_bucket(self) -> None:
+        storage = open_storage("s3://no-such-bucket/run")
+        with pytest.raises(CheckpointNotFoundError):
+            storage.size("remesh.json")
+        calls: list[Callable[[], object]] = [
+            storage.list,
+            lambda: storage.put("a", b"", overwrite=False),
+            lambda: remesh.save({"step": 1}, "s3://no-such-bucket/run"),
+        ]
+        for call in calls:
+            with pytest.raises(StorageError, match="there is no such bucket: create it"):
+                call()
+
+    @pytest.mark.parametrize(
+        ("text", "remedy"),
+        [
+            ("status code: 403 Forbidden: <Error><Code>AccessDenied</Code>", "the rights"),
+            ("GET http://169.254.169.254/latest failed", "AWS_SECRET_ACCESS_KEY"),
+            ("error sending request\nkind: Timeout", "did not answer in time"),
+            ("status code: 503 Service Unavailable: <Error><Code>SlowDown", "fewer requests"),
+            ("status code: 500 Internal Server Error", "the store failed"),
+        ],
+    )
+    def test_remedies(self, text: str, remedy: str) -> None:
+        error = explain("write", "s3://b/f", RuntimeError(text))
+        assert type(error) is StorageError
+        assert str(error).startswith("cannot write s3://b/f: ")
+        assert remedy in str(error)
+
+    def test_secrets_stay_out_of_messages(self) -> None:
+        text = (
+            "Error performing GET https://me:pw1@host/c/f?sv=1&sig=pw2 - Server returned 400: "
+            "<?xml?><Error><Code>InvalidToken</Code><Message>bad</Message><Token-0>pw3</Token-0>"
+            "\n\nDebug source: pw4"
+        )
+        message = str(explain("read", "az://c/f", ValueError(text)))
+        assert not re.search(r"pw\d", message)
+        assert "https://host/c/f" in message
+        assert "InvalidToken: bad" in message
+
+
+@pytest.mark.parametrize("scheme", ["memory", "local"])
+def test_checkpoints_behind_fsspec(scheme: str, tmp_path: Path) -> None:
+    root = f"{scheme}://{tmp_path}"
+    save_three_ranks(f"{root}/step_1")
+    assert remesh.Checkpoint(f"{root}/step_1").verify().ok
+    listed = invoke("ls", root, "--json")
+    assert [step["status"] for step in listed["checkpoints"]] == ["committed"]
+    with pytest.raises(CheckpointExistsError):
+        save_three_ranks(f"{root}/step_1")
