@@ -400,3 +400,41 @@ def test_real_optimizer_names() -> None:
     assert torch.equal(
         result["optimizer.state.1.bias.exp_avg"], t["optimizer.state.1.bias.exp_avg"]
     )
+
+
+def test_outputs_beside_the_targets() -> None:
+    """An optimizer that has no state yet learns from them what there will be."""
+    slots = ("exp_avg", "step")
+
+    def infos(shape: tuple[int, ...], *names: str) -> dict[str, TensorInfo | None]:
+        found: dict[str, TensorInfo | None] = {}
+        for name in names:
+            found[f"model.{name}"] = TensorInfo("float32", shape)
+            found[f"opt.state.{name}.exp_avg"] = TensorInfo("float32", shape)
+            found[f"opt.state.{name}.step"] = TensorInfo("float32", ())
+        return found
+
+    sources = infos((4, 2), "grouped", "embed", "other")
+    targets = {
+        name: info
+        for name, info in [
+            *infos((2, 2), "e.0", "e.1").items(),
+            *infos((4, 2), "embed", "head", "other").items(),
+        ]
+        if name.startswith("model.")
+    }
+    transform = Transform.parse("model.grouped -> model.e.*, axis=0\n model.embed -> model.head")
+    resolved = transform.resolve(sources, targets, with_outputs=True)
+    resolved.check()
+    names = ("e.0", "e.1", "embed", "head", "other")
+    assert resolved.targets.keys() == {
+        *targets,
+        *(f"opt.state.{name}.{slot}" for name in names for slot in slots),
+    }
+    assert resolved.targets["opt.state.e.1.exp_avg"] == TensorInfo("float32", (2, 2))
+    assert resolved.targets["opt.state.e.1.step"] == TensorInfo("float32", ())
+    assert resolved.sources_of("opt.state.head.exp_avg") == ("opt.state.embed.exp_avg",)
+
+
+def test_a_plain_value_can_be_renamed() -> None:
+    assert Transform.parse("a -> b").apply({"a": 3, "c": 4}) == {"b": 3, "c": 4}
