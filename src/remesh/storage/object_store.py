@@ -58,7 +58,7 @@ _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Az
 _FAILURES = (BaseError, OSError, ValueError)
 
 RETRIES: RetryConfig = {
-    "max_retries": 6,
+    "max_retries": 10,
     "retry_timeout": timedelta(seconds=60),
     "backoff": {
         "init_backoff": timedelta(milliseconds=200),
@@ -66,7 +66,7 @@ RETRIES: RetryConfig = {
         "base": 2,
     },
 }
-"""A store that does not answer fails an operation after half a minute or so."""
+"""A failed request is repeated, with growing pauses, for a minute at most."""
 
 CLIENT: ClientConfig = {
     # Endpoints are https:// unless the user has written something else.
