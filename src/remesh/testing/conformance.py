@@ -32,7 +32,14 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
-from remesh.storage import ALIGNMENT, Buffer, Storage, aligned_buffer
+from remesh.storage import (
+    ALIGNMENT,
+    Buffer,
+    SizedListing,
+    Storage,
+    aligned_buffer,
+    list_sizes,
+)
 from remesh.testing.outcomes import Outcome, Raised, returned_values
 
 T = TypeVar("T")
@@ -221,6 +228,17 @@ class StorageConformance:
         assert storage.list("step_1/data/1") == ["step_1/data/1"]
         assert storage.list("step_1/data/0/") == []
         assert storage.list("no/such/") == []
+
+    def test_sizes_of_all_files(self, storage: Storage) -> None:
+        assert list_sizes(storage) == {}
+        storage.put("a/b", b"12", overwrite=False)
+        storage.put("top", b"", overwrite=False)
+        _write(storage, "a/data", _pattern(ALIGNMENT + 1))
+        sizes = {"a/b": 2, "a/data": ALIGNMENT + 1, "top": 0}
+        assert list_sizes(storage) == sizes
+        if isinstance(storage, SizedListing):
+            assert storage.list_sizes("a/d") == {"a/data": ALIGNMENT + 1}
+            assert sorted(storage.list_sizes()) == storage.list()
 
     def test_delete(self, storage: Storage) -> None:
         storage.put("a/b/c", b"1", overwrite=False)
