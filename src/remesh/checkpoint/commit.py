@@ -31,7 +31,7 @@ def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], e
         StorageError: If the storage fails.
     """
     try:
-        emit("save.parts_gathered")
+        emit("save.parts_gathered", sum(part.num_bytes for part in parts))
         record = _write_small_files(storage, save, parts, emit)
         storage.sync()
         emit("save.before_commit")

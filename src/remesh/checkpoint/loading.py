@@ -22,6 +22,7 @@ import numpy as np
 
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
 from remesh.checkpoint.transformed import TransformedTarget
@@ -84,7 +85,7 @@ def load(
     started = time.monotonic()
     exchange = exchange_of(group)
     storage = open_storage(path)
-    emit = emitter(on_event, exchange.rank)
+    emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     stored = open_shared(exchange, storage)
     emit("load.opened")
     options = LoadOptions(missing == "keep", cast)

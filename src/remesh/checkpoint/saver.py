@@ -34,6 +34,7 @@ from remesh.checkpoint.board import Board
 from remesh.checkpoint.commit import commit, remove_files
 from remesh.checkpoint.local import describe_local, exchange_of, tensors_to_store
 from remesh.checkpoint.saving import part_of, save_agreed
+from remesh.checkpoint.stopwatch import timed
 from remesh.errors import ExchangeError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.pipeline.arena import Arena
@@ -266,7 +267,7 @@ class Saver:
         self.wait()
         exchange = exchange_of(self._group)
         storage = open_storage(path)
-        emit = emitter(self._on_event, exchange.rank)
+        emit = timed(emitter(self._on_event, exchange.rank), "save", exchange.rank, storage.url)
         options = SaveOptions(overwrite, dict(metadata or {}))
         mine = agree(exchange, storage, state, options, cache=self._cache, emit=emit)
         self._set_budget(mine.layout.num_bytes)

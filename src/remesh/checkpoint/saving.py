@@ -18,6 +18,7 @@ import msgspec
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.commit import commit, remove_files
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.stopwatch import timed
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import run_joined
 from remesh.formats import native
@@ -72,7 +73,7 @@ def save_agreed(
     """`save`, with the plan of earlier saves."""
     exchange = exchange_of(group)
     storage = open_storage(path)
-    emit = emitter(on_event, exchange.rank)
+    emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
     mine = agree(exchange, storage, state, options, cache=cache, emit=emit)
 
     def write() -> bytes:

@@ -1,0 +1,80 @@
+"""One log line for each save and load."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.checkpoint.stopwatch import timed
+from remesh.exchange import Exchange
+from remesh.testing import run_ranks
+
+ROWS = 300_000
+
+
+def save(exchange: Exchange, path: Path) -> None:
+    rank = exchange.rank
+    rows = np.full((ROWS, 2), rank, np.float32)
+    part = remesh.ShardedTensor.at_offset("rows", rows, (2 * ROWS, 2), (rank * ROWS, 0))
+    remesh.save({"rows": part}, path, group=exchange)
+
+
+def test_rank_0_logs_a_line_for_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "remesh")
+    run_ranks(2, save, tmp_path)
+    num_bytes = sum(file.num_bytes for file in remesh.Checkpoint(tmp_path).index.files)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    found = re.fullmatch(
+        r"saved (.*) MB in (.*) s, .* GB/s \(agree (.*) s, write (.*) s, commit (.*) s\): (.*)",
+        line,
+    )
+    assert found is not None, line
+    assert found[1] == f"{num_bytes / 1e6:.1f}"
+    assert found[6] == str(tmp_path)
+    shares = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    assert sorted(share.partition(" MB")[0] for share in shares) == [
+        "rank 0 wrote 2.4",
+        "rank 1 wrote 2.4",
+    ]
+
+
+def test_loads_and_background_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "remesh")
+    state = {"rows": np.ones((ROWS, 2), np.float32)}
+    with remesh.Saver() as saver:
+        saver.save_async(state, tmp_path).wait()
+    remesh.load(state, tmp_path)
+    saved, loaded = (record.getMessage() for record in caplog.records)
+    assert saved.startswith("saved 2.4 MB in ")
+    assert loaded.startswith("loaded, rank 0 read 2.4 MB in ")
+    assert re.search(r"\(open .* s, plan .* s, read .* s, apply .* s\)", loaded)
+
+
+def test_what_fails_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "remesh")
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.load({"a": np.ones(3)}, tmp_path)
+    assert caplog.records == []
+
+
+def test_the_phases_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "remesh")
+    times = iter([0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 10.0, 20.0])
+    points = ["save.described", "save.planned", "save.file_created", "save.chunk_written"]
+    points += ["save.file_finished", "save.parts_gathered", "save.done"]
+    told: list[tuple[str, int]] = []
+    mark = timed(
+        lambda point, size=0: told.append((point, size)), "save", 0, "here", lambda: next(times)
+    )
+    for point in points:
+        mark(point, 2_000_000_000)
+    assert [point for point, _ in told] == points
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "saved 2000.0 MB in 20.00 s, 0.10 GB/s (agree 2.00 s, write 6.00 s, commit 12.00 s): here"
+    )
