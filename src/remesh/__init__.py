@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from remesh.errors import UnsupportedValueError as UnsupportedValueError
     from remesh.geometry import Box as Box
     from remesh.index import Index as Index
+    from remesh.resharding import reshard as reshard
     from remesh.state import LocalNonpersistentObject as LocalNonpersistentObject
     from remesh.state import Part as Part
     from remesh.state import ShardedObject as ShardedObject
@@ -76,6 +77,7 @@ _HOMES = {
     ),
     "remesh.geometry": ("Box",),
     "remesh.index": ("Index",),
+    "remesh.resharding": ("reshard",),
     "remesh.state": (
         "LocalNonpersistentObject",
         "Part",

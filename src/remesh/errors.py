@@ -9,7 +9,7 @@
     │   ├── DivergedReplicaError           ranks disagree about something they should agree on
     │   └── CoverageError                  the boxes of a tensor leave a hole or overlap
     ├── MismatchError (ValueError)         state and checkpoint do not fit; carries the lists
-    ├── TransformError (ValueError)        a transformation is malformed, or does not fit its tensors
+    ├── TransformError (ValueError)        a transformation is malformed or does not fit
     ├── CheckpointError                    something is wrong with a checkpoint
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)

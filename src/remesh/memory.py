@@ -7,6 +7,7 @@ add memories for devices and for casts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,12 +20,32 @@ from remesh.geometry import Box
 CarrierArray = npt.NDArray[Any]
 
 
+Span = tuple[str, int, int]
+"""A device and the addresses of the first byte and of one past the last; `cpu` is the host."""
+
+
+def span_of(
+    device: str, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> Span | None:
+    """The span of a strided array; strides in bytes."""
+    if 0 in shape:
+        return None
+    steps = [stride * (extent - 1) for stride, extent in zip(strides, shape, strict=True)]
+    low = address + sum(step for step in steps if step < 0)
+    return device, low, address + sum(step for step in steps if step > 0) + itemsize
+
+
 class Memory(Protocol):
     """The elements of one box of a tensor. Boxes here are relative to that box."""
 
     @property
     def carrier(self) -> CarrierDType:
         """Dtype of the arrays that elements are copied to and from."""
+        ...
+
+    @property
+    def span(self) -> Span | None:
+        """The bytes among which the elements lie; None if there are none."""
         ...
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
@@ -46,6 +67,12 @@ class HostMemory:
     def carrier(self) -> CarrierDType:
         """See `Memory.carrier`."""
         return self.array.dtype
+
+    @property
+    def span(self) -> Span | None:
+        """See `Memory.span`."""
+        array = self.array
+        return span_of("cpu", array.ctypes.data, array.shape, array.strides, array.itemsize)
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""

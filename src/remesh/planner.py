@@ -380,9 +380,17 @@ def windows_of(
         limits: Those that the regions were cut with.
     """
     start, _ = _byte_ranges(index, _Regions(piece, piece, offsets, extents))
-    per_file = max((file.num_bytes for file in index.files), default=0) // limits.window_bytes + 1
-    windows: IntArray = index.file[piece] * per_file + start // limits.window_bytes
-    return windows
+    windows: IntArray = index.file[piece] * _windows_per_file(index, limits)
+    return windows + start // limits.window_bytes
+
+
+def files_of_windows(index: Index, windows: IntArray, limits: ReadLimits) -> IntArray:
+    """The file in which each window lies, as rows of `index.files`."""
+    return windows // _windows_per_file(index, limits)
+
+
+def _windows_per_file(index: Index, limits: ReadLimits) -> int:
+    return max((file.num_bytes for file in index.files), default=0) // limits.window_bytes + 1
 
 
 def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArray:

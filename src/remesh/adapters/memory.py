@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
-from remesh.memory import CarrierArray, HostMemory, Memory, memory_of_numpy
+from remesh.memory import CarrierArray, HostMemory, Memory, Span, memory_of_numpy, span_of
 from remesh.state import ArrayLike, dtype_name
 
 _STAND_INS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -40,6 +40,11 @@ class DeviceMemory:
 
     tensor: torch.Tensor
     carrier: CarrierDType
+
+    @property
+    def span(self) -> Span | None:
+        """See `Memory.span`."""
+        return _span(self.tensor)
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
@@ -65,6 +70,11 @@ class CastingMemory:
     dtype: torch.dtype
     carrier: CarrierDType
     through: tuple[torch.dtype, ...] = ()
+
+    @property
+    def span(self) -> Span | None:
+        """See `Memory.span`."""
+        return _span(self.tensor)
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`; the elements are cast on the way."""
@@ -149,6 +159,11 @@ def check_strided(tensor: torch.Tensor, where: str) -> None:
             f"{where}: {problem}, or wrap it in remesh.LocalNonpersistentObject to leave it out "
             "of the checkpoint."
         )
+
+
+def _span(tensor: torch.Tensor) -> Span | None:
+    strides = [stride * tensor.itemsize for stride in tensor.stride()]
+    return span_of(str(tensor.device), tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
 
 
 def alias_key(tensor: torch.Tensor) -> object:

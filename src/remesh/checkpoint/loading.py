@@ -13,6 +13,7 @@ so. Digests are checked before bytes reach a tensor, so no tensor ever holds dam
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
 from remesh.checkpoint.transformed import TransformedTarget
 from remesh.errors import MismatchError
-from remesh.events import OnEvent, emitter, ignore
+from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.storage import Storage, open_storage
@@ -88,29 +89,77 @@ def load(
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     stored = open_shared(exchange, storage)
     emit("load.opened")
-    options = LoadOptions(missing == "keep", cast)
+    partners = exchange if share_reads else Alone()
+    return load_into(
+        state,
+        stored,
+        storage,
+        exchange,
+        LoadOptions(missing == "keep", unexpected == "error", cast),
+        transform=transform,
+        read=lambda target: target.read(lambda size: emit("load.run_read", size), partners),
+        emit=emit,
+        on_report=lambda report: (
+            on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
+            if on_report is not None
+            else None
+        ),
+    )
+
+
+def load_into(
+    state: Any,
+    stored: StoredState,
+    storage: Storage,
+    exchange: Exchange,
+    options: LoadOptions,
+    *,
+    transform: Transform | None,
+    read: Callable[[Target], None],
+    check: Callable[[Target], None] = lambda _target: None,
+    emit: Emit,
+    on_report: Callable[[RestoreReport], None],
+) -> Any:
+    """Steps 2 to 4 of a load: from what is stored into a state. Collective.
+
+    Args:
+        state: The target.
+        stored: What is stored.
+        storage: Where it is.
+        exchange: The ranks that load.
+        options: What the caller allows.
+        transform: What the stored tensors become.
+        read: Fills the tensors of a target that is planned.
+        check: Raises what speaks against filling it.
+        emit: Told of the moments from `load.planned` on.
+        on_report: Is given this rank's report.
+    """
     target = Target(stored, storage, options)
+
+    def checked(bits: bytes) -> bytes:
+        check(target)
+        return bits
+
     if transform is None:
-        replies = run_on_all(exchange, lambda: target.prepare(state))
+        replies = run_on_all(exchange, lambda: checked(target.prepare(state)))
     else:
         target = changed = TransformedTarget(stored, storage, options, transform)
         first = run_on_all(exchange, lambda: changed.describe(state))
         tables = run_on_all(exchange, lambda: changed.describe_again(state, first))
-        replies = run_on_all(exchange, lambda: changed.prepare_among(tables))
+        replies = run_on_all(exchange, lambda: checked(changed.prepare_among(tables)))
     extra = _unexpected_names(stored, replies)
-    if extra and unexpected == "error":
+    if extra and options.refuse_unexpected:
         raise MismatchError(
             f"{storage.url} holds {len(extra)} names that no rank asks for: {_listed(extra)}",
             unexpected=tuple(extra),
         )
     emit("load.planned")
+    result = state
 
-    def read() -> bytes:
-        target.read(lambda size: emit("load.run_read", size), exchange if share_reads else Alone())
+    def fill() -> bytes:
+        read(target)
         emit("load.read")
         return b""
-
-    result = state
 
     def put_back() -> bytes:
         nonlocal result
@@ -118,13 +167,12 @@ def load(
         return b""
 
     try:
-        run_on_all(exchange, read)
+        run_on_all(exchange, fill)
         run_on_all(exchange, put_back)
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    if on_report is not None:
-        on_report(target.report(extra, time.monotonic() - started))
+    on_report(target.report(extra))
     emit("load.done")
     return result
 

@@ -63,6 +63,7 @@ class Checkpoint:
     def __init__(self, path: Any) -> None:
         self._storage = open_storage(path)
         files = native.read_small_files(self._storage)
+        self._record = files.record
         self._stored = StoredState.decode(files, self._storage.url)
 
     def __repr__(self) -> str:
@@ -76,12 +77,12 @@ class Checkpoint:
     @property
     def record(self) -> native.CommitRecord:
         """What the commit record says: when and by how many ranks it was saved, its files."""
-        return self._stored.record
+        return self._record
 
     @property
     def metadata(self) -> Mapping[str, object]:
         """What the user recorded with `save(metadata=...)`."""
-        return MappingProxyType(self._stored.record.metadata)
+        return MappingProxyType(self._record.metadata)
 
     @property
     def values(self) -> dict[str, object]:

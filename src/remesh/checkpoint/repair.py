@@ -420,6 +420,11 @@ class _StoredMemory:
         """See `Memory.carrier`."""
         return self.dtype.carrier
 
+    @property
+    def span(self) -> None:
+        """See `Memory.span`; this is not in memory."""
+        return
+
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
         first, _, is_contiguous = flat_span(self.shape, box)

@@ -19,6 +19,7 @@ Bytes for which there is no old digest are taken as they are, and the report say
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -469,6 +470,7 @@ def _piece_of(
     num_bytes = box.size * dtype.itemsize
     fits = (
         len(shape) == len(offset) == len(extents)
+        and math.prod(shape) < 2**62
         and Box.whole(shape).contains(box)
         and entry.dtype == dtype.safetensors
         and entry.data_offsets[1] - entry.data_offsets[0] == num_bytes > 0

@@ -25,13 +25,11 @@ class StoredState:
     """Index and values of a checkpoint; what `remesh.state.Stored` asks for.
 
     Attributes:
-        record: The commit record.
         index: The tensors.
         document: Everything else.
         sequences: Paths of stored containers that were a `list` or a `tuple`.
     """
 
-    record: native.CommitRecord
     index: Index
     document: native.ValuesDocument
     sequences: Mapping[Path, str] = field(init=False)
@@ -48,7 +46,6 @@ class StoredState:
             CorruptCheckpointError: If they do not hold what they should.
         """
         return cls(
-            files.record,
             Index.decode(files.index_bytes, f"{where}/{files.record.index.path}"),
             native.ValuesDocument.decode(files.values_bytes, f"{where}/{files.record.values.path}"),
         )

@@ -22,7 +22,7 @@ from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.index import BoxTable
 from remesh.memory import Memory
-from remesh.pipeline import Want, read_runs, read_together
+from remesh.pipeline import Dealer, Want, deal, read_runs, read_together
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.state import ArrayLike, Description, TensorEntry
 from remesh.storage import Storage
@@ -37,10 +37,12 @@ class LoadOptions:
 
     Attributes:
         keep_missing: Leave what is not stored as it is.
+        refuse_unexpected: Refuse a checkpoint with names that no rank asks for.
         cast: Convert dtypes.
     """
 
     keep_missing: bool
+    refuse_unexpected: bool
     cast: bool
 
 
@@ -239,8 +241,16 @@ class Target:
         ]
         return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
 
-    def read(self, on_run: Callable[[int], None], exchange: Exchange) -> None:
-        """Fill this rank's tensors, together with the ranks of an exchange."""
+    def read(
+        self, on_run: Callable[[int], None], exchange: Exchange, dealer: Dealer = deal
+    ) -> None:
+        """Fill this rank's tensors, together with the ranks of an exchange.
+
+        Args:
+            on_run: Called after each run that this rank reads, with its size in bytes.
+            exchange: The ranks that read together.
+            dealer: Deals what they need.
+        """
         assert self.plan is not None
         for memory, shape in self.zeros:
             zero = np.zeros((), memory.carrier)
@@ -254,7 +264,7 @@ class Target:
         if exchange.world_size == 1:
             read_runs(*read, count)
         else:
-            read_together(exchange, *read, limits=self.limits, on_run=count)
+            read_together(exchange, *read, limits=self.limits, on_run=count, dealer=dealer)
 
     def rebuild(self) -> Any:
         """Put everything that is not filled in place where it belongs."""
@@ -283,8 +293,8 @@ class Target:
             return values.decode(bytes(element.value))
         return next(e.data for e in self.description.objects if e.unique_name == unique_name)
 
-    def report(self, unexpected: list[str], seconds: float) -> RestoreReport:
-        """What was done."""
+    def report(self, unexpected: list[str]) -> RestoreReport:
+        """What was done; the caller knows how long it took."""
         found = self.findings
         return RestoreReport(
             tuple(found.restored),
@@ -297,7 +307,7 @@ class Target:
             self.bytes_needed,
             sum(self.reads),
             len(self.reads),
-            seconds,
+            0.0,
         )
 
 

@@ -31,7 +31,7 @@ from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
-from remesh.memory import CarrierArray, HostMemory, Memory
+from remesh.memory import CarrierArray, HostMemory, Memory, Span
 from remesh.pipeline import Want
 from remesh.planner import merge_tensors
 from remesh.state import ArrayLike, Description, Path, TensorEntry, name_of
@@ -116,6 +116,11 @@ class RegionMemory:
     carrier: CarrierDType
     offset: tuple[int, ...]
     part: Memory
+
+    @property
+    def span(self) -> Span | None:
+        """See `Memory.span`."""
+        return self.part.span
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Never needed: this memory is only filled."""

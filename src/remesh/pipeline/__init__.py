@@ -11,14 +11,17 @@ need only wait for the first half.
 """
 
 from remesh.pipeline.read import Want, read_runs
-from remesh.pipeline.share import read_together
+from remesh.pipeline.share import Dealer, deal, deal_to_owners, read_together
 from remesh.pipeline.write import FileLayout, FilePiece, WrittenFile, write_file
 
 __all__ = [
+    "Dealer",
     "FileLayout",
     "FilePiece",
     "Want",
     "WrittenFile",
+    "deal",
+    "deal_to_owners",
     "read_runs",
     "read_together",
     "write_file",

@@ -53,6 +53,7 @@ def read_together(
     *,
     limits: ReadLimits,
     on_run: Callable[[int], None],
+    dealer: Dealer,
 ) -> bool:
     """Execute the load plans of all ranks, reading shared windows once. Collective.
 
@@ -64,6 +65,7 @@ def read_together(
         wants: Where each wanted box of the plan goes.
         limits: Those that the plan was made with.
         on_run: Called after each run that this rank reads, with its size in bytes.
+        dealer: Deals the windows that ranks touch, usually `deal`.
 
     Returns:
         Whether this rank got everything. If not, some rank has raised.
@@ -74,7 +76,7 @@ def read_together(
     """
     windows = windows_of(index, plan.piece, plan.offsets, plan.extents, limits)
     touched = exchange.all_gather(np.unique(windows).astype("<i8").tobytes())
-    dealt = deal([np.frombuffer(data, dtype=np.int64) for data in touched])
+    dealt = dealer([np.frombuffer(data, dtype=np.int64) for data in touched])
     rows = dealt.rows_of(exchange.rank, windows)
     reader = np.where(rows < 0, -1, np.append(dealt.reader, -1)[rows])
     mine = [
@@ -96,7 +98,10 @@ def read_together(
             message[:1] = _OK if problem is None else _FAILED
         incoming = sharing.incoming(number)
         exchange.swap(outgoing, incoming)
-        is_served &= sharing.unpack(number, incoming)
+        try:
+            is_served &= sharing.unpack(number, incoming)
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = problem or error
     if problem is not None:
         raise problem
     alone = _Regions.of(index, plan, np.flatnonzero(reader < 0), limits)
@@ -143,18 +148,17 @@ class Deal:
         return rows
 
 
+Dealer = Callable[[Sequence[IntArray]], Deal]
+"""Deals windows: given those that each rank touches, ascending, each once."""
+
+
 def deal(touched: Sequence[IntArray]) -> Deal:
     """Deal the windows that several ranks touch to those ranks, in turn.
 
     Args:
         touched: The windows that each rank touches, ascending, each once.
     """
-    world_size = len(touched)
-    rank = np.repeat(np.arange(world_size), [len(windows) for windows in touched])
-    window = np.concatenate(touched)
-    order = np.lexsort((rank, window))
-    rank, window = rank[order], window[order]
-    _, first, counts = np.unique(window, return_index=True, return_counts=True)
+    rank, window, first, counts = _by_window(touched)
     # Ranks that touch one window are divided into the fewest groups, of nearly equal size.
     place = np.arange(len(window)) - np.repeat(first, counts)
     group = place * np.repeat(-(-counts // MAX_SHARERS), counts) // np.repeat(counts, counts)
@@ -164,15 +168,48 @@ def deal(touched: Sequence[IntArray]) -> Deal:
     size = np.diff(np.append(start, len(window)))
     start, size = start[size > 1], size[size > 1]
     reader = rank[start + np.arange(len(start)) % size]
-    row = np.repeat(np.arange(len(start)), size)
+    return _dealt(window[start], reader, rank, start, size, len(touched))
+
+
+def deal_to_owners(touched: Sequence[IntArray], owner_of: Callable[[IntArray], IntArray]) -> Deal:
+    """Deal every window to the one rank that can read it.
+
+    Args:
+        touched: The windows that each rank touches, ascending, each once.
+        owner_of: The rank that can read each window.
+    """
+    rank, window, first, counts = _by_window(touched)
+    windows = window[first]
+    return _dealt(windows, owner_of(windows), rank, first, counts, len(touched))
+
+
+def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Pairs of rank and window, sorted by window; first pair and number of pairs of each."""
+    rank = np.repeat(np.arange(len(touched)), [len(windows) for windows in touched])
+    window = np.concatenate(touched)
+    order = np.lexsort((rank, window))
+    _, first, counts = np.unique(window[order], return_index=True, return_counts=True)
+    return rank[order], window[order], first, counts
+
+
+def _dealt(
+    windows: IntArray,
+    reader: IntArray,
+    rank: IntArray,
+    start: IntArray,
+    size: IntArray,
+    world_size: int,
+) -> Deal:
+    """The deal of windows; the ranks that share each are `size` items of `rank` from `start` on."""
+    row = np.repeat(np.arange(len(windows)), size)
     within = np.arange(len(row)) - np.repeat(np.cumsum(size) - size, size)
-    sharers = np.zeros((len(start), world_size), dtype=np.bool_)
+    sharers = np.zeros((len(windows), world_size), dtype=np.bool_)
     sharers[row, rank[start[row] + within]] = True
-    turn = np.zeros(len(start), dtype=np.int64)
+    turn = np.zeros(len(windows), dtype=np.int64)
     for one in range(world_size):
         dealt = np.flatnonzero(reader == one)
         turn[dealt] = np.arange(len(dealt))
-    return Deal(window[start], reader, turn // ROUND_WINDOWS, sharers)
+    return Deal(windows, reader, turn // ROUND_WINDOWS, sharers)
 
 
 # ---------------------------------------------------------------------------------------------

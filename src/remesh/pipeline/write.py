@@ -71,15 +71,19 @@ class FileLayout:
         """Gather the bytes of a chunk in the beginning of a buffer; returns that part of it."""
         start = number * CHUNK_SIZE
         chunk = buffer[: min(CHUNK_SIZE, self.num_bytes - start)]
-        stop = start + len(chunk)
+        self.fill(start, chunk)
+        return chunk
+
+    def fill(self, start: int, buffer: Buffer) -> None:
+        """Gather the bytes of the file from `start` on, which is at an element's beginning."""
+        stop = start + len(buffer)
         if start < len(self.header):
             part = np.frombuffer(self.header, dtype=np.uint8)[start:stop]
-            chunk[: len(part)] = part
+            buffer[: len(part)] = part
         piece = max(bisect.bisect_right(self.positions, start) - 1, 0)
         while piece < len(self.pieces) and self.positions[piece] < stop:
-            _copy_piece(self.pieces[piece], chunk, start)
+            _copy_piece(self.pieces[piece], buffer, start)
             piece += 1
-        return chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

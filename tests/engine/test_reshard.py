@@ -1,0 +1,197 @@
+"""State between live layouts: the full product, disjoint groups, bad input, and transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.engine.layouts import LAYOUTS, Layout
+
+WORLD_SIZE = 8
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_becomes_any_other(source: Layout) -> None:
+    """Ranks that a layout has no use for hold nothing of it."""
+
+    def run(exchange: Exchange) -> None:
+        rank = exchange.rank
+        for target in LAYOUTS:
+            held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
+            wanted: Any = target.state(rank, fill=False) if rank < target.world_size else {}
+            reports: list[remesh.RestoreReport] = []
+            found = remesh.reshard(held, wanted, group=exchange, on_report=reports.append)
+            assert found is wanted
+            target.check(rank, wanted)
+            assert reports[0].unexpected == ()
+
+    run_ranks(WORLD_SIZE, run)
+
+
+def test_values_and_objects_come_along() -> None:
+    def run(exchange: Exchange) -> dict[str, Any]:
+        rank = exchange.rank
+        source: Any = {}
+        if rank < 2:
+            source = {
+                "step": 7,
+                "name": "a",
+                "rng": remesh.ShardedObject("rng", [rank], (2,), (rank,)),
+            }
+        target: dict[str, Any] = {"step": 0}
+        if rank >= 2:
+            target["rng"] = remesh.ShardedObject("rng", None, (2,), (rank - 2,))
+        remesh.reshard(source, target, group=exchange)
+        return {"step": target["step"], "rng": target["rng"].data if rank >= 2 else None}
+
+    assert run_ranks(4, run) == [
+        {"step": 7, "rng": None},
+        {"step": 7, "rng": None},
+        {"step": 7, "rng": [0]},
+        {"step": 7, "rng": [1]},
+    ]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 12))
+
+
+def train_to_inference(exchange: Exchange) -> bool:
+    """FSDP2 on ranks 0 and 1 with its optimizer becomes tensor parallel on ranks 2 and 3."""
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "rank"))
+    is_trainer = exchange.rank < 2
+    model = make_model()
+    batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
+    if is_trainer:
+        fully_shard(model, mesh=mesh["rank"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        source: Any = {"model": model, "optimizer": optimizer}
+        target: Any = {}
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["rank"], plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        source, target = {}, {"model": model, "optimizer": optimizer}
+    reports: list[remesh.RestoreReport] = []
+    remesh.reshard(source, target, group=exchange, on_report=reports.append)
+    whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    whole += [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
+    gathered: list[Any] = [None] * exchange.world_size
+    dist.all_gather_object(gathered, [tensor.detach().numpy().tobytes() for tensor in whole])
+    assert is_trainer or not reports[0].missing
+    return all(tensors == gathered[0] for tensors in gathered)
+
+
+def test_trainers_hand_their_state_to_other_processes() -> None:
+    assert run_processes(4, train_to_inference) == [True] * 4
+
+
+def test_a_state_changes_its_names_and_shapes_on_the_way() -> None:
+    a = np.arange(48.0).reshape(8, 6)
+
+    def run(exchange: Exchange) -> None:
+        rank = exchange.rank
+        rows = a[4 * rank : 4 * rank + 4].copy()
+        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", rows, (0, rank, 2))}
+        part = np.zeros((3, 8))
+        target = {"b": remesh.ShardedTensor.from_rank_offsets("b", part, (0, rank, 2))}
+        transform = remesh.Transform.parse("a^T -> b")
+        remesh.reshard(source, target, group=exchange, transform=transform)
+        np.testing.assert_array_equal(part, a.T[3 * rank : 3 * rank + 3])
+
+    run_ranks(2, run)
+
+
+def test_large_tensors_take_several_rounds() -> None:
+    a = np.arange(3_000_000.0).reshape(3000, 1000)
+
+    def run(exchange: Exchange) -> None:
+        rank = exchange.rank
+        rows = a[1500 * rank : 1500 * rank + 1500].copy()
+        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", rows, (0, rank, 2))}
+        part = np.zeros((3000, 500), np.float32)
+        target = {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (1, rank, 2))}
+        remesh.reshard(source, target, group=exchange, cast=True)
+        np.testing.assert_array_equal(part, a[:, 500 * rank : 500 * rank + 500])
+
+    run_ranks(2, run)
+
+
+def test_alone() -> None:
+    source = {"a": torch.arange(10), "n": 3}
+    target = {"a": torch.zeros(10, dtype=torch.int64), "n": 0}
+    assert remesh.reshard(source, target) is target
+    assert torch.equal(target["a"], source["a"])  # type: ignore[arg-type]
+    assert target["n"] == 3
+
+
+def case(name: str, rank: int) -> tuple[Any, Any]:
+    """A source and a target that do not fit, as rank 1 of 2 sees them."""
+    whole = np.ones((4, 2))
+    half = remesh.ShardedTensor.from_rank_offsets("a", whole[:2].copy(), (0, rank, 2))
+    match name:
+        case "hole":
+            hole = remesh.ShardedTensor.at_offset("a", whole[:2].copy(), (5, 2), (2 * rank, 0))
+            return {"a": hole}, {"a": np.zeros((5, 2))}
+        case "missing":
+            return {"a": half}, {"b": np.zeros((4, 2))}
+        case "shape":
+            return {"a": half}, {"a": np.zeros((4, 3))}
+        case "dtype":
+            return {"a": half}, {"a": np.zeros((4, 2), np.float32)}
+        case "memory":
+            shared = np.ones((4, 2)) * 0
+            return {"a": shared}, {"a": shared[:, :]} if rank == 0 else {"a": np.zeros((4, 2))}
+        case _:
+            raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("hole", remesh.CoverageError),
+        ("missing", remesh.MismatchError),
+        ("shape", remesh.MismatchError),
+        ("dtype", remesh.MismatchError),
+        ("memory", remesh.StateError),
+    ],
+)
+def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
+    name: str, kind: type[Exception]
+) -> None:
+    targets: dict[int, Any] = {}
+
+    def run(exchange: Exchange) -> None:
+        source, target = case(name, exchange.rank)
+        targets[exchange.rank] = target
+        remesh.reshard(source, target, group=exchange)
+
+    for outcome in run_ranks_outcomes(2, run):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, kind), outcome.error
+    for target in targets.values():
+        assert not any(array.any() for array in target.values())
