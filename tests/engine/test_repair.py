@@ -390,6 +390,47 @@ def test_holes_are_what_no_good_piece_covers(damaged: Path) -> None:
         assert all(not subtract(hole, whole) for hole in tensor.holes)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (rb"[6,2]", rb"[7,2]"),  # the entry's shape, but not its bytes
+        (rb"[10,2],[0,0]", rb"[10,2],[7,0]"),  # leaves the tensor
+        (rb"[10,2],[0,0]", rb"[10,2],[0]  "),
+        (rb"[10,2],[0,0]", rb"[10,2],[-1,0]"),
+        (rb"[10,2],[0,0]", rb"[9223372036854775807,9223372036854775807],[0,0]"),
+        (rb"[10,2],[0,0]", rb"[18446744073709551615,2],[0,0]"),
+        (rb"int64", rb"int65"),
+        (rb"int64", rb"float64"),
+        (rb"pieces", rb"places"),
+    ],
+)
+def test_headers_that_contradict_themselves(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """Without index and record nothing proves a header, so its numbers must fit each other."""
+
+    def job(exchange: Exchange) -> None:
+        start, stop = ((0, 6), (6, 10))[exchange.rank]
+        rows = np.arange(2 * start, 2 * stop).reshape(-1, 2)
+        part = remesh.ShardedTensor.at_offset("rows", rows, (10, 2), (start, 0))
+        remesh.save({"rows": part}, tmp_path / "damaged", group=exchange)
+
+    run_ranks(2, job)
+    for name in (native.RECORD_NAME, "index.safetensors"):
+        the_file(tmp_path / "damaged", name).unlink()
+    assert plan_repair(tmp_path / "damaged").report.saved == ("rows",)
+    file = the_file(tmp_path / "damaged", "00000.safetensors")
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    assert content[8:start].count(old) == 1
+    text = content[8:start].rstrip().replace(old, new).ljust(start - 8)
+    assert len(text) == start - 8
+    file.write_bytes(content[:8] + text + content[start:])
+    report = plan_repair(tmp_path / "damaged").report
+    assert report.files[0].state == "unreadable"
+    assert [(tensor.name, tensor.holes) for tensor in report.lost] == [
+        ("rows", (Box((0, 0), (6, 2)),))
+    ]
+
+
 # ---------------------------------------------------------------------------------------------
 # Places
 # ---------------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
     bad |= unreadable
     if known.pieces is not None:
         pieces = known.pieces
-    elif header is None or bad[: -(-header.data_start // BLOCK_SIZE)].any():
+    elif header is None or problem or bad[: -(-header.data_start // BLOCK_SIZE)].any():
         why = problem or f"{path}: its header is damaged"
         return FoundFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
     state, why = _state_of(size, expected, bad, unreadable, problem)
