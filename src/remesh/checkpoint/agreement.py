@@ -31,6 +31,7 @@ from remesh.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CoverageError,
     DivergedReplicaError,
     NameCollisionError,
     NoSpaceError,
@@ -132,6 +133,7 @@ class _Described(msgspec.Struct, frozen=True):
     holdings: bytes
     samples: list[str]
     document: bytes
+    replicas: list[str]
     space: tuple[str, int] | None
 
 
@@ -185,6 +187,7 @@ class _Rank:
     tensors: LocalTensors | None = field(default=None, init=False)
     holdings: bytes = field(default=b"", init=False)
     document: bytes = field(default=b"", init=False)
+    replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
     same_document: bool = field(default=False, init=False)
     replaced: native.CommitRecord | None = field(default=None, init=False)
@@ -198,6 +201,9 @@ class _Rank:
         description = describe_local(state)
         self.tensors = tensors_to_store(description)
         self.holdings = encode_columns({**self.tensors.boxes.columns(), "role": self.tensors.roles})
+        self.replicas = [
+            element.unique_name for element in description.objects if not element.is_main_replica
+        ]
         self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
         return raw_digest(self.holdings) + raw_digest(self.document)
@@ -217,6 +223,7 @@ class _Rank:
                 b"" if self.is_known else self.holdings,
                 sample_digests(self.tensors) if self.exchange.world_size > 1 else [],
                 self.document if is_spokesman else b"",
+                self.replicas,
                 None if space is None else (space.identity, space.free_bytes),
             )
         )
@@ -243,6 +250,7 @@ class _Rank:
             ]
         )
         _check_names(plan, document)
+        _check_replicas(document, [one.replicas for one in described])
         _check_space(
             [None if one.space is None else FileSystemSpace(*one.space) for one in described],
             plan.bytes_per_rank(world_size),
@@ -393,6 +401,17 @@ def _check_names(plan: SavePlan, document: native.ValuesDocument) -> None:
                 f"{name}: a tensor of its own on one rank and a {kind} on another; give them "
                 "different names, or make the ranks agree"
             )
+
+
+def _check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
+    """Every element of a sharded object needs a main replica."""
+    for rank, names in enumerate(replicas):
+        for name in names:
+            if name not in document.objects:
+                raise CoverageError(
+                    f"{name}: rank {rank} has a replica of this element, but no rank says to be its"
+                    " main replica; exactly one rank must have replica_id 0"
+                )
 
 
 def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:

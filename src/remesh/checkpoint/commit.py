@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
+from contextlib import suppress
 
 from remesh import __version__
 from remesh.checkpoint.agreement import Coordination
@@ -81,11 +82,10 @@ def _write_small_files(
 
 def remove_files(storage: Storage, save_id: str) -> None:
     """Remove the files of a save, as far as the storage can."""
-    try:
+    # They are not part of any checkpoint, and what led here matters more than a failure to remove.
+    with suppress(StorageError):
         found = storage.list(native.data_folder(save_id) + "/")
         # Where no file was finished, deleting one that is not there takes the empty folder away.
         for path in found or [native.data_path(save_id, 0)]:
-            storage.delete(path)
-    except StorageError:
-        # They are not part of any checkpoint; the failure that led here matters more.
-        return
+            with suppress(StorageError):
+                storage.delete(path)

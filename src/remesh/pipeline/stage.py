@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from remesh.pipeline.arena import Arena
-from remesh.pipeline.workers import SharedTasks, run_threads
+from remesh.pipeline.workers import run_threads
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, WrittenFile
 from remesh.storage import Buffer, Storage
 
@@ -55,13 +55,21 @@ class StagedFile:
         Args:
             on_chunk: Called after each chunk, in the thread that copied it, with its size.
         """
-        tasks = SharedTasks(self._layout.num_chunks)
+        numbers = iter(range(self._layout.num_chunks))
+        claiming = threading.Lock()
+
+        def claim() -> tuple[int, Buffer] | None:
+            # A number and its buffer are claimed together. Otherwise one thread could hold a number
+            # and wait for a buffer while another takes the buffers for later chunks, and a storage
+            # that is written in order would wait for the first.
+            with claiming:
+                number = next(numbers, None)
+                buffer = None if number is None else self._arena.take(self._stop)
+                return None if number is None or buffer is None else (number, buffer)
 
         def fill_some() -> None:
-            while (number := tasks.next()) is not None:
-                buffer = self._arena.take(self._stop)
-                if buffer is None:
-                    return
+            while (claimed := claim()) is not None:
+                number, buffer = claimed
                 try:
                     chunk = self._layout.fill_chunk(number, buffer)
                 except BaseException:
