@@ -48,7 +48,7 @@ _COMPANIONS: dict[str, tuple[str, ...]] = {
     "fused_ffn": ("axis", "src_parts", "dst_parts"),
     "axis": ("sizes", "parts"),
 }
-_KNOWN = sorted({*_COMPANIONS, *(name for names in _COMPANIONS.values() for name in names)})
+KNOWN = sorted({*_COMPANIONS, *(name for names in _COMPANIONS.values() for name in names)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ def operator_of(
 
 
 def _check_known(attribute: Attribute) -> None:
-    if attribute.name not in _KNOWN:
-        hints = "".join(f"; {hint}" for hint in nearest(attribute.name, _KNOWN))
+    if attribute.name not in KNOWN:
+        hints = "".join(f"; {hint}" for hint in nearest(attribute.name, KNOWN))
         raise AttributeProblem(f"unknown attribute {attribute.name!r}{hints}", attribute.span)
     is_flag = attribute.name in FLAGS
     if is_flag != (attribute.value is True):

@@ -159,6 +159,8 @@ class Expander:
         sources: Names of sources, and of parameters whose optimizer state is a source.
         states: Names of sources that are optimizer state.
         targets: Gives the names of targets, likewise; None if targets are not known.
+        original_names: What a name with a star had stood for in the statement that a step undoes;
+            empty if it undoes none.
     """
 
     def __init__(
@@ -166,9 +168,11 @@ class Expander:
         sources: Iterable[str],
         states: Iterable[str],
         targets: Callable[[], Iterable[str]] | None,
+        original_names: Callable[[Step, Name], list[str]],
     ) -> None:
         self._source_names = sources
         self._state_names = states
+        self._original_names = original_names
         self._target_names = targets
         self._sources: NameIndex | None = None
         self._has_states = False
@@ -280,37 +284,44 @@ class Expander:
         """The names that pieces with `*` match; the name itself if there is none."""
         if not any(isinstance(piece, Wildcard) for piece in pieces):
             return ["".join(map(str, pieces))]
-        if not is_left and self._target_names is None:
-            return _numbered(draft, name, pieces)
         pattern = Pattern.of(pieces)
         index = self._source_index(pattern) if is_left else self._target_index()
         found = [filled(pattern, numbers) for numbers in index.match(pattern)]
         if is_left and self._deleted:
             found = [text for text in found if text not in self._deleted]
+        if not is_left and not found:
+            found = self._original_names(draft, name) or _numbered(draft, pieces)
         if not found:
-            where = "source" if is_left else "target"
-            text = "".join(map(str, pieces))
-            hints = self._nearest(pieces, in_targets=not is_left)
-            raise draft.error(f"no {where} matches {text!r}", name.span, hints)
+            raise self._unmatched(draft, name, pieces, is_left)
         return found
+
+    def _unmatched(
+        self, draft: Step, name: Name, pieces: Sequence[str | Wildcard], is_left: bool
+    ) -> TransformError:
+        if not is_left and self._target_names is None:
+            return draft.error(
+                "without targets, nothing tells how many names '*' stands for",
+                name.span,
+                ["add parts= with their number, or give the targets"],
+            )
+        where = "source" if is_left else "target"
+        text = "".join(map(str, pieces))
+        hints = self._nearest(pieces, in_targets=not is_left)
+        return draft.error(f"no {where} matches {text!r}", name.span, hints)
 
 
 def _first_of_array(pieces: Sequence[str | Wildcard], name: Name) -> tuple[str | Wildcard, ...]:
     return tuple(pieces) if name.array is None else (*pieces, f"_{name.array[0]}")
 
 
-def _numbered(draft: Step, name: Name, pieces: Sequence[str | Wildcard]) -> list[str]:
-    """The names of `*` on the right when there are no targets to search: 0, 1, 2, ..."""
+def _numbered(draft: Step, pieces: Sequence[str | Wildcard]) -> list[str]:
+    """The names of a star that no target matches, if the statement says how many: 0, 1, 2, ..."""
     operator = draft.statement.operator
-    num_parts = operator.parts if isinstance(operator, Split | Unstack) else None
-    if isinstance(operator, Split) and num_parts is None and operator.sizes is not None:
-        num_parts = len(operator.sizes)
-    if num_parts is None or len(draft.statement.right) > 1:
-        raise draft.error(
-            "without targets, nothing tells how many names '*' stands for",
-            name.span,
-            ["add parts= with their number, or give the targets"],
-        )
+    if not isinstance(operator, Split | Unstack) or len(draft.statement.right) > 1:
+        return []
+    num_parts = operator.parts or 0
+    if isinstance(operator, Split) and operator.sizes is not None:
+        num_parts = num_parts or len(operator.sizes)
     if num_parts > _MAX_NAMES:
         raise draft.error(f"this stands for more than {_MAX_NAMES} names")
     return [

@@ -31,12 +31,13 @@ from remesh.transform.expand import Expander, Flows, Operand, Step
 from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.inverse import COPY
 from remesh.transform.layout import Layout
+from remesh.transform.names import Binding
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.order import Shape
 from remesh.transform.regions import leaves
 from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
 from remesh.transform.sources import SourceSpace, info_from_states
-from remesh.transform.syntax import Statement
+from remesh.transform.syntax import Name, Statement
 from remesh.transform.tensors import Leaf, Node, convert, is_usable, without_conversions
 
 _MAX_TOLD = 10
@@ -57,18 +58,18 @@ def resolve(
 
     `original` are the statements that `statements` undo, if they do.
     """
-    shapes = _OriginalShapes(original, sources, targets, owners)
-    resolver = _Resolver(statements, sources, targets, owners, aliases, shapes, cast=cast)
+    undone = _Original(original, sources, targets, owners)
+    resolver = _Resolver(statements, sources, targets, owners, aliases, undone, cast=cast)
     return resolver.run(with_outputs=with_outputs)
 
 
-class _OriginalShapes:
-    """Shapes in a program that is undone, found by executing it on what it shall give back.
+class _Original:
+    """A program that is undone, executed on what it shall give back.
 
-    When statements that split a tensor are the opposite of others that joined it, the sizes of
-    the parts are those that the others read. Where a part goes straight to a target, the target
-    tells; for the rest, the original program is executed in the usual direction, which for shapes
-    costs little, and only when the first such question comes.
+    Statements that undo others leave out what these knew: the sizes of tensors that were joined,
+    and which names a star had stood for. Mostly the targets tell. For what never is a target, the
+    original program is executed in its usual direction, which for names and shapes costs little,
+    and only when the first such question comes.
     """
 
     def __init__(
@@ -82,20 +83,33 @@ class _OriginalShapes:
         self._sources = sources
         self._targets = targets
         self._owners = owners
-        self._shapes: dict[tuple[int, str], Shape] | None = None
+        self._executed: tuple[Builder, dict[tuple[int, Binding], Step]] | None = None
 
-    def __call__(self, step: Step, operand: Operand) -> Shape | None:
-        """The shape of a result, as the statement that is undone had read it."""
-        if self._statements is None or self._targets is None:
-            return None
-        if self._shapes is None:
-            nothing = _OriginalShapes(None, {}, None, {})
+    def _execute(self) -> tuple[Builder, dict[tuple[int, Binding], Step]] | None:
+        """The builder and the steps of the original; None if there is none, or no targets."""
+        if self._executed is None and self._statements is not None and self._targets is not None:
+            nothing = _Original(None, {}, None, {})
             resolver = _Resolver(
                 self._statements, self._targets, self._sources, self._owners, {}, nothing
             )
-            self._shapes = resolver.execute().read_shapes
+            builder, groups = resolver.execute()
+            steps = {(s.statement.number, s.binding): s for steps in groups for s in steps}
+            self._executed = builder, steps
+        return self._executed
+
+    def shape(self, step: Step, operand: Operand) -> Shape | None:
+        """The shape of a result, as the statement that is undone had read it."""
+        executed = self._execute()
+        if executed is None:
+            return None
         name = COPY.sub("", operand.name, count=1)
-        return self._shapes.get((step.statement.number, name))
+        return executed[0].read_shapes.get((step.statement.number, name))
+
+    def names(self, draft: Step, name: Name) -> list[str]:
+        """What a name with a star had stood for in the statement that is undone."""
+        executed = self._execute()
+        step = executed[1].get((draft.statement.number, draft.binding)) if executed else None
+        return [operand.name for operand in step.left if operand.origin == name] if step else []
 
 
 class _Resolver:
@@ -108,12 +122,12 @@ class _Resolver:
         targets: Infos | None,
         owners: Mapping[str, str],
         aliases: Mapping[str, str],
-        original_shapes: _OriginalShapes,
+        original: _Original,
         *,
         cast: bool = False,
     ) -> None:
         self.statements = statements
-        self.original_shapes = original_shapes
+        self.original = original
         self.cast = cast
         self.owners = owners
         literal = _literal_names(name for s in statements for name in s.left)
@@ -135,7 +149,7 @@ class _Resolver:
         }
 
     def run(self, *, with_outputs: bool) -> Resolved:
-        self.bindings = self.execute().bindings
+        self.bindings = self.execute()[0].bindings
         given = self.given_targets
         outputs = self.outputs() if with_outputs or given is None else {}
         self.targets = {**outputs, **(given or {})}
@@ -158,13 +172,15 @@ class _Resolver:
     # Statements
     # -----------------------------------------------------------------------------------------
 
-    def execute(self) -> Builder:
+    def execute(self) -> tuple[Builder, list[tuple[Step, ...]]]:
+        """Expand and execute all statements; the steps of each, too."""
         states = self.sources.states
         plain = (name for name in self.sources.infos if name not in states.by_name)
         expander = Expander(
             dict.fromkeys([*plain, *states.by_parameter]),
             states.by_name,
             None if self.given_targets is None else self.parameter_targets,
+            self.original.names,
         )
         groups = [expander.expand(statement) for statement in self.statements]
         targets: dict[str, TensorInfo] | None = None
@@ -172,10 +188,10 @@ class _Resolver:
         if self.given_targets is not None and any(map(_asks_for_targets, self.statements)):
             targets = self.parameter_targets()
             flows = Flows(groups, targets)
-        builder = Builder(Layout(self.sources, targets, flows, self.original_shapes))
+        builder = Builder(Layout(self.sources, targets, flows, self.original.shape))
         for number, steps in enumerate(groups):
             builder.execute(number, steps)
-        return builder
+        return builder, groups
 
     def parameter_targets(self) -> dict[str, TensorInfo]:
         """The targets, and the parameters of which only optimizer states are targets."""
