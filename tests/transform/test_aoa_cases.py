@@ -1,112 +1,21 @@
-"""The acceptance cases of the language, whole and cut over ranks.
-
-The case files say themselves what their fields mean. Further files of the same format are read from
-the folder that the environment variable REMESH_AOA_CASES names.
-"""
+"""The acceptance cases of the language, whole and cut over simulated ranks."""
 
 from __future__ import annotations
-
-import json
-import os
-import pathlib
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from remesh import RemeshError, Transform
+from remesh import RemeshError
 from remesh.geometry import Box
-from remesh.transform import Resolved, TensorInfo, evaluate
-from tests.transform.simulated import Array, cut_evenly, move, pieces_of, round_bf16
-
-Case = dict[str, Any]
-
-
-def _case_files() -> list[pathlib.Path]:
-    files = [pathlib.Path(__file__).with_name("aoa_cases.json")]
-    folder = os.environ.get("REMESH_AOA_CASES")
-    if folder:
-        further = sorted(pathlib.Path(folder).glob("*.json"))
-        assert further, f"REMESH_AOA_CASES names {folder}, which holds no case file"
-        files += further
-    return files
-
-
-CASES: dict[str, Case] = {
-    f"{path.stem}-{case['name']}": case
-    for path in _case_files()
-    for case in json.loads(path.read_text())["cases"]
-}
-VALID = [name for name, case in CASES.items() if not case.get("expect_error")]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A case, ready to run: float32 arrays stand for all dtypes."""
-
-    transform: Transform
-    sources: dict[str, TensorInfo]
-    targets: dict[str, TensorInfo]
-    arrays: dict[str, Array]
-    initial: dict[str, Array]
-    expected: dict[str, Array]
-
-    def resolve(self) -> Resolved:
-        resolved = self.transform.resolve(self.sources, self.targets)
-        resolved.check()
-        return resolved
-
-
-def _rounded(values: Any, dtype: str) -> Array:
-    array = np.asarray(values, dtype=np.float32)
-    return round_bf16(array) if dtype == "bfloat16" else array.astype(dtype).astype(np.float32)
-
-
-def _source(spec: Case) -> tuple[TensorInfo, Array]:
-    shape = tuple(spec["shape"])
-    dtype = spec.get("dtype", "float32")
-    values = spec.get("values")
-    if values is None:
-        values = np.arange(np.prod(shape, dtype=int)) + spec.get("start", 0)
-    parts = tuple(spec.get("parts") or (1,) * len(shape))
-    array = _rounded(np.asarray(values).reshape(shape), dtype)
-    return TensorInfo(dtype, shape, parts), array
-
-
-def _setting(case: Case) -> Setting:
-    described = {name: _source(spec) for name, spec in case["source"].items()}
-    arrays = {name: array for name, (_, array) in described.items()}
-    names = {"src": arrays, "np": np, "round_bf16": round_bf16}
-    expected = {
-        name: np.asarray(eval(expression, dict(names)), dtype=np.float32)
-        for name, expression in case["expected"].items()
-    }
-    targets, initial = {}, {}
-    for name in [*expected, *case.get("destination", {})]:
-        spec = case.get("destination", {}).get(name, {})
-        shape = expected[name].shape if name in expected else tuple(spec["shape"])
-        parts = tuple(spec.get("parts") or (1,) * len(shape))
-        targets[name] = TensorInfo(spec.get("dtype", "float32"), shape, parts)
-        initial[name] = np.full(shape, spec.get("fill", -1), np.float32)
-    return Setting(
-        Transform.parse(case["statements"], case.get("reverse", False)),
-        {name: info for name, (info, _) in described.items()},
-        targets,
-        arrays,
-        initial,
-        expected,
-    )
-
-
-def _tensor(array: Array, dtype: str) -> torch.Tensor:
-    return torch.from_numpy(array.copy()).to(getattr(torch, dtype))
+from remesh.transform import evaluate
+from tests.transform.cases import CASES, VALID, Setting, setting_of, tensor_of
+from tests.transform.simulated import Array, cut_evenly, move, pieces_of
 
 
 def _apply_whole(setting: Setting) -> dict[str, torch.Tensor]:
-    tensors = {n: _tensor(a, setting.sources[n].dtype) for n, a in setting.arrays.items()}
-    targets = {n: _tensor(a, setting.targets[n].dtype) for n, a in setting.initial.items()}
+    tensors = {n: tensor_of(a, setting.sources[n].dtype) for n, a in setting.arrays.items()}
+    targets = {n: tensor_of(a, setting.targets[n].dtype) for n, a in setting.initial.items()}
     return evaluate.apply(setting.resolve(), tensors, targets)
 
 
@@ -115,9 +24,9 @@ def test_case_whole(name: str) -> None:
     case = CASES[name]
     if case.get("expect_error"):
         with pytest.raises(RemeshError):
-            _apply_whole(_setting(case))
+            _apply_whole(setting_of(case))
         return
-    setting = _setting(case)
+    setting = setting_of(case)
     for target, result in _apply_whole(setting).items():
         assert str(result.dtype) == f"torch.{setting.targets[target].dtype}"
         np.testing.assert_array_equal(result.to(torch.float32).numpy(), setting.expected[target])
@@ -127,7 +36,7 @@ def test_case_whole(name: str) -> None:
 @pytest.mark.parametrize("name", VALID)
 def test_case_cut_over_ranks(name: str, num_ranks: int) -> None:
     """How data is cut has nothing to do with the layout that the `fused_` macros are told of."""
-    setting = _setting(CASES[name])
+    setting = setting_of(CASES[name])
     sources = {
         source: pieces_of(array, _boxes(array, num_ranks, axis))
         for axis, (source, array) in enumerate(setting.arrays.items())

@@ -147,6 +147,26 @@ def test_an_index_says_how_its_tensors_are_cut(tmp_path: Path) -> None:
     assert [region.source_box for region in regions] == [Box((0, 2), (2, 2)), Box((0, 6), (2, 2))]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_device() -> None:
+    a = torch.randn(64, 32, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")
+    text = "a^T, b -> c, axis=0   c, same -> d, tie   d -> e, dtype=float32"
+    transform = Transform.parse(text)
+    joined = torch.cat([a.T, b])
+    result = transform.apply({"a": a, "b": b, "same": joined})["e"]
+    assert result.device == a.device
+    assert torch.equal(result, joined.float())
+    on_host = {"e": torch.empty(48, 64)}
+    transform.apply({"a": a, "b": b.cpu(), "same": joined}, on_host)
+    assert torch.equal(on_host["e"], joined.float().cpu())
+    other = joined.clone()
+    other[3, 5] += 1
+    with pytest.raises(TransformError, match="1 of 2048 elements differ"):
+        transform.apply({"a": a, "b": b, "same": other}, on_host)
+
+
 def test_torch_is_not_imported_for_numpy() -> None:
     script = """
 import sys
