@@ -22,19 +22,20 @@ from tests.transform.simulated import Array, round_bf16
 Case = dict[str, Any]
 
 
-def _case_files() -> list[pathlib.Path]:
-    files = [pathlib.Path(__file__).with_name("aoa_cases.json")]
+def _case_files() -> dict[str, pathlib.Path]:
+    """Case files by the prefix that their cases' names get."""
+    files = {"": pathlib.Path(__file__).with_name("aoa_cases.json")}
     folder = os.environ.get("REMESH_AOA_CASES")
     if folder:
         further = sorted(pathlib.Path(folder).glob("*.json"))
         assert further, f"REMESH_AOA_CASES names {folder}, which holds no case file"
-        files += further
+        files |= {f"further-{path.stem}-": path for path in further}
     return files
 
 
 CASES: dict[str, Case] = {
-    f"{path.stem}-{case['name']}": case
-    for path in _case_files()
+    f"{prefix}{case['name']}": case
+    for prefix, path in _case_files().items()
     for case in json.loads(path.read_text())["cases"]
 }
 VALID = [name for name, case in CASES.items() if not case.get("expect_error")]

@@ -102,7 +102,7 @@ def test_boxes_of_ranks_are_a_partition() -> None:
         def __init__(self, rank: int, world_size: int) -> None:
             self.rank, self.world_size = rank, world_size
 
-    array = setting_of(CASES["aoa_cases-fused_ffn_tp2_to_tp1"]).arrays["w"]
+    array = setting_of(CASES["fused_ffn_tp2_to_tp1"]).arrays["w"]
     for pieces, world_size, axis in (
         ((1, 2), 2, None),
         ((1, 2), 4, None),

@@ -337,7 +337,9 @@ def _numbered(draft: Step, pieces: Sequence[str | Wildcard]) -> list[str]:
 
 def _passes_on(step: Step) -> bool:
     match step.statement.operator:
-        case Tie() | Untie():
+        case Tie():
+            return not any(operand.origin.transposed for operand in step.left)
+        case Untie():
             return True
         case Reshape() | Stack() | Unstack():
             return False
