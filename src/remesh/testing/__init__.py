@@ -4,8 +4,9 @@
   process group; the `_outcomes` forms report on each rank instead of raising.
 * `FaultInjector` makes a chosen rank fail, die or stall at a named point; `FaultyStorage` makes
   a storage fail, corrupt or drag.
-* `remesh.testing.conformance` holds the suites that every storage and every exchange must pass;
-  it needs pytest, so it is not imported here.
+* `remesh.testing.conformance` holds the suites that every storage and every exchange must pass,
+  `remesh.testing.state_conformance` those for formats and adapters; they need pytest, so they are
+  not imported here.
 """
 
 from remesh.testing.faults import FaultInjector, InjectedError
