@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import remesh
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -53,6 +55,15 @@ def test_the_first_minute_of_the_readme(tmp_path: Path) -> None:
     assert printed == ["2 ranks saved step 20", "4 ranks saved step 40"]
     readme = (ROOT / "README.md").read_text()
     assert all(line in readme for line in printed)
+
+
+def test_every_public_name_is_in_the_documentation() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    missing = [
+        name for name in remesh.__all__ if name[0] != "_" and not re.search(rf"\b{name}\b", text)
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/guide.md"])
