@@ -47,6 +47,7 @@ bench: $(VENV)/.ready-dev  ## Measure against torch.distributed.checkpoint and t
 	$(BIN)/python -m benchmarks.save_load
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.transform_planning
 
 clean:  ## Remove what the commands above made
 	rm -rf $(VENV) demo-output bench-output build dist .mypy_cache .pytest_cache .ruff_cache
