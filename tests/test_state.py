@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 
 from remesh.errors import NameCollisionError, StateError, UnsupportedValueError
 from remesh.geometry import Box
-from remesh.state import (
-    Description,
+from remesh.sharded import (
     LocalNonpersistentObject,
     Part,
-    Path,
-    Rebuild,
-    Role,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+)
+from remesh.state import (
+    Description,
+    Path,
+    Rebuild,
+    Role,
     TensorEntry,
     Walk,
     assemble,

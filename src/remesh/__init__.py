@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from remesh.geometry import Box as Box
     from remesh.index import Index as Index
     from remesh.resharding import reshard as reshard
-    from remesh.state import LocalNonpersistentObject as LocalNonpersistentObject
-    from remesh.state import Part as Part
-    from remesh.state import ShardedObject as ShardedObject
-    from remesh.state import ShardedTensor as ShardedTensor
-    from remesh.state import ShardedTensorFactory as ShardedTensorFactory
+    from remesh.sharded import LocalNonpersistentObject as LocalNonpersistentObject
+    from remesh.sharded import Part as Part
+    from remesh.sharded import ShardedObject as ShardedObject
+    from remesh.sharded import ShardedTensor as ShardedTensor
+    from remesh.sharded import ShardedTensorFactory as ShardedTensorFactory
     from remesh.transform import Transform as Transform
 
 __version__ = "0.1.0"
@@ -78,7 +78,7 @@ _HOMES = {
     "remesh.geometry": ("Box",),
     "remesh.index": ("Index",),
     "remesh.resharding": ("reshard",),
-    "remesh.state": (
+    "remesh.sharded": (
         "LocalNonpersistentObject",
         "Part",
         "ShardedObject",

@@ -18,7 +18,13 @@ from remesh import values
 from remesh.adapters import describe_leaf, memory_of
 from remesh.dtypes import BY_NAME
 from remesh.geometry import Box
-from remesh.state import Description, Path, Role, describe, name_of
+from remesh.state import (
+    Description,
+    Path,
+    Role,
+    describe,
+    name_of,
+)
 
 
 @dataclass

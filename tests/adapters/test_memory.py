@@ -11,7 +11,7 @@ from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
 from remesh.memory import HostMemory, Memory
-from remesh.state import ArrayLike
+from remesh.sharded import ArrayLike
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from remesh.adapters import describe_leaf
 from remesh.errors import StateError
-from remesh.state import Description, LocalNonpersistentObject, describe
+from remesh.sharded import LocalNonpersistentObject
+from remesh.state import Description, describe
 from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, restore
 
 Make = Callable[[Any], Optimizer]

@@ -11,7 +11,8 @@ from torch.optim import lr_scheduler
 
 from remesh.adapters import describe_leaf
 from remesh.errors import UnsupportedValueError
-from remesh.state import LocalNonpersistentObject, describe
+from remesh.sharded import LocalNonpersistentObject
+from remesh.state import describe
 from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, restore
 
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024 - what old code uses

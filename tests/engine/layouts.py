@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from remesh.adapters.dtensor import Replicated, Sharded, StridedSharded, local_boxes
 from remesh.geometry import Box, boxes_of_flat_range
-from remesh.state import Part, ShardedTensor
+from remesh.sharded import Part, ShardedTensor
 
 Array = npt.NDArray[Any]
 

@@ -13,7 +13,7 @@ import numpy as np
 import remesh
 from remesh.exchange import Exchange
 from remesh.formats import native
-from remesh.state import ShardedObject, ShardedTensor
+from remesh.sharded import ShardedObject, ShardedTensor
 from remesh.storage import LocalStorage, Storage
 
 NUM_RANKS = 2

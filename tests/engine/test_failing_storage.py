@@ -15,7 +15,7 @@ import pytest
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.state import ShardedTensor
+from remesh.sharded import ShardedTensor
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
 from remesh.testing import (
     Fail,

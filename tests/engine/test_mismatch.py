@@ -16,7 +16,7 @@ from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.state import Part, ShardedObject, ShardedTensor
+from remesh.sharded import Part, ShardedObject, ShardedTensor
 from remesh.storage import MemoryStorage
 from remesh.testing import run_ranks, run_ranks_outcomes
 from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, zeros_like

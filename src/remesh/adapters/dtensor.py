@@ -34,7 +34,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from remesh.adapters.memory import alias_key, check_strided
 from remesh.errors import StateError
 from remesh.geometry import Box
-from remesh.state import Part, Path, Role, Walk, name_of
+from remesh.sharded import Part
+from remesh.state import Path, Role, Walk, name_of
 
 Segment = tuple[int, int]
 """First index and length of a run of indices of one dim."""

@@ -22,7 +22,7 @@ from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
 from remesh.memory import CarrierArray, HostMemory, Memory, Span, memory_of_numpy, span_of
-from remesh.state import ArrayLike, dtype_name
+from remesh.sharded import ArrayLike, dtype_name
 
 _STAND_INS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MOVABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -27,7 +27,14 @@ from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.tensor import describe_tensor
 from remesh.errors import NameCollisionError, UnsupportedValueError
-from remesh.state import Loaded, Path, Rebuild, Role, Walk, name_of
+from remesh.state import (
+    Loaded,
+    Path,
+    Rebuild,
+    Role,
+    Walk,
+    name_of,
+)
 
 _EXTRA_STATE = "_extra_state"
 

@@ -25,7 +25,15 @@ from remesh import values
 from remesh.adapters.memory import torch_dtype
 from remesh.adapters.tensor import describe_tensor
 from remesh.dtypes import BY_NAME
-from remesh.state import Loaded, Path, Rebuild, Role, Stored, Walk, assemble
+from remesh.state import (
+    Loaded,
+    Path,
+    Rebuild,
+    Role,
+    Stored,
+    Walk,
+    assemble,
+)
 
 Allocate = Callable[[Path, str, tuple[int, ...], object], torch.Tensor | npt.NDArray[Any]]
 """Gives the array that a stored tensor is read into: called with the path, the stored dtype name

@@ -36,9 +36,9 @@ from remesh.adapters.memory import alias_key, torch_dtype
 from remesh.adapters.module import entry_names, ignored_by_ddp, refuse_fsdp1
 from remesh.adapters.nested import describe_copy, describe_stored, leaves_of, visit_with_role
 from remesh.errors import StateError
+from remesh.sharded import LocalNonpersistentObject
 from remesh.state import (
     Loaded,
-    LocalNonpersistentObject,
     Path,
     Rebuild,
     Role,

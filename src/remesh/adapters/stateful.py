@@ -13,7 +13,13 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from remesh.adapters.nested import describe_copy
-from remesh.state import Loaded, Path, Rebuild, Role, Walk
+from remesh.state import (
+    Loaded,
+    Path,
+    Rebuild,
+    Role,
+    Walk,
+)
 
 
 class Stateful(Protocol):

@@ -7,7 +7,13 @@ from torch.distributed.tensor import DTensor
 
 from remesh.adapters.dtensor import add_dtensor
 from remesh.adapters.memory import alias_key, check_strided
-from remesh.state import Path, Rebuild, Role, Walk, name_of
+from remesh.state import (
+    Path,
+    Rebuild,
+    Role,
+    Walk,
+    name_of,
+)
 
 
 def describe_tensor(

@@ -18,7 +18,14 @@ from remesh.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
 from remesh.integrity import hex_digest
 from remesh.memory import Memory, memory_of_numpy
-from remesh.state import ArrayLike, Description, Role, Stored, TensorEntry, describe
+from remesh.sharded import ArrayLike
+from remesh.state import (
+    Description,
+    Role,
+    Stored,
+    TensorEntry,
+    describe,
+)
 
 SAMPLE_ELEMENTS = 1024
 """How much of each end of a tensor is compared between ranks that are assumed to hold copies."""

@@ -24,7 +24,8 @@ from remesh.index import BoxTable
 from remesh.memory import Memory
 from remesh.pipeline import Dealer, Want, deal, read_runs, read_together
 from remesh.planner import LoadPlan, ReadLimits, plan_load
-from remesh.state import ArrayLike, Description, TensorEntry
+from remesh.sharded import ArrayLike
+from remesh.state import Description, TensorEntry
 from remesh.storage import Storage
 
 MAX_LISTED = 10

@@ -34,7 +34,8 @@ from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory, Memory, Span
 from remesh.pipeline import Want
 from remesh.planner import merge_tensors
-from remesh.state import ArrayLike, Description, Path, TensorEntry, name_of
+from remesh.sharded import ArrayLike
+from remesh.state import Description, Path, TensorEntry, name_of
 from remesh.transform import Region, Resolved, TensorInfo, Transform, arranged, num_pieces_of
 
 Infos = Mapping[str, TensorInfo | None]

@@ -17,7 +17,7 @@ import numpy as np
 
 from remesh.dtypes import BY_NAME
 from remesh.errors import TransformError
-from remesh.state import dtype_name
+from remesh.sharded import dtype_name
 from remesh.transform.info import TensorInfo
 from remesh.transform.order import Permute
 from remesh.transform.resolved import Region, Resolved
