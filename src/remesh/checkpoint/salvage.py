@@ -41,13 +41,7 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.geometry import Box, uncovered
 from remesh.index import BoxTable, Index, TensorTable
-from remesh.integrity import (
-    BLOCK_SIZE,
-    Digests,
-    block_digests,
-    digest_of_digests,
-    hex_digest,
-)
+from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests, hex_digest
 from remesh.pipeline.workers import run_workers
 from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.storage import Buffer, Storage
