@@ -211,7 +211,7 @@ def test_a_rank_that_never_finishes_ends_in_a_deadline() -> None:
 
     def train(exchange: Exchange) -> str:
         on_event = hang if exchange.rank == 2 else (lambda _event: None)
-        saver = remesh.Saver(group=exchange, deadline=0.3, on_event=on_event)
+        saver = remesh.Saver(group=exchange, deadline=2.0, on_event=on_event)
         handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
         if exchange.rank == 2:
             exchange.all_gather(b"")
