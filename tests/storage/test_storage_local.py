@@ -518,11 +518,11 @@ def test_sync_covers_every_new_entry(tmp_path: Path, synced: list[str]) -> None:
 
 
 def test_put_is_durable_when_it_returns(tmp_path: Path, synced: list[str]) -> None:
-    storage = LocalStorage(tmp_path / "root")
+    storage = LocalStorage(tmp_path / "place")
     storage.put("a/file", b"x", overwrite=False)
     content, *directories = synced
-    assert content.startswith(f"{tmp_path}/root/a/.remesh-put-")
-    assert sorted(directories) == [str(tmp_path), f"{tmp_path}/root", f"{tmp_path}/root/a"]
+    assert content.startswith(f"{tmp_path}/place/a/.remesh-put-")
+    assert sorted(directories) == [str(tmp_path), f"{tmp_path}/place", f"{tmp_path}/place/a"]
 
 
 def test_failed_sync_is_tried_again(

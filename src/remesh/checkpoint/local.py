@@ -98,14 +98,12 @@ class LocalTensors:
         boxes: Their table.
         roles: Role of each.
         memories: Memory of each.
-        entries: The tensor leaves, aliases left out, and first row of each in `boxes`.
         aliases: Names that are the same memory as another: alias → name.
     """
 
     boxes: BoxTable
     roles: IntArray
     memories: list[Memory]
-    entries: list[TensorEntry]
     aliases: dict[str, str]
 
 
@@ -143,7 +141,7 @@ def tensors_to_store(description: Description) -> LocalTensors:
             roles.append(int(entry.role))
             memories.append(memory_of(part.data, entry.name))
     table = BoxTable.of(TensorTable.of(tensors), boxes)
-    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, entries, aliases)
+    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, aliases)
 
 
 def split_aliases(entries: list[TensorEntry]) -> tuple[list[TensorEntry], dict[str, str]]:
@@ -158,6 +156,15 @@ def split_aliases(entries: list[TensorEntry]) -> tuple[list[TensorEntry], dict[s
         else:
             aliases[entry.name] = name
     return kept, aliases
+
+
+def with_all_names(entries: list[TensorEntry]) -> list[tuple[TensorEntry, list[str]]]:
+    """Leaves as `split_aliases` keeps them, each with its own name and those of its aliases."""
+    kept, aliases = split_aliases(entries)
+    names = {entry.name: [entry.name] for entry in kept}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    return [(entry, names[entry.name]) for entry in kept]
 
 
 def sample_digests(tensors: LocalTensors) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from remesh import values
-from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, split_aliases
+from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.dtypes import BY_NAME
@@ -117,13 +117,8 @@ class Target:
 
     def _match_tensors(self) -> list[tuple[TensorEntry, str]]:
         """Find for each tensor the stored name that fills it."""
-        entries, aliases = split_aliases(self.description.tensors)
-        also_known_as: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            also_known_as.setdefault(name, []).append(alias)
         fills = []
-        for entry in entries:
-            names = [entry.name, *also_known_as.get(entry.name, ())]
+        for entry, names in with_all_names(self.description.tensors):
             source = self._match_tensor(entry, names)
             if source is not None:
                 fills.append((entry, source))

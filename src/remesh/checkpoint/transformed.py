@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, split_aliases
+from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.checkpoint.target import Target
 from remesh.dtypes import BY_NAME, CarrierDType
@@ -188,9 +188,7 @@ class TransformedTarget(Target):
         untouched = self.resolved.untouched
         plain: list[tuple[TensorEntry, list[str]]] = []
         changed: list[tuple[TensorEntry, list[str]]] = []
-        entries, aliases = split_aliases(self.description.tensors)
-        for entry in entries:
-            names = [entry.name, *(a for a, name in aliases.items() if name == entry.name)]
+        for entry, names in with_all_names(self.description.tensors):
             (plain if untouched.issuperset(names) else changed).append((entry, names))
         fills = [
             (entry, source)

@@ -23,14 +23,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     RemeshError,
     StorageError,
 )
+from remesh.storage import protocol
 from remesh.storage.local_io import LocalWriter, explain, read_range, sync_directory, write_file
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
@@ -92,11 +91,7 @@ class LocalStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        assert stop is None or stop >= 0
-        size = self.size(path)
-        end = size if stop is None else min(stop, size)
-        buffer = np.empty(max(end - start, 0), np.uint8)
-        return buffer[: self.read_into(path, start, buffer)].tobytes()
+        return protocol.read_range(self, path, start, stop)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""

@@ -34,6 +34,7 @@ from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage import protocol
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
@@ -129,11 +130,7 @@ class ObjectStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        assert stop is None or stop >= 0
-        size = self.size(path)
-        end = size if stop is None else min(stop, size)
-        buffer = np.empty(max(end - start, 0), np.uint8)
-        return buffer[: self.read_into(path, start, buffer)].tobytes()
+        return protocol.read_range(self, path, start, stop)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""

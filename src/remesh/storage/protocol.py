@@ -106,3 +106,12 @@ class Storage(Protocol):
     def space(self) -> FileSystemSpace | None:
         """Room that is left, or None if the storage has no such limit."""
         ...
+
+
+def read_range(storage: Storage, path: str, start: int, stop: int | None) -> bytes:
+    """What `Storage.read` returns, by `size` and `read_into`."""
+    assert stop is None or stop >= 0
+    size = storage.size(path)
+    end = size if stop is None else min(stop, size)
+    buffer = np.empty(max(end - start, 0), np.uint8)
+    return buffer[: storage.read_into(path, start, buffer)].tobytes()
