@@ -40,6 +40,7 @@ from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.stage import StagedFile
 from remesh.pipeline.write import CHUNK_SIZE
+from remesh.run_info import run_info
 from remesh.storage import Storage, open_storage
 
 POLL_SECONDS = (0.02, 1.0)
@@ -311,8 +312,7 @@ class Saver:
 def free_host_bytes() -> int:
     """Host memory that this rank may take for staging."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(pages * ARENA_SHARE) // max(num_ranks_here, 1)
+    return int(pages * ARENA_SHARE) // max(run_info().local_world_size, 1)
 
 
 class _Background:

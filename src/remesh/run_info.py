@@ -1,0 +1,70 @@
+"""What the launcher says about this process: the only module that reads the environment.
+
+The names are torchrun's, which Slurm scripts and other launchers set as well; `remesh run` adds its
+own, which begin with `REMESH_`. Everybody else takes a `RunInfo` as an argument or asks here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
+SNAPSHOT_VARIABLE = "REMESH_SNAPSHOT_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """This process among the processes of its job.
+
+    Attributes:
+        run_id: Names the job; the same on all its ranks and across restarts.
+        rank: Number of this process in the job.
+        local_rank: Its number on this node.
+        world_size: Number of processes of the job.
+        local_world_size: Number of them on this node.
+        restart_count: How often the launcher has restarted the processes.
+        heartbeat_file: Where the training reports its steps to the agent; empty if nobody asks.
+        snapshot_dir: Where memory that outlives this process is to be kept; empty if nowhere.
+    """
+
+    run_id: str = ""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    restart_count: int = 0
+    heartbeat_file: str = ""
+    snapshot_dir: str = ""
+
+
+def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
+    """What the environment says, by default that of this process.
+
+    Raises:
+        ValueError: If a variable that should be a number is not; the message names it.
+    """
+    variables = os.environ if environment is None else environment
+
+    def number(name: str, default: int) -> int:
+        text = variables.get(name, "")
+        if not text:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(
+                f"environment variable {name} should be a whole number, but is {text!r}"
+            ) from None
+
+    return RunInfo(
+        run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
+        rank=number("RANK", 0),
+        local_rank=number("LOCAL_RANK", 0),
+        world_size=number("WORLD_SIZE", 1),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+        heartbeat_file=variables.get(HEARTBEAT_VARIABLE, ""),
+        snapshot_dir=variables.get(SNAPSHOT_VARIABLE, ""),
+    )

@@ -1,0 +1,1 @@
+"""What a training script uses: when to save, what to keep, how to resume as the same run."""
