@@ -1,0 +1,170 @@
+"""What a training process and the agent that watches it tell each other, through two small files.
+
+The process writes its `Heartbeat` to a file that the agent named (`RunInfo.heartbeat_file`). The
+agent reads it whenever it likes: the file is replaced in one step, so it is never half written. If
+the agent wants the state saved (the node is about to leave, say), it puts a request beside it, in
+`<heartbeat file>.request`. The training reads that between two steps, saves, and removes it.
+
+Both files are hints of the moment and not worth a disk's time: they are not synced, and one that a
+loss of power has spoiled is taken for none. A request may also lie in a file of any name, for
+people and scripts: `read_request_file`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from remesh.errors import StorageError
+
+StrPath = str | os.PathLike[str]
+
+Request = Literal["save", "save-and-stop"]
+"""What an agent may ask for: a save, or a save after which the training ends."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """How far a training process is.
+
+    Attributes:
+        step: The last step that is done.
+        saved_step: The step of the newest checkpoint that this process knows to be committed;
+            None if there is none.
+        time: When this was written, in seconds since the epoch.
+        step_seconds: How long the last step took; None if that is not known yet.
+    """
+
+    step: int
+    saved_step: int | None
+    time: float
+    step_seconds: float | None
+
+
+def write_heartbeat(path: StrPath, beat: Heartbeat) -> None:
+    """Replace the heartbeat.
+
+    Args:
+        path: The heartbeat file; its directory must exist.
+        beat: What to write.
+
+    Raises:
+        StorageError: If the file cannot be written.
+    """
+    _replace(Path(path), msgspec.json.encode(beat))
+
+
+def read_heartbeat(path: StrPath) -> Heartbeat | None:
+    """The heartbeat, or None if there is none or it is not one.
+
+    Raises:
+        StorageError: If the file is there and cannot be read.
+    """
+    data = _read(Path(path))
+    try:
+        return None if data is None else msgspec.json.decode(data, type=Heartbeat)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def request(path: StrPath, what: Request) -> None:
+    """Ask the process that writes a heartbeat for a save.
+
+    Args:
+        path: The heartbeat file.
+        what: What to ask for; it takes the place of an earlier request.
+
+    Raises:
+        StorageError: If the file cannot be written.
+    """
+    _replace(_request_file(path), what.encode())
+
+
+def read_request(path: StrPath) -> Request | None:
+    """What was asked of the process that writes a heartbeat, or None.
+
+    Args:
+        path: The heartbeat file.
+
+    Raises:
+        StorageError: If the request is there and cannot be read, or is not one.
+    """
+    return read_request_file(_request_file(path))
+
+
+def clear_request(path: StrPath) -> None:
+    """Remove the request to the process that writes a heartbeat, if there is one.
+
+    Args:
+        path: The heartbeat file.
+
+    Raises:
+        StorageError: If it cannot be removed.
+    """
+    clear_request_file(_request_file(path))
+
+
+def read_request_file(file: StrPath) -> Request | None:
+    """What a file asks for, or None if it is not there. An empty one (`touch`) asks for a save.
+
+    Raises:
+        StorageError: If it cannot be read or asks for something else.
+    """
+    data = _read(Path(file))
+    if data is None:
+        return None
+    text = data.decode(errors="replace").strip() or "save"
+    for known in get_args(Request):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise StorageError(
+        f"{file} asks for {text[:40]!r}; write one of {', '.join(get_args(Request))} into it, or "
+        "remove it"
+    )
+
+
+def clear_request_file(file: StrPath) -> None:
+    """Remove a file with a request, if it is there.
+
+    Raises:
+        StorageError: If it cannot be removed.
+    """
+    try:
+        Path(file).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot("remove", file, error) from error
+
+
+def _request_file(path: StrPath) -> Path:
+    return Path(f"{os.fspath(path)}.request")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Give a file new content in one step."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        try:
+            beside.write_bytes(data)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot("write", path, error) from error
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+
+
+def _cannot(action: str, path: StrPath, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot {action} {path}: {error.strerror}; check the directory and its permissions"
+    )
