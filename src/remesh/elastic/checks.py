@@ -1,0 +1,192 @@
+"""Which nodes are tested together, and what the tests prove: pure functions.
+
+A test runs a collective among the nodes of a group, after each node has probed its own processor
+and memory. A group passes or fails as a whole; a failed group says that one of its members or the
+connection between them is bad, not which.
+
+The first round tests pairs of neighbours. The second pairs every *suspect*, a member of a group
+that failed, with a node that is known to be healthy: by status, not by time; suspects for whom no
+healthy node is left meet suspects of other groups. A third round is held only if that left
+somebody undecided. What follows is logic: who passed with another is healthy, and if all others of
+a failed group are healthy, the remaining one is faulty. Where that decides nothing (two nodes whose
+only test failed), nobody is thrown out and the suspicion is reported.
+
+The scheme of two rounds of pairs is DLRover's; it pairs by time and gives up on three nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from statistics import median
+
+MAX_ROUNDS = 3
+STRAGGLER_FACTOR = 2.0
+"""A node is a straggler if its own probe takes this many times the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """How the test of one group ended.
+
+    Attributes:
+        members: Node ids.
+        passed: Whether the collective worked on all of them.
+        broken: Members whose own probe failed; the collective was not tried with them.
+        seconds: Duration of each member's own probe, by node id.
+        message: What went wrong.
+    """
+
+    members: tuple[int, ...]
+    passed: bool
+    broken: frozenset[int] = frozenset()
+    seconds: Mapping[int, float] | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the tests prove.
+
+    Attributes:
+        healthy: Nodes that passed with another node, or alone if they are alone.
+        faulty: Nodes that are proven bad, with the reason.
+        suspects: Nodes about which nothing is proven, with the reason.
+        stragglers: Healthy nodes that are slow, with how many times the median they took.
+        connections: Groups that failed although all their members are healthy.
+    """
+
+    healthy: frozenset[int]
+    faulty: Mapping[int, str]
+    suspects: Mapping[int, str]
+    stragglers: Mapping[int, float]
+    connections: tuple[tuple[int, ...], ...] = ()
+
+
+def plan_round(
+    nodes: Iterable[int], rounds: Sequence[Sequence[GroupResult]]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of the next round; none if there is nothing left to learn.
+
+    Args:
+        nodes: Ids of all nodes that are checked.
+        rounds: The results of the rounds so far.
+    """
+    ordered = sorted(nodes)
+    if not rounds:
+        return _pairs(ordered)
+    if len(rounds) >= MAX_ROUNDS:
+        return ()
+    verdict = judge(ordered, [result for results in rounds for result in results])
+    suspects = sorted(verdict.suspects)
+    met = {
+        frozenset((one, other))
+        for results in rounds
+        for result in results
+        for one in result.members
+        for other in result.members
+    }
+    groups: list[tuple[int, ...]] = []
+    partners = sorted(verdict.healthy)
+    num_served = min(len(suspects), len(partners))
+    groups += zip(suspects[:num_served], partners[:num_served], strict=True)
+    groups += _strangers(suspects[num_served:], met)
+    if not any(len(group) > 1 for group in groups):
+        return ()
+    groups += _pairs(partners[num_served:])
+    groups += [(node,) for node in verdict.faulty]
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _strangers(nodes: Sequence[int], met: AbstractSet[frozenset[int]]) -> list[tuple[int, ...]]:
+    """Pairs of nodes that were not tested together before; who finds none stays alone."""
+    waiting = list(nodes)
+    groups: list[tuple[int, ...]] = []
+    while waiting:
+        one = waiting.pop(0)
+        other = next((node for node in waiting if frozenset((one, node)) not in met), None)
+        if other is None:
+            groups.append((one,))
+        else:
+            waiting.remove(other)
+            groups.append((one, other))
+    return groups
+
+
+def _pairs(ordered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Pairs of neighbours; of an odd number above three, the last are three together.
+
+    Of three nodes one stays alone: a failed triple would prove nothing about anybody.
+    """
+    if not ordered:
+        return ()
+    if len(ordered) in (1, 3):
+        return (*_pairs(ordered[:-1]), (ordered[-1],))
+    odd = len(ordered) % 2
+    stop = len(ordered) - 3 * odd
+    groups = [tuple(ordered[start : start + 2]) for start in range(0, stop, 2)]
+    return (*groups, tuple(ordered[stop:])) if odd else tuple(groups)
+
+
+def judge(nodes: Iterable[int], results: Sequence[GroupResult]) -> Verdict:
+    """What results prove about nodes.
+
+    A node that appears in no result is a suspect: it did not take part.
+    """
+    everyone = frozenset(nodes)
+    alone = len(everyone) == 1
+    faulty = {
+        node: result.message or "its own probe failed"
+        for result in results
+        for node in result.broken
+    }
+    healthy = {
+        node
+        for result in results
+        if result.passed and (alone or len(result.members) > 1)
+        for node in result.members
+    } - set(faulty)
+    failed = [
+        result for result in results if not result.passed and not set(result.members) & set(faulty)
+    ]
+    for result in failed:
+        unproven = [node for node in result.members if node not in healthy]
+        if len(unproven) == 1 and len(result.members) > 1:
+            others = set(result.members) - set(unproven)
+            faulty[unproven[0]] = f"failed with {_listed(others)} {result.message}".rstrip()
+    suspects = {node: _suspicion(node, results) for node in everyone - healthy - set(faulty)}
+    connections = tuple(result.members for result in failed if healthy.issuperset(result.members))
+    return Verdict(frozenset(healthy), faulty, suspects, _stragglers(healthy, results), connections)
+
+
+def _suspicion(node: int, results: Sequence[GroupResult]) -> str:
+    mine = [result for result in results if node in result.members]
+    failed = [result for result in mine if not result.passed]
+    if failed:
+        others = sorted({other for result in failed for other in result.members} - {node})
+        message = failed[-1].message
+        return f"the test with {_listed(others)} failed{': ' + message if message else ''}"
+    return "was tested alone only" if mine else "did not take part"
+
+
+def _stragglers(healthy: Iterable[int], results: Sequence[GroupResult]) -> dict[int, float]:
+    # The best of a node's times counts: anything can be slow once.
+    best: dict[int, float] = {}
+    for result in results:
+        for node, seconds in (result.seconds or {}).items():
+            best[node] = min(seconds, best.get(node, seconds))
+    considered = {node: best[node] for node in healthy if node in best}
+    if len(considered) < 3:
+        return {}  # of two nodes, nobody can say which is the slow one
+    typical = median(considered.values())
+    return {
+        node: seconds / typical
+        for node, seconds in considered.items()
+        if typical > 0 and seconds > STRAGGLER_FACTOR * typical
+    }
+
+
+def _listed(nodes: Iterable[int]) -> str:
+    ordered = sorted(nodes)
+    return f"node{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"

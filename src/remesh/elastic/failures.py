@@ -1,0 +1,217 @@
+"""Whose fault a failure is, and what follows from it: pure functions.
+
+When one process of a job dies, its peers die of it: their collectives lose a partner. Restarts are
+charged to the node where it began, and its error is the one that people should read. What is known
+of each failed process (exit code, signal, message, last lines of its log) is sorted into kinds by
+`classify`; `root_cause` orders the failures of a round; `decide` says what a node does next.
+
+The signs of hardware faults and of lost partners are patterns that users can extend. The exit codes
+are DLRover's: 201 and 202 are what its operators give to broken devices.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+MAX_MESSAGE = 4096
+"""Characters of a message, and of a log's end, that are kept."""
+
+
+class Kind(StrEnum):
+    """What made a process fail."""
+
+    PROCESS = "process"
+    MEMORY = "memory"
+    NODE = "node"
+    COLLATERAL = "collateral"
+    STOPPED = "stopped"
+
+
+class ProcessFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """One failed process.
+
+    Attributes:
+        node_id: Its node.
+        round: The round in which it ran.
+        rank: Its rank in that round.
+        local_rank: Its rank on the node.
+        exit_code: As the operating system reports it; negative for a signal.
+        time: When it failed, in seconds since the epoch by the node's clock.
+        message: What it said: the exception, if it could be recorded.
+        log_tail: The last lines that it wrote.
+        step: The last step that it had finished, if it reports steps.
+    """
+
+    node_id: int
+    round: int
+    rank: int
+    local_rank: int
+    exit_code: int
+    time: float
+    message: str = ""
+    log_tail: str = ""
+    step: int | None = None
+
+    @property
+    def signal_name(self) -> str:
+        """The signal that ended it, or nothing."""
+        if self.exit_code >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+
+class Patterns(msgspec.Struct, frozen=True, kw_only=True):
+    """Regular expressions that tell kinds of failures apart, searched in message and log.
+
+    Attributes:
+        node: Signs that the machine is broken.
+        memory: Signs that memory ran out.
+        collateral: Signs that a partner was lost.
+        node_exit_codes: Exit codes by which a script says that the machine is broken.
+    """
+
+    node: tuple[str, ...] = (
+        r"uncorrectable (ECC|NVLink) error",
+        r"\bNVRM: Xid\b",
+        r"hardware error",
+        r"CUDA error: (an illegal instruction|unspecified launch failure|device kernel image)",
+        r"No CUDA GPUs are available",
+        r"GPU has fallen off the bus",
+        r"\bECC error\b",
+    )
+    memory: tuple[str, ...] = (
+        r"out of memory",
+        r"\bMemoryError\b",
+        r"Cannot allocate memory",
+        r"DefaultCPUAllocator: can't allocate",
+    )
+    collateral: tuple[str, ...] = (
+        r"Connection (closed|reset) by peer",
+        r"Connection refused",
+        r"Broken pipe",
+        r"\bncclRemoteError\b",
+        r"NCCL communicator was aborted",
+        r"Watchdog caught collective operation timeout",
+        r"Timed out waiting .* (recv|send) operation",
+        r"DistNetworkError",
+        r"\bExchangeError\b",
+        r"connectFullMesh",
+        r"barrier .*timed? ?out",
+    )
+    node_exit_codes: tuple[int, ...] = (201, 202)
+
+
+def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:
+    """The kind of one failure.
+
+    A broken machine is looked for first: such errors are often followed by those of the others.
+    """
+    text = f"{failure.message}\n{failure.log_tail}"
+
+    def shows(signs: Iterable[str]) -> bool:
+        return any(re.search(sign, text, re.IGNORECASE) for sign in signs)
+
+    if failure.exit_code in patterns.node_exit_codes or shows(patterns.node):
+        return Kind.NODE
+    if shows(patterns.memory):
+        return Kind.MEMORY
+    if failure.exit_code == -signal.SIGTERM:
+        return Kind.STOPPED
+    if shows(patterns.collateral):
+        return Kind.COLLATERAL
+    return Kind.PROCESS
+
+
+_ORDER = (Kind.NODE, Kind.MEMORY, Kind.PROCESS, Kind.COLLATERAL, Kind.STOPPED)
+
+
+def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[ProcessFailure]:
+    """Failures with the likeliest root cause first.
+
+    What lost a partner or was told to stop comes after everything else; within each half the
+    earliest comes first, by the clocks of the nodes, which may differ a little.
+    """
+
+    def place(failure: ProcessFailure) -> tuple[bool, float, int, int]:
+        kind = classify(failure, patterns)
+        consequence = kind in (Kind.COLLATERAL, Kind.STOPPED)
+        return consequence, failure.time, _ORDER.index(kind), failure.rank
+
+    return sorted(failures, key=place)
+
+
+class Decision(StrEnum):
+    """What a node does after its processes failed."""
+
+    RESTART = "restart"
+    REPLACE = "replace"
+    GIVE_UP = "give up"
+
+
+class Ruling(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from the failures on one node.
+
+    Attributes:
+        decision: What its agent does: start processes again, go so that another node takes its
+            place, or end the job.
+        charged: Whether a restart is taken from the node's budget.
+        reason: Why, in a sentence.
+    """
+
+    decision: Decision
+    charged: bool
+    reason: str
+
+
+def decide(
+    failures: Sequence[ProcessFailure],
+    *,
+    num_charged: int,
+    max_restarts: int,
+    patterns: Patterns,
+) -> Ruling:
+    """Rule on the failures of one node in one round.
+
+    Args:
+        failures: The processes of the node that failed; at least one.
+        num_charged: Restarts that the node has been charged with already.
+        max_restarts: How many it may be charged with.
+        patterns: What tells kinds apart.
+    """
+    first = root_cause(failures, patterns)[0]
+    kind = classify(first, patterns)
+    where = f"rank {first.rank} (local rank {first.local_rank}) on node {first.node_id}"
+    how = first.signal_name or f"exit code {first.exit_code}"
+    if kind is Kind.NODE:
+        return Ruling(
+            decision=Decision.REPLACE,
+            charged=False,
+            reason=f"{where} says that the machine is broken ({how}); another should replace it",
+        )
+    if kind in (Kind.COLLATERAL, Kind.STOPPED):
+        return Ruling(
+            decision=Decision.RESTART,
+            charged=False,
+            reason=f"{where} failed because others did ({how})",
+        )
+    advice = "; memory ran out" if kind is Kind.MEMORY else ""
+    if num_charged >= max_restarts:
+        return Ruling(
+            decision=Decision.GIVE_UP,
+            charged=False,
+            reason=f"{where} failed ({how}{advice}) and the {max_restarts} restarts of its node "
+            "are used up",
+        )
+    return Ruling(
+        decision=Decision.RESTART,
+        charged=True,
+        reason=f"{where} failed ({how}{advice}); restart {num_charged + 1} of {max_restarts}",
+    )

@@ -1,0 +1,353 @@
+"""Which nodes form the world of a round: a pure state machine.
+
+Every agent *joins* before it starts processes, and again after each time they have stopped. A node
+that has joined is *ready*. When enough are ready, they become the *world* of the next round:
+ordered by node id, clamped to `max_nodes`, trimmed to a multiple of `node_unit`. Who is left over
+stays ready and disturbs nobody until a larger world is possible.
+
+Members of the world are *active* from its beginning until they join again, finish, leave or are
+lost. A new world is formed only when no member is active any more; until then `restart_reason`
+tells the active ones that they should stop, and why.
+
+A round begins at once if it cannot get larger: `max_nodes` are ready, or everybody who was in the
+last world is. Otherwise it waits until nothing has changed for `last_call` seconds.
+
+Messages may be lost, repeated and reordered. Joining says after which round it happens, so an old
+copy of it changes nothing; and it carries the agent's incarnation, so an agent that was replaced
+cannot speak for its successor.
+
+`step` takes a state, an event and the time, and gives the next state. The times are the caller's;
+if its clock jumps, waiting gets shorter or longer, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job wants of its worlds.
+
+    Attributes:
+        min_nodes: Fewest nodes that can train.
+        max_nodes: Most nodes that are used.
+        node_unit: The number of nodes is a multiple of this.
+        last_call: Seconds without a change after which a world below `max_nodes` is formed.
+        join_timeout: Seconds without a world after which the job has failed.
+
+    Raises:
+        ValueError: If no number of nodes satisfies them.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    node_unit: int = 1
+    last_call: float = 5.0
+    join_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ValueError(f"from {self.min_nodes} to {self.max_nodes} nodes is not a range")
+        if self.node_unit < 1:
+            raise ValueError(f"the node unit must be at least 1, but is {self.node_unit}")
+        if self.fitting(self.max_nodes) < self.min_nodes:
+            raise ValueError(
+                f"no multiple of {self.node_unit} lies in {self.min_nodes}:{self.max_nodes} nodes"
+            )
+        if self.last_call < 0 or self.join_timeout < 0:
+            raise ValueError("waiting times cannot be negative")
+
+    def fitting(self, num_nodes: int) -> int:
+        """The size of the largest world that so many nodes can form; 0 if there is none."""
+        trimmed = min(num_nodes, self.max_nodes) // self.node_unit * self.node_unit
+        return trimmed if trimmed >= self.min_nodes else 0
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as its agent describes it.
+
+    Attributes:
+        id: Its place in the order of ranks; the same when it comes back.
+        incarnation: Differs for every agent process.
+        name: What people call it.
+        address: Where other nodes reach it.
+        num_processes: Training processes that it starts.
+    """
+
+    id: int
+    incarnation: str
+    name: str
+    address: str
+    num_processes: int
+
+
+class Outcome(StrEnum):
+    """How a node or a job ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    DRAINED = "drained"
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """An agent is ready for the round after `after_round`, the last that it was in (or 0)."""
+
+    node: Node
+    after_round: int
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """An agent is going, and says how it ended."""
+
+    id: int
+    incarnation: str
+    outcome: Outcome
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Nothing has been heard of a node for too long, or it is known to be dead."""
+
+    id: int
+    incarnation: str
+
+
+class Excluded(msgspec.Struct, frozen=True, tag=True):
+    """A node is not to be used."""
+
+    id: int
+    incarnation: str
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The job is over, whatever its nodes do."""
+
+    outcome: Outcome
+    reason: str
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time has passed."""
+
+
+Event: TypeAlias = Joined | Left | Lost | Excluded | Ended | Tick
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known.
+
+    Attributes:
+        settings: What the job wants.
+        round: Number of the last world that was formed; 0 before the first.
+        world: Its members, in the order of their ranks.
+        active: Ids of members that are still in it.
+        finished: Ids of members that succeeded.
+        ready: Nodes that have joined for the next round, by id.
+        excluded: Incarnation and reason of nodes that are not to be used, by id.
+        replaced: Incarnations whose node id another agent has taken over.
+        changed_at: When the set of ready nodes changed last.
+        without_world_since: Since when no member is active; None while one is.
+        outcome: How the job ended; None while it runs.
+        reason: Why it ended so.
+    """
+
+    settings: Settings
+    round: int = 0
+    world: tuple[Node, ...] = ()
+    active: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
+    ready: dict[int, Node] = {}
+    excluded: dict[int, tuple[str, str]] = {}
+    replaced: frozenset[str] = frozenset()
+    changed_at: float = 0.0
+    without_world_since: float | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    def member(self, node_id: int) -> Node | None:
+        """The member of the last world that has this id."""
+        return next((node for node in self.world if node.id == node_id), None)
+
+    def known(self, node_id: int) -> Node | None:
+        """The newest agent that spoke for this id and has not gone."""
+        if node_id in self.ready:
+            return self.ready[node_id]
+        return self.member(node_id) if node_id in self.active else None
+
+
+def start(settings: Settings, now: float) -> State:
+    """A job that waits for its first nodes."""
+    return State(settings=settings, changed_at=now, without_world_since=now)
+
+
+def step(state: State, event: Event, now: float) -> State:
+    """The state after an event."""
+    if state.outcome is not None:
+        return state
+    match event:
+        case Joined(node, after_round):
+            state = _join(state, node, after_round, now)
+        case Left(node_id, incarnation, outcome):
+            state = _leave(state, node_id, incarnation, outcome, now)
+        case Lost(node_id, incarnation):
+            state = _remove(state, node_id, incarnation, now)
+        case Excluded(node_id, incarnation, reason):
+            barred = {**state.excluded, node_id: (incarnation, reason)}
+            state = msgspec.structs.replace(state, excluded=barred)
+            state = _remove(state, node_id, incarnation, now)
+        case Ended(outcome, reason):
+            return msgspec.structs.replace(state, outcome=outcome, reason=reason)
+        case Tick():
+            pass
+    return _form_world(_note_absence(state, now), now)
+
+
+def _join(state: State, node: Node, after_round: int, now: float) -> State:
+    if is_replaced(state, node) or exclusion_of(state, node) is not None:
+        return state
+    member = state.member(node.id)
+    in_world = member is not None and member.incarnation == node.incarnation
+    if in_world and after_round < state.round:
+        return state  # a late copy of the message that led to this world
+    previous = state.known(node.id)
+    if previous is not None and previous.incarnation != node.incarnation:
+        taken_over = state.replaced | {previous.incarnation}
+        state = msgspec.structs.replace(state, replaced=taken_over)
+    if state.ready.get(node.id) == node:
+        return state
+    return msgspec.structs.replace(
+        state,
+        ready={**state.ready, node.id: node},
+        active=state.active - {node.id},
+        excluded={key: value for key, value in state.excluded.items() if key != node.id},
+        changed_at=now,
+    )
+
+
+def _leave(state: State, node_id: int, incarnation: str, outcome: Outcome, now: float) -> State:
+    member = state.member(node_id)
+    was_active = (
+        member is not None and member.incarnation == incarnation and node_id in state.active
+    )
+    state = _remove(state, node_id, incarnation, now)
+    if not was_active or outcome is not Outcome.SUCCEEDED:
+        return state
+    finished = state.finished | {node_id}
+    state = msgspec.structs.replace(state, finished=finished)
+    if finished == {node.id for node in state.world}:
+        return msgspec.structs.replace(
+            state, outcome=Outcome.SUCCEEDED, reason="the processes of all nodes succeeded"
+        )
+    return state
+
+
+def _remove(state: State, node_id: int, incarnation: str, now: float) -> State:
+    known = state.known(node_id)
+    if known is None or known.incarnation != incarnation:
+        return state
+    return msgspec.structs.replace(
+        state,
+        ready={key: node for key, node in state.ready.items() if key != node_id},
+        active=state.active - {node_id},
+        changed_at=now,
+    )
+
+
+def _note_absence(state: State, now: float) -> State:
+    """Keep `without_world_since` in step with `active`."""
+    if state.active:
+        since = None
+    else:
+        since = now if state.without_world_since is None else state.without_world_since
+    return msgspec.structs.replace(state, without_world_since=since)
+
+
+def _form_world(state: State, now: float) -> State:
+    if state.outcome is not None or state.active:
+        return state
+    settings = state.settings
+    size = settings.fitting(len(state.ready))
+    since = state.without_world_since
+    if not size:
+        if since is not None and now - since >= settings.join_timeout:
+            return msgspec.structs.replace(
+                state,
+                outcome=Outcome.FAILED,
+                reason=f"{len(state.ready)} nodes have joined within {settings.join_timeout:g} s, "
+                f"at least {settings.min_nodes} in multiples of {settings.node_unit} are needed",
+            )
+        return state
+    cannot_grow = size == settings.fitting(settings.max_nodes)
+    all_back = bool(state.world) and all(
+        node.id in state.ready or node.id in state.finished for node in state.world
+    )
+    if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
+        return state
+    chosen = sorted(state.ready)[:size]
+    return msgspec.structs.replace(
+        state,
+        round=state.round + 1,
+        world=tuple(state.ready[node_id] for node_id in chosen),
+        active=frozenset(chosen),
+        finished=frozenset(),
+        ready={key: node for key, node in state.ready.items() if key not in chosen},
+        without_world_since=None,
+    )
+
+
+def is_replaced(state: State, node: Node) -> bool:
+    """Whether another agent has taken over the node's id."""
+    return node.incarnation in state.replaced
+
+
+def exclusion_of(state: State, node: Node) -> str | None:
+    """Why a node is not used; None if it may be. A new agent starts with a clean slate."""
+    incarnation, reason = state.excluded.get(node.id, ("", ""))
+    return reason if incarnation == node.incarnation else None
+
+
+class Change(StrEnum):
+    """Why the members of a world should stop their processes and join again."""
+
+    LOST = "lost"
+    RESTARTED = "restarted"
+    GROW = "grow"
+    STALE = "stale"
+
+
+def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
+    """Why a node that runs processes in a round should stop them; None if it should go on.
+
+    Growing is the only reason that can wait: the world is whole, it could only be larger.
+
+    Args:
+        state: The state.
+        node_id: The node that asks.
+        round_of_node: The round whose processes it runs.
+    """
+    if state.outcome is not None:
+        return None
+    if round_of_node != state.round or node_id not in state.active:
+        return Change.STALE, f"round {round_of_node} is over for node {node_id}"
+    members = {node.id for node in state.world}
+    gone = members - state.active - state.finished
+    if gone:
+        back = gone & set(state.ready)
+        if gone - back:
+            return Change.LOST, f"{_nodes(gone - back)} left or died"
+        return Change.RESTARTED, f"{_nodes(back)} stopped the processes"
+    if state.finished:
+        return None
+    size = state.settings.fitting(len(state.active) + len(state.ready))
+    if size > len(state.world):
+        return Change.GROW, f"{len(state.ready)} nodes wait, the world can grow to {size}"
+    return None
+
+
+def _nodes(ids: Iterable[int]) -> str:
+    listed = sorted(ids)
+    return f"node{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

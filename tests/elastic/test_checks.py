@@ -1,0 +1,108 @@
+"""Which nodes are tested together, and what the tests prove."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh.elastic.checks import GroupResult, Verdict, judge, plan_round
+
+
+def run(nodes: list[int], faulty: set[int]) -> tuple[Verdict, list[tuple[tuple[int, ...], ...]]]:
+    """Check nodes of which some are faulty: a group fails if it has one of them and another."""
+    rounds: list[list[GroupResult]] = []
+    plans = []
+    while plan := plan_round(nodes, rounds):
+        plans.append(plan)
+        rounds.append(
+            [GroupResult(group, len(group) == 1 or not faulty & set(group)) for group in plan]
+        )
+    return judge(nodes, [result for results in rounds for result in results]), plans
+
+
+def test_the_example_of_six_nodes() -> None:
+    verdict, plans = run([1, 2, 3, 4, 5, 6], {6})
+    assert plans == [((1, 2), (3, 4), (5, 6)), ((1, 5), (2, 6), (3, 4))]
+    assert verdict.healthy == {1, 2, 3, 4, 5}
+    assert list(verdict.faulty) == [6]
+
+
+def test_healthy_nodes_need_one_round() -> None:
+    verdict, plans = run(list(range(7)), set())
+    assert plans == [((0, 1), (2, 3), (4, 5, 6))]
+    assert verdict.healthy == set(range(7))
+
+
+def test_one_node_is_checked_by_itself() -> None:
+    verdict, plans = run([3], set())
+    assert plans == [((3,),)]
+    assert verdict.healthy == {3}
+
+
+def test_of_two_nodes_that_fail_together_none_is_thrown_out() -> None:
+    verdict, _ = run([0, 1], {1})
+    assert (verdict.faulty, sorted(verdict.suspects)) == ({}, [0, 1])
+
+
+def test_of_two_nodes_the_one_whose_own_probe_fails_is_faulty() -> None:
+    result = GroupResult((0, 1), passed=False, broken=frozenset({1}), message="bad memory")
+    verdict = judge([0, 1], [result])
+    assert verdict.faulty == {1: "bad memory"}
+    assert sorted(verdict.suspects) == [0]
+
+
+def test_of_three_nodes_each_can_be_found() -> None:
+    for faulty in range(3):
+        verdict, _ = run([0, 1, 2], {faulty})
+        assert list(verdict.faulty) == [faulty], verdict
+
+
+def test_a_connection_between_healthy_nodes_is_reported_and_nobody_thrown_out() -> None:
+    results = [GroupResult((0, 1), True), GroupResult((2, 3), True), GroupResult((1, 2), False)]
+    verdict = judge(range(4), results)
+    assert verdict.connections == ((1, 2),)
+    assert verdict.healthy == {0, 1, 2, 3}
+
+
+def test_a_node_that_did_not_take_part_is_suspected() -> None:
+    verdict = judge([0, 1, 2], [GroupResult((0, 1), True)])
+    assert verdict.suspects == {2: "did not take part"}
+
+
+def test_stragglers_are_relative_to_the_median_and_slow_every_time() -> None:
+    results = [
+        GroupResult((0, 1), True, seconds={0: 1.0, 1: 5.0}),
+        GroupResult((2, 3), True, seconds={2: 1.2, 3: 5.0}),
+        GroupResult((0, 3), True, seconds={0: 1.0, 3: 1.1}),
+    ]
+    assert judge(range(4), results).stragglers == {1: 5.0 / 1.15}
+
+
+@given(st.integers(1, 24), st.data())
+def test_no_healthy_node_is_ever_thrown_out(num_nodes: int, data: st.DataObject) -> None:
+    nodes = list(range(num_nodes))
+    faulty = data.draw(st.sets(st.sampled_from(nodes)))
+    verdict, plans = run(nodes, faulty)
+    if num_nodes > 1:
+        assert not verdict.healthy & faulty
+    assert set(verdict.faulty) <= faulty
+    assert verdict.healthy | set(verdict.faulty) | set(verdict.suspects) == set(nodes)
+    for plan in plans:
+        assert sorted(node for group in plan for node in group) == nodes
+
+
+@given(st.integers(3, 40), st.data())
+def test_a_single_faulty_node_is_always_found(num_nodes: int, data: st.DataObject) -> None:
+    faulty = data.draw(st.integers(0, num_nodes - 1))
+    verdict, _ = run(list(range(num_nodes)), {faulty})
+    assert set(verdict.faulty) == {faulty}
+    assert not verdict.suspects
+
+
+@given(st.integers(8, 40), st.data())
+def test_fewer_faulty_than_healthy_groups_are_all_found(
+    num_nodes: int, data: st.DataObject
+) -> None:
+    faulty = data.draw(st.sets(st.integers(0, num_nodes - 1), min_size=1, max_size=num_nodes // 8))
+    verdict, _ = run(list(range(num_nodes)), faulty)
+    assert set(verdict.faulty) == faulty

@@ -1,0 +1,106 @@
+"""Whose fault a failure is, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from remesh.elastic.failures import (
+    Decision,
+    Kind,
+    Patterns,
+    ProcessFailure,
+    classify,
+    decide,
+    root_cause,
+)
+
+PATTERNS = Patterns()
+
+
+def failure(
+    rank: int, message: str = "", *, exit_code: int = 1, time: float = 0.0, log: str = ""
+) -> ProcessFailure:
+    return ProcessFailure(
+        node_id=rank // 2,
+        round=1,
+        rank=rank,
+        local_rank=rank % 2,
+        exit_code=exit_code,
+        time=time,
+        message=message,
+        log_tail=log,
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "exit_code", "kind"),
+    [
+        ("ValueError: no such layer", 1, Kind.PROCESS),
+        ("", -11, Kind.PROCESS),
+        ("", -9, Kind.PROCESS),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", 1, Kind.MEMORY),
+        ("RuntimeError: CUDA error: uncorrectable NVLink error detected", -6, Kind.NODE),
+        ("", 201, Kind.NODE),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:39213", 1, Kind.COLLATERAL),
+        ("DistBackendError: NCCL error ... ncclRemoteError", 1, Kind.COLLATERAL),
+        ("", -15, Kind.STOPPED),
+    ],
+)
+def test_kinds(message: str, exit_code: int, kind: Kind) -> None:
+    assert classify(failure(0, message, exit_code=exit_code), PATTERNS) is kind
+
+
+def test_the_log_is_searched_too() -> None:
+    assert classify(failure(0, log="NVRM: Xid (PCI:0000:41:00): 79"), PATTERNS) is Kind.NODE
+
+
+def test_patterns_can_be_extended() -> None:
+    patterns = Patterns(node=(r"fan of slot \d+ stopped",))
+    assert classify(failure(0, "fan of slot 3 stopped"), patterns) is Kind.NODE
+
+
+def test_the_root_cause_comes_before_what_it_caused_even_if_its_clock_is_late() -> None:
+    cause = failure(5, "ZeroDivisionError: division by zero", time=10.4)
+    first = failure(0, "Connection closed by peer", time=10.1)
+    second = failure(2, "Connection reset by peer", time=10.2)
+    told = failure(1, exit_code=-15, time=10.0)
+    ordered = root_cause([told, second, first, cause], PATTERNS)
+    assert [f.rank for f in ordered] == [5, 1, 0, 2]
+
+
+class TestDecisions:
+    def test_only_the_cause_is_charged(self) -> None:
+        ruling = decide(
+            [failure(0, "Connection closed by peer")],
+            num_charged=0,
+            max_restarts=0,
+            patterns=PATTERNS,
+        )
+        assert (ruling.decision, ruling.charged) == (Decision.RESTART, False)
+
+    def test_a_restart_is_charged_while_there_are_some(self) -> None:
+        for num_charged, decision in ((0, Decision.RESTART), (1, Decision.GIVE_UP)):
+            ruling = decide(
+                [failure(3, "boom", exit_code=-9)],
+                num_charged=num_charged,
+                max_restarts=1,
+                patterns=PATTERNS,
+            )
+            assert ruling.decision is decision
+            assert ruling.charged is (decision is Decision.RESTART)
+            assert "rank 3 (local rank 1) on node 1 failed (SIGKILL" in ruling.reason
+
+    def test_a_broken_machine_is_replaced(self) -> None:
+        ruling = decide(
+            [failure(0, "Connection reset by peer"), failure(1, "uncorrectable ECC error")],
+            num_charged=0,
+            max_restarts=3,
+            patterns=PATTERNS,
+        )
+        assert (ruling.decision, ruling.charged) == (Decision.REPLACE, False)
+
+    def test_memory_is_named(self) -> None:
+        ruling = decide(
+            [failure(0, "CUDA out of memory")], num_charged=0, max_restarts=1, patterns=PATTERNS
+        )
+        assert "memory ran out" in ruling.reason

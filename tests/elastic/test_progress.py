@@ -1,0 +1,78 @@
+"""Useful time, hanging jobs and slow ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from remesh.elastic.progress import (
+    Progress,
+    RankProgress,
+    begin,
+    begin_round,
+    goodput,
+    hangs,
+    lagging_ranks,
+    report,
+    slow_ranks,
+)
+
+
+def heard(step: int, now: float, seconds: float | None = None) -> RankProgress:
+    return RankProgress(step=step, time=now, step_seconds=seconds)
+
+
+def trained(progress: Progress, steps: range, began: float, seconds: float) -> Progress:
+    for number, step in enumerate(steps, start=1):
+        now = began + number * seconds
+        progress = report(progress, 0, heard(step, now), now)
+    return progress
+
+
+def test_nothing_is_known_before_the_first_steps() -> None:
+    assert goodput(begin(0.0), 10.0) is None
+
+
+def test_steps_without_interruption_are_all_useful() -> None:
+    progress = trained(begin(0.0), range(1, 101), 0.0, 1.0)
+    assert goodput(progress, 100.0) == pytest.approx(1.0)
+
+
+def test_lost_time_and_repeated_steps_are_not_useful() -> None:
+    progress = trained(begin(0.0), range(1, 101), 0.0, 1.0)
+    # 60 s until the restart, then the steps from 81 on again: 20 s for nothing.
+    progress = begin_round(progress, 160.0)
+    progress = trained(progress, range(81, 121), 160.0, 1.0)
+    assert goodput(progress, 200.0) == pytest.approx(120 / 200)
+
+
+def test_a_job_hangs_when_no_rank_moves() -> None:
+    progress = trained(begin(0.0), range(1, 11), 0.0, 1.0)
+    assert not hangs(progress, 39.0, 30.0)
+    assert hangs(progress, 41.0, 30.0)
+    assert not hangs(progress, 1e9, None)
+
+
+def test_nothing_is_said_before_the_first_report_of_a_round() -> None:
+    progress = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
+    assert not hangs(progress, 1000.0, 30.0)
+
+
+def test_repeated_steps_are_no_hang() -> None:
+    progress = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
+    progress = trained(progress, range(5, 8), 20.0, 40.0)
+    assert not hangs(progress, 141.0, 30.0)
+
+
+def test_slow_ranks_are_relative_to_the_median() -> None:
+    progress = begin(0.0)
+    for rank, seconds in enumerate((1.0, 1.0, 1.1, 3.0)):
+        progress = report(progress, rank, heard(1, 1.0, seconds), 1.0)
+    assert slow_ranks(progress) == {3: 3.0 / 1.05}
+
+
+def test_the_ranks_that_lag_are_named() -> None:
+    progress = begin(0.0)
+    for rank, step in enumerate((5, 4, 5, 4)):
+        progress = report(progress, rank, heard(step, 1.0), 1.0)
+    assert lagging_ranks(progress) == [1, 3]
+    assert lagging_ranks(begin(0.0)) == []

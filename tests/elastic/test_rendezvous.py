@@ -1,0 +1,277 @@
+"""Which nodes form the world of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from remesh.elastic.rendezvous import (
+    Change,
+    Ended,
+    Event,
+    Excluded,
+    Joined,
+    Left,
+    Lost,
+    Node,
+    Outcome,
+    Settings,
+    State,
+    Tick,
+    restart_reason,
+    start,
+    step,
+)
+
+
+def node(number: int, incarnation: str = "a") -> Node:
+    return Node(
+        id=number,
+        incarnation=f"{number}{incarnation}",
+        name=f"host-{number}",
+        address="127.0.0.1",
+        num_processes=2,
+    )
+
+
+def joined(number: int, after_round: int = 0, incarnation: str = "a") -> Joined:
+    return Joined(node(number, incarnation), after_round)
+
+
+def lost(number: int) -> Lost:
+    return Lost(number, f"{number}a")
+
+
+def play(settings: Settings, *events: tuple[float, Event]) -> State:
+    state = start(settings, 0.0)
+    for now, event in events:
+        state = step(state, event, now)
+    return state
+
+
+def world_of(state: State) -> list[int]:
+    return [member.id for member in state.world]
+
+
+def running(settings: Settings, numbers: Iterable[int]) -> State:
+    state = play(settings, *((1.0, joined(number)) for number in numbers))
+    return step(state, Tick(), 1.0 + settings.last_call)
+
+
+class TestForming:
+    def test_ranks_follow_node_ids_not_arrival(self) -> None:
+        state = play(
+            Settings(min_nodes=3, max_nodes=3), (1, joined(7)), (2, joined(3)), (3, joined(5))
+        )
+        assert (state.round, world_of(state)) == (1, [3, 5, 7])
+
+    def test_below_the_maximum_it_waits_for_the_last_call(self) -> None:
+        settings = Settings(min_nodes=2, max_nodes=4, last_call=5)
+        state = play(settings, (1, joined(0)), (3, joined(1)), (7.9, Tick()))
+        assert state.round == 0
+        assert world_of(step(state, Tick(), 8.0)) == [0, 1]
+
+    @pytest.mark.parametrize("last", [Tick(), joined(3)])
+    def test_the_unit_trims_on_every_path(self, last: Event) -> None:
+        settings = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5)
+        state = play(settings, *((1, joined(n)) for n in (4, 2, 0)), (6, last), (12, Tick()))
+        size = 2 if isinstance(last, Tick) else 4
+        assert world_of(state) == [0, 2, 3, 4][:size] if size == 4 else [0, 2]
+
+    def test_the_world_is_clamped_and_the_rest_waits(self) -> None:
+        state = running(Settings(min_nodes=1, max_nodes=2, last_call=5), [0, 1])
+        state = step(state, joined(2), 9)
+        assert world_of(state) == [0, 1]
+        assert sorted(state.ready) == [2]
+        assert restart_reason(state, 0, 1) is None
+
+    def test_too_few_nodes_for_too_long_end_the_job(self) -> None:
+        settings = Settings(min_nodes=2, max_nodes=2, join_timeout=60)
+        state = play(settings, (1, joined(0)), (59, Tick()))
+        assert state.outcome is None
+        state = step(state, Tick(), 60)
+        assert state.outcome is Outcome.FAILED
+        assert "1 nodes have joined within 60 s, at least 2" in state.reason
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"min_nodes": 3, "max_nodes": 2}, "not a range"),
+            ({"min_nodes": 3, "max_nodes": 3, "node_unit": 2}, "no multiple of 2 lies in 3:3"),
+            ({"min_nodes": 1, "max_nodes": 1, "node_unit": 0}, "unit must be at least 1"),
+        ],
+    )
+    def test_settings_that_nothing_satisfies(self, wrong: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Settings(**wrong)
+
+
+class TestChanging:
+    settings = Settings(min_nodes=2, max_nodes=4, node_unit=2, last_call=5)
+
+    def test_a_lost_member_restarts_the_others_and_the_world_shrinks(self) -> None:
+        state = running(self.settings, [0, 1, 2, 3])
+        state = step(state, lost(1), 20)
+        assert restart_reason(state, 0, 1) == (Change.LOST, "node 1 left or died")
+        for number in (0, 2, 3):
+            state = step(state, joined(number, 1), 21)
+        assert state.round == 1  # three could become four: wait for the last call
+        state = step(state, Tick(), 26)
+        assert (state.round, world_of(state), sorted(state.ready)) == (2, [0, 2], [3])
+
+    def test_growing_is_announced_and_can_wait(self) -> None:
+        state = running(self.settings, [0, 1])
+        state = step(state, joined(3), 20)
+        assert restart_reason(state, 0, 1) is None  # three nodes are no larger world
+        state = step(state, joined(2), 30)
+        reason = restart_reason(state, 0, 1)
+        assert reason is not None
+        assert reason[0] is Change.GROW
+        state = step(step(state, joined(0, 1), 40), joined(1, 1), 41)
+        assert (state.round, world_of(state)) == (2, [0, 1, 2, 3])
+
+    def test_all_back_after_a_failure_need_no_last_call(self) -> None:
+        state = running(self.settings, [0, 1])
+        state = step(state, joined(1, 1), 20)
+        assert restart_reason(state, 0, 1) == (Change.RESTARTED, "node 1 stopped the processes")
+        state = step(state, joined(0, 1), 20.5)
+        assert (state.round, world_of(state)) == (2, [0, 1])
+
+    def test_an_old_copy_of_a_join_changes_nothing(self) -> None:
+        state = running(self.settings, [0, 1])
+        assert step(state, joined(0), 30) == state
+
+    def test_a_new_agent_takes_over_and_the_old_one_cannot_speak(self) -> None:
+        state = running(self.settings, [0, 1])
+        state = step(state, joined(1, 0, "b"), 20)
+        assert restart_reason(state, 0, 1) is not None
+        assert state.ready[1].incarnation == "1b"
+        assert step(state, joined(1, 1), 21) == state
+        assert step(state, Left(1, "1a", Outcome.FAILED), 21) == state
+
+    def test_who_was_declared_lost_and_comes_back_is_told(self) -> None:
+        state = step(running(self.settings, [0, 1]), lost(1), 20)
+        reason = restart_reason(state, 1, 1)
+        assert reason is not None
+        assert reason[0] is Change.STALE
+        state = step(step(state, joined(1, 1), 21), joined(0, 1), 22)
+        assert (state.round, world_of(state)) == (2, [0, 1])
+
+    def test_a_finished_member_stops_growth_and_all_finished_end_the_job(self) -> None:
+        state = running(self.settings, [0, 1])
+        state = step(step(state, joined(2), 20), joined(3), 20)
+        state = step(state, Left(0, "0a", Outcome.SUCCEEDED), 21)
+        assert restart_reason(state, 1, 1) is None
+        state = step(state, Left(1, "1a", Outcome.SUCCEEDED), 22)
+        assert state.outcome is Outcome.SUCCEEDED
+
+    def test_an_excluded_node_is_out_until_its_agent_is_replaced(self) -> None:
+        state = step(running(self.settings, [0, 1]), Excluded(1, "1a", "its memory fails"), 20)
+        assert step(state, joined(1, 1), 21).ready == {}
+        assert 1 in step(state, joined(1, 0, "b"), 22).ready
+
+    def test_an_ended_job_stays_ended(self) -> None:
+        state = step(running(self.settings, [0, 1]), Ended(Outcome.FAILED, "given up"), 20)
+        assert step(state, joined(0, 1), 21) == state
+
+
+def test_a_state_survives_its_encoding() -> None:
+    state = running(Settings(min_nodes=1, max_nodes=4), [0, 3])
+    state = step(step(state, joined(5), 30), Excluded(3, "3a", "broken"), 31)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=State) == state
+
+
+class Agents(RuleBasedStateMachine):
+    """Agents that behave, over a network that loses, repeats and reorders, and a clock that jumps.
+
+    Each agent remembers only what it was told: the last round it was in, and whether it runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(
+            min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e9
+        )
+        self.state = start(self.settings, 0.0)
+        self.now = 0.0
+        self.rounds: dict[str, int] = {}
+        self.incarnations: dict[int, int] = {}
+        self.sent: list[Event] = []
+
+    def send(self, event: Event, delivered: bool = True) -> None:
+        self.sent.append(event)
+        if delivered:
+            self.deliver(event)
+
+    def deliver(self, event: Event) -> None:
+        before = self.state
+        self.state = step(before, event, self.now)
+        assert self.state.round in (before.round, before.round + 1)
+        if self.state.round == before.round:
+            assert self.state.world == before.world
+        else:
+            assert (
+                not before.active
+                or before.active == {getattr(event, "id", None)}
+                or (isinstance(event, Joined) and before.active == {event.node.id})
+            )
+            for member in self.state.world:
+                self.rounds[member.incarnation] = self.state.round
+
+    def me(self, number: int) -> Node:
+        return node(number, str(self.incarnations.setdefault(number, 0)))
+
+    @rule(number=st.integers(0, 6), delivered=st.booleans())
+    def join(self, number: int, delivered: bool) -> None:
+        me = self.me(number)
+        self.send(Joined(me, self.rounds.get(me.incarnation, 0)), delivered)
+
+    @rule(number=st.integers(0, 6))
+    def new_agent(self, number: int) -> None:
+        self.incarnations[number] = self.incarnations.get(number, 0) + 1
+
+    @rule(number=st.integers(0, 6))
+    def node_dies(self, number: int) -> None:
+        self.deliver(Lost(number, self.me(number).incarnation))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def an_old_message_arrives(self, data: st.DataObject) -> None:
+        self.deliver(data.draw(st.sampled_from(self.sent)))
+
+    @rule(seconds=st.floats(-100, 100))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.deliver(Tick())
+
+    @invariant()
+    def worlds_are_as_the_settings_say(self) -> None:
+        if self.state.round:
+            ids = world_of(self.state)
+            assert ids == sorted(set(ids))
+            assert len(ids) == self.settings.fitting(len(ids))
+            assert self.state.active <= set(ids)
+        assert not self.state.active & set(self.state.ready)
+
+    @invariant()
+    def a_world_forms_when_the_nodes_are_there(self) -> None:
+        later = step(self.state, Tick(), self.now + 1000)
+        if not self.state.active and self.settings.fitting(len(self.state.ready)):
+            assert later.round == self.state.round + 1
+            assert later.active
+
+    @invariant()
+    def members_are_told_that_the_world_is_broken(self) -> None:
+        gone = {member.id for member in self.state.world} - self.state.active
+        for number in self.state.active:
+            told = restart_reason(self.state, number, self.state.round)
+            assert (told is not None and told[0] is not Change.GROW) == bool(gone)
+
+
+TestAgents = Agents.TestCase
+TestAgents.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
