@@ -1,0 +1,363 @@
+"""Which samples a rank trains on next, kept as one number that means the same on any world size.
+
+An epoch is an order of all samples, the same on every rank. Training eats it from the front: a
+step of W ranks with b samples each takes the next W x b, rank r those at r, r + W, r + 2W, ... So
+what has been trained on is always a beginning of the order, and how long that beginning is, the
+*position*, is all there is to store. With another world size or batch size the next step takes
+another number of samples, from the same place on. No sample is repeated, none is left out.
+
+A position must count what finished steps have trained on. A data loader with workers asks for
+batches long before they are trained on, so the position cannot be counted where indices are handed
+out; the training loop says it, by `advance`, once a step is finished. Who forgets is told: the end
+of an epoch in which nothing was advanced, or an advance past what was handed out, is an error.
+
+`ResumableSampler` hands out single samples, `ResumableBatchSampler` batches; both are leaves of a
+state. `SkipBatchSampler` is for scripts that count steps and skip as many batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from remesh.errors import StateError
+from remesh.training.permutation import key_of, shuffled
+
+OrderKind = Literal["in_order", "feistel", "torch_randperm"]
+
+_BLOCK = 1 << 14
+"""Places of an order that are computed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """The order of the samples in each epoch; the same wherever it is computed.
+
+    Attributes:
+        kind: `in_order`: 0, 1, 2, ...; `feistel`: `remesh.training.permutation`, the same in all
+            versions; `torch_randperm`: that of `DistributedSampler`, as far as torch keeps it.
+        num_samples: How many samples an epoch has.
+        seed: Which of the shuffled orders; 0 <= seed < 2**63.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    kind: OrderKind
+    num_samples: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0 or not 0 <= self.seed < 2**63:
+            raise ValueError(
+                f"an order needs num_samples >= 0 and 0 <= seed < 2**63, got {self.num_samples} "
+                f"and {self.seed}"
+            )
+
+    def samples(self, epoch: int, start: int) -> Iterator[int]:
+        """The samples of an epoch, from a place on."""
+        stop = self.num_samples
+        if self.kind == "in_order":
+            yield from range(start, stop)
+        elif self.kind == "feistel":
+            key = key_of(self.seed, epoch)
+            for first in range(start, stop, _BLOCK):
+                places = np.arange(first, min(first + _BLOCK, stop))
+                yield from shuffled(places, stop, key).tolist()
+        else:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            yield from torch.randperm(stop, generator=generator)[start:].tolist()
+
+
+class ResumableSampler(Sampler[int]):
+    """A rank's share of the samples of an epoch, from a global position on.
+
+    Iterating begins at the position and leaves it where it is; `advance` moves it. Give it to a
+    `ResumableBatchSampler`, or to a `DataLoader` as `sampler=`.
+
+    Example:
+        >>> sampler = ResumableSampler(10, shuffle=False, rank=1, world_size=2)
+        >>> list(sampler)
+        [1, 3, 5, 7, 9]
+        >>> sampler.advance(8)
+        >>> list(sampler)
+        [9]
+
+    Args:
+        samples: The data set, or how many samples it has, or their order.
+        seed: Which of the shuffled orders.
+        shuffle: Whether to shuffle; else the samples come as they are numbered.
+        drop_last: Leave out the end of an epoch that does not divide into ranks, or, in a
+            `ResumableBatchSampler`, into global batches. Otherwise every sample is handed out
+            exactly once, and shares may differ by one.
+        rank: This process among those that share the samples: a rank of the data-parallel axis.
+            By default that of torch's default group, 0 if there is none.
+        world_size: How many share them; by default likewise.
+
+    Raises:
+        ValueError: If rank and world size do not fit.
+    """
+
+    def __init__(
+        self,
+        samples: int | Sized | SampleOrder,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(samples, SampleOrder):
+            num_samples = samples if isinstance(samples, int) else len(samples)
+            samples = (
+                SampleOrder("feistel", num_samples, seed)
+                if shuffle
+                else SampleOrder("in_order", num_samples)
+            )
+        in_group = dist.is_available() and dist.is_initialized()
+        self.order = samples
+        self.drop_last = drop_last
+        self.rank = (dist.get_rank() if in_group else 0) if rank is None else rank
+        self.world_size = (
+            (dist.get_world_size() if in_group else 1) if world_size is None else world_size
+        )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
+        self._epoch = 0
+        self._position = 0
+        self._handed_out = 0
+        self._exhausted_from: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 0 on."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that finished steps of all ranks have trained on."""
+        return self._position
+
+    @property
+    def num_remaining(self) -> int:
+        """Samples of this epoch that are left, on all ranks."""
+        return self.order.num_samples - self._position
+
+    def __len__(self) -> int:
+        """How many samples this rank still gets in this epoch."""
+        return len(range(self.rank, self._end(self.world_size), self.world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        for share in self.shares(self.world_size):
+            yield from share
+
+    def shares(self, global_size: int) -> Iterator[list[int]]:
+        """This rank's share of each group of so many samples, from the position on."""
+        self._begin()
+        start, end = self._position, self._end(global_size)
+        samples = itertools.islice(self.order.samples(self._epoch, start), end)
+        while group := list(itertools.islice(samples, global_size)):
+            self._handed_out = min(self._handed_out + global_size, start + end)
+            yield group[self.rank :: self.world_size]
+        self._exhausted_from = start
+
+    def num_groups(self, global_size: int) -> int:
+        """How many groups `shares` has."""
+        return -(-self._end(global_size) // global_size)
+
+    def advance(self, num_samples: int) -> None:
+        """A step is finished: it has trained on so many samples, on all ranks together.
+
+        Raises:
+            StateError: If so many were not handed out.
+        """
+        position = self._position + num_samples
+        if num_samples < 0 or position > self._handed_out:
+            raise StateError(
+                f"advance({num_samples}) at position {self._position} of epoch {self._epoch}, but "
+                f"samples were handed out up to {self._handed_out} only. Call it once for each "
+                "finished step, with the samples of all ranks in it; the last step of an epoch may "
+                "have fewer (num_remaining)"
+            )
+        self._position = position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: to its beginning, unless it is the one under way.
+
+        Raises:
+            StateError: If all of the last epoch was handed out and nothing advanced.
+        """
+        if epoch != self._epoch:
+            self._check_advanced()
+            self._epoch, self._position, self._handed_out = epoch, 0, 0
+            self._exhausted_from = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Order, epoch and position: plain values, the same on every rank."""
+        return {
+            "order": self.order.kind,
+            "seed": self.order.seed,
+            "num_samples": self.order.num_samples,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another sampler was, on any number of ranks.
+
+        The seed is taken from the state.
+
+        Raises:
+            StateError: If it was for another order, or another number of samples.
+        """
+        kind, num_samples = state_dict["order"], state_dict["num_samples"]
+        if (kind, num_samples) != (self.order.kind, self.order.num_samples):
+            raise StateError(
+                f"the stored data position belongs to {num_samples} samples, order {kind!r}; this "
+                f"sampler has {self.order.num_samples}, order {self.order.kind!r}. A position is "
+                "good for the data and order it was counted in: give the job the same data, or "
+                "leave the sampler out of the state to begin the epoch anew"
+            )
+        self.order = replace(self.order, seed=state_dict["seed"])
+        self._epoch, self._position = state_dict["epoch"], state_dict["position"]
+        self._handed_out, self._exhausted_from = self._position, None
+
+    def _end(self, global_size: int) -> int:
+        """How many of the remaining samples are handed out in groups of so many."""
+        left = self.num_remaining
+        return left - left % global_size if self.drop_last else left
+
+    def _begin(self) -> None:
+        self._check_advanced()
+        if self._exhausted_from is not None and self._handed_out == self._position:
+            raise StateError(
+                f"epoch {self._epoch} is finished; call set_epoch() before iterating again"
+            )
+        self._handed_out, self._exhausted_from = self._position, None
+
+    def _check_advanced(self) -> None:
+        if self._exhausted_from == self._position < self._handed_out:
+            raise StateError(
+                f"all samples of epoch {self._epoch} from position {self._position} on were handed "
+                "out, but advance() was never called, so a checkpoint would repeat them; call it "
+                "after each finished step"
+            )
+
+
+class ResumableBatchSampler(Sampler[list[int]]):
+    """A rank's batches of an epoch, from a global position on.
+
+    Every rank takes the same number of steps. If the samples that are left do not fill the last
+    step, its batches are smaller, and where there are fewer samples than ranks, some ranks get an
+    empty list; with `drop_last` of the sampler they are left out instead.
+
+    Example:
+        >>> sampler = ResumableSampler(10, shuffle=False, rank=0, world_size=2)
+        >>> batches = ResumableBatchSampler(sampler, batch_size=2)
+        >>> for batch in batches:
+        ...     print(batch)  # train on it
+        ...     batches.advance()
+        [0, 2]
+        [4, 6]
+        [8]
+
+    Args:
+        sampler: Whose samples they are.
+        batch_size: Samples of a batch of one rank.
+
+    Raises:
+        ValueError: If the batch size is not positive.
+    """
+
+    def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a full step on all ranks."""
+        return self.batch_size * self.sampler.world_size
+
+    def __len__(self) -> int:
+        """How many batches are left in this epoch; the same on every rank."""
+        return self.sampler.num_groups(self.global_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.sampler.shares(self.global_batch_size)
+
+    def advance(self, num_batches: int = 1) -> None:
+        """So many batches of each rank are finished: trained on, their optimizer step taken.
+
+        Raises:
+            StateError: If so many were not handed out.
+        """
+        num_samples = num_batches * self.global_batch_size
+        if num_batches <= len(self):  # the last one may be short
+            num_samples = min(num_samples, self.sampler.num_remaining)
+        self.sampler.advance(num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `ResumableSampler.set_epoch`."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ResumableSampler.state_dict`."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `ResumableSampler.load_state_dict`; the batch size may be another."""
+        self.sampler.load_state_dict(state_dict)
+
+
+class Indices(Protocol):
+    """Numbers of samples, as many as it says: a sampler, a range, a list."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class SkipBatchSampler(Sampler[list[int]]):
+    """The batches of a sampler without the first ones.
+
+    For scripts that store a step and skip as many batches. It counts batches of one rank, so after
+    a change of the world size or the batch size the step must be converted first
+    (`remesh.training.steps.convert_step`).
+
+    Args:
+        sampler: Gives the samples.
+        batch_size: Samples of a batch; the last one may have fewer.
+        skip_batches: How many batches to leave out.
+    """
+
+    def __init__(self, sampler: Indices, batch_size: int, skip_batches: int = 0) -> None:
+        super().__init__()
+        if batch_size < 1 or skip_batches < 0:
+            raise ValueError(
+                f"batch_size must be at least 1 and skip_batches at least 0, got {batch_size} and "
+                f"{skip_batches}"
+            )
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.skip_batches = skip_batches
+
+    def __len__(self) -> int:
+        """How many batches are left."""
+        return max(0, -(-len(self.sampler) // self.batch_size) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = itertools.islice(self.sampler, self.skip_batches * self.batch_size, None)
+        while batch := list(itertools.islice(samples, self.batch_size)):
+            yield batch
