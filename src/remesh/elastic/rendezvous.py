@@ -263,6 +263,8 @@ def _note_absence(state: State, now: float) -> State:
         since = None
     else:
         since = now if state.without_world_since is None else state.without_world_since
+    if since == state.without_world_since:
+        return state
     return msgspec.structs.replace(state, without_world_since=since)
 
 
@@ -316,6 +318,7 @@ class Change(StrEnum):
     LOST = "lost"
     RESTARTED = "restarted"
     GROW = "grow"
+    HANG = "hang"
     STALE = "stale"
 
 
