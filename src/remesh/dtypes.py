@@ -30,23 +30,20 @@ class DType:
         carrier: The numpy dtype of arrays that carry such elements.
         safetensors: The code in a safetensors header.
         pairs: True if a safetensors file holds an element as two of `safetensors`.
+        is_native: Whether numpy itself knows this type, so that the carrier shows true values.
     """
 
     name: str
     itemsize: int
     carrier: CarrierDType
     safetensors: str
-    pairs: bool = False
-
-    @property
-    def is_native(self) -> bool:
-        """Whether numpy itself knows this type, so that the carrier shows true values."""
-        return self.carrier.name == self.name
+    pairs: bool
+    is_native: bool
 
 
 def _dtype(name: str, carrier: npt.DTypeLike, code: str, pairs: bool = False) -> DType:
     carrier = np.dtype(carrier)
-    return DType(name, carrier.itemsize, carrier, code, pairs)
+    return DType(name, carrier.itemsize, carrier, code, pairs, carrier.name == name)
 
 
 # The order is part of the native format: a tensor's dtype is stored as its number in this list.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -213,8 +214,8 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
 def pad_dims(rows: Sequence[Sequence[int]], num_dims: int, fill: int) -> IntArray:
     """Stack ragged integer rows into one (n, num_dims) array, padded at the end with `fill`."""
     padded = np.full((len(rows), num_dims), fill, dtype=np.int64)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    padded[np.arange(num_dims) < lengths[:, None]] = list(chain.from_iterable(rows))
     return padded
 
 

@@ -135,6 +135,15 @@ class BoxTable:
             tuple(self.offsets[row, :ndim].tolist()), tuple(self.extents[row, :ndim].tolist())
         )
 
+    def bounds(self, rows: IntArray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Offset and shape of the boxes of some rows, without padding: `box` for many."""
+        ndims = self.tensors.ndims[self.tensor[rows]].tolist()
+        offsets, extents = self.offsets[rows].tolist(), self.extents[rows].tolist()
+        return (
+            [tuple(row[:ndim]) for row, ndim in zip(offsets, ndims, strict=True)],
+            [tuple(row[:ndim]) for row, ndim in zip(extents, ndims, strict=True)],
+        )
+
     @property
     def num_bytes(self) -> IntArray:
         """Bytes of each box."""
@@ -302,6 +311,21 @@ class Index(Mapping[str, StoredTensor]):
             return index
         except (KeyError, ValueError, msgspec.DecodeError) as error:
             raise CorruptCheckpointError(f"{where}: not an index: {error!r}") from error
+
+
+def checked(index: Index, where: str) -> Index:
+    """The index itself, if its numbers are possible: pieces lie in their tensors and files.
+
+    Raises:
+        CorruptCheckpointError: If not; for what other systems wrote.
+    """
+    try:
+        _check_numbers(index)
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{where}: {error}. The checkpoint was cut short or damaged; load another one."
+        ) from error
+    return index
 
 
 _COLUMN_DIMS = {

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from remesh.dtypes import BY_NAME, CarrierDType
@@ -81,6 +82,13 @@ class HostMemory:
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`."""
         self.array[box.slices] = values
+
+
+def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:
+    """The bytes of a memory of the host whose elements lie row-major without gaps; else None."""
+    if isinstance(memory, HostMemory) and memory.array.flags.c_contiguous:
+        return memory.array.reshape(-1).view(np.uint8)
+    return None
 
 
 def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = False) -> HostMemory:

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from remesh import safetensors_file, values
+from remesh.dtypes import DTYPES
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -283,18 +284,21 @@ def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
         The file's header, the byte at which each piece begins, and the size of the file.
     """
     tensors, entries = [], {}
+    table, of = boxes.tensors, boxes.tensor[rows]
+    dtypes = [DTYPES[code] for code in table.dtypes[of].tolist()]
+    whole = [
+        tuple(row[:n])
+        for row, n in zip(table.shapes[of].tolist(), table.ndims[of].tolist(), strict=True)
+    ]
     num_bytes = boxes.num_bytes[rows].tolist()
-    for row, size in zip(rows.tolist(), num_bytes, strict=True):
-        tensor = int(boxes.tensor[row])
-        name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
-        box, shape = boxes.box(row), boxes.tensors.shape(tensor)
-        key = name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
+    pieces = zip(of.tolist(), dtypes, whole, *boxes.bounds(rows), num_bytes, strict=True)
+    for tensor, dtype, full, offset, shape, size in pieces:
+        name = table.names[tensor]
+        key = name if shape == full else f"{name}@{','.join(map(str, offset))}"
         while key in entries or key == "__metadata__":
             key += "'"
-        entries[key] = [name, dtype.name, shape, box.offset]
-        tensors.append(
-            (key, dtype.safetensors, (*box.shape, 2) if dtype.pairs else box.shape, size)
-        )
+        entries[key] = [name, dtype.name, full, offset]
+        tensors.append((key, dtype.safetensors, (*shape, 2) if dtype.pairs else shape, size))
     metadata = {"format": FORMAT_NAME, "pieces": msgspec.json.encode(entries).decode()}
     header, positions = safetensors_file.encode_header(tensors, metadata)
     return header, np.array(positions, dtype=np.int64), len(header) + sum(num_bytes)
