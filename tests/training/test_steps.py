@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import logging
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def test_the_examples_in_the_docstrings() -> None:
 def test_rounding_keeps_to_the_samples(
     step: int, world: int, batch: int, accumulation: int, world2: int, batch2: int, rounds2: int
 ) -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "old_batch_size": batch,
         "new_batch_size": batch2,
         "old_accumulation": accumulation,
@@ -50,7 +51,7 @@ def test_more_ranks_and_back(step: int, world: int, factor: int) -> None:
 
 
 def test_a_step_that_does_not_divide_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="and 32 more") as caught:
         convert_step(301, 2, 4, old_batch_size=16, new_batch_size=16)
     assert str(caught.value) == (
         "301 steps of 2 ranks x 16 samples are 9632 samples: 150 steps of 4 ranks x 16 samples, "

@@ -1,0 +1,143 @@
+"""Runs of experiment trackers, against the real libraries in their offline modes."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+from torch.utils.tensorboard import SummaryWriter
+
+import remesh
+from remesh.training import trackers
+from remesh.training.trackers import TrackerRun, resume_arguments, run_id_of
+
+
+def through_a_checkpoint(run: TrackerRun | None, directory: Path) -> TrackerRun:
+    """The run as a later job finds it."""
+    assert run is not None
+    remesh.save({"tracker": run.to_value()}, directory)
+    state: dict[str, Any] = {"tracker": TrackerRun("", "").to_value()}
+    remesh.load(state, directory)
+    return TrackerRun.from_value(state["tracker"])
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(trackers).failed == 0
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    first = SummaryWriter(str(tmp_path / "logs"))
+    for step in (5, 7):
+        first.add_scalar("loss", 1.0, step)
+    run = through_a_checkpoint(run_id_of(first), tmp_path / "c")
+    first.close()
+    assert run == TrackerRun("tensorboard", str(tmp_path / "logs"))
+    assert resume_arguments(run) == {"log_dir": run.run_id}
+    second = SummaryWriter(**resume_arguments(run, step=5))
+    assert run_id_of(second) == run
+    second.add_scalar("loss", 2.0, 6)
+    second.close()
+    curves = event_accumulator.EventAccumulator(str(tmp_path / "logs"))
+    curves.Reload()
+    assert [event.step for event in curves.Scalars("loss")] == [5, 6]
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    import wandb
+
+    assert run_id_of(wandb) is None
+    first = wandb.init(project="small", mode="offline")
+    found = run_id_of(first)
+    assert run_id_of(wandb) == found
+    run = through_a_checkpoint(found, tmp_path / "c")
+    first.finish()
+    assert (run.tracker, run.project) == ("wandb", "small")
+    second = wandb.init(mode="offline", **resume_arguments(run, step=5))
+    assert run_id_of(second) == run
+    second.finish()
+
+
+def test_swanlab(tmp_path: Path) -> None:
+    import swanlab  # type: ignore[import-untyped]
+
+    assert run_id_of(swanlab) is None
+    first = swanlab.init(project="small", mode="offline", log_dir=str(tmp_path / "logs"))
+    found = run_id_of(first)
+    assert run_id_of(swanlab) == found
+    run = through_a_checkpoint(found, tmp_path / "c")
+    swanlab.finish()
+    assert (run.tracker, run.run_id) == ("swanlab", first.id)
+    again = {"mode": "offline", "log_dir": str(tmp_path / "logs"), "project": "small"}
+    second = swanlab.init(**again, **resume_arguments(run))
+    assert run_id_of(second) == run
+    swanlab.finish()
+
+
+def test_a_swanlab_run_that_a_server_knows() -> None:
+    kind = type("Run", (), {"__module__": "swanlab.sdk.internal.run", "mode": "online"})
+    tracker = kind()
+    tracker.id, tracker.path = "abc", "/me/small/abc"
+    run = run_id_of(tracker)
+    assert run == TrackerRun("swanlab", "abc", "small", "me")
+    assert resume_arguments(run) == {
+        "id": "abc",
+        "resume": "allow",
+        "project": "small",
+        "workspace": "me",
+    }
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The small distribution of MLflow has no other store without a server.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    assert run_id_of(mlflow) is None
+    first = mlflow.start_run()
+    found = run_id_of(first)
+    assert run_id_of(mlflow) == found
+    run = through_a_checkpoint(found, tmp_path / "c")
+    mlflow.end_run()
+    assert run == TrackerRun("mlflow", first.info.run_id)
+    with mlflow.start_run(**resume_arguments(run)) as second:
+        assert run_id_of(second) == run
+
+
+def test_what_derives_from_a_tracker_counts_as_one(tmp_path: Path) -> None:
+    class Mine(SummaryWriter):
+        """A writer of somebody's own."""
+
+    writer = Mine(str(tmp_path))
+    assert run_id_of(writer) == TrackerRun("tensorboard", str(tmp_path))
+    writer.close()
+
+
+def test_what_is_no_tracker() -> None:
+    assert run_id_of(None) is None
+    for other in (torch.nn.Linear(1, 1), ModuleType("logging"), 3):
+        with pytest.raises(ValueError, match="is of no tracker that is known here"):
+            run_id_of(other)
+    with pytest.raises(ValueError, match="'neptune' is none of the known trackers"):
+        resume_arguments(TrackerRun("neptune", "1"))
+
+
+def test_nothing_is_imported_to_look() -> None:
+    script = (
+        "import sys; from remesh.training.trackers import run_id_of; run_id_of(None);"
+        "print([m for m in ('wandb', 'swanlab', 'mlflow', 'tensorboard', 'torch') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
