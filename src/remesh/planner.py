@@ -126,7 +126,7 @@ def plan_save(holdings: Sequence[Holdings]) -> SavePlan:
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)
-    chosen = _choose_writers(boxes.num_bytes, rank, first, len(holdings))
+    chosen = choose_writers(boxes.num_bytes, rank, first, len(holdings))
     return SavePlan(boxes, rank[chosen], row[chosen])
 
 
@@ -217,7 +217,7 @@ def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArr
             )
 
 
-def _choose_writers(
+def choose_writers(
     num_bytes: IntArray, rank: IntArray, first: IntArray, world_size: int
 ) -> IntArray:
     """For each distinct box, which of its holders (rows of `rank`) writes it."""

@@ -1,0 +1,131 @@
+"""From the drop-in's descriptions to the engine's, and back from what is stored.
+
+A shard is one box of the global tensor, a flattened range of it a few. That is all that saving,
+loading and checking need; the engine does the rest. Prepended axes are axes of extent 1 here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from remesh.checkpoint.stored import StoredState
+from remesh.compat.megatron.core import CheckpointingException
+from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
+from remesh.compat.megatron.objects import pack
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.index import BoxTable, TensorTable
+from remesh.planner import Holdings
+from remesh.sharded import Part
+from remesh.sharded import ShardedObject as EngineObject
+from remesh.sharded import ShardedTensor as EngineTensor
+from remesh.state import Role
+
+COMMON_KEY = "common_state"
+"""Name of the object that holds the common state in a native checkpoint."""
+
+
+def boxes_of(tensor: ShardedTensor) -> list[Box]:
+    """The boxes of the global tensor that a shard is, in the order of its data."""
+    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    whole = Box.whole(shape)
+    if tensor.flattened_range is None:
+        boxes = [whole]
+    else:
+        start, stop, _ = tensor.flattened_range.indices(whole.size)
+        boxes = boxes_of_flat_range(shape, start, max(start, stop))
+    return [box.shift(tensor.global_offset) for box in boxes]
+
+
+def engine_tensor(tensor: ShardedTensor) -> EngineTensor:
+    """A shard with data as the engine's description of the same memory."""
+    assert tensor.data is not None
+    data, parts, done = tensor.data.detach(), [], 0
+    for box in boxes_of(tensor):
+        if tensor.flattened_range is None:
+            values = data[(None,) * tensor.prepend_axis_num]
+        else:
+            values = data[done : done + box.size].view(box.shape)
+            done += box.size
+        parts.append(Part(box, values))
+    return EngineTensor(
+        tensor.key,
+        tuple(tensor.global_shape),
+        tuple(parts),
+        tensor.replica_id,
+        tensor.allow_shape_mismatch,
+    )
+
+
+def engine_object(item: ShardedObject) -> EngineObject:
+    """A sharded object as the engine's, with its data packed."""
+    return EngineObject(
+        item.key,
+        pack(item.data, item.unique_key),
+        tuple(item.global_shape),
+        tuple(item.global_offset),
+        item.replica_id,
+    )
+
+
+def holdings_of(tensors: Sequence[ShardedTensor]) -> Holdings:
+    """What a rank holds, for the planner; data is not looked at."""
+    rows: dict[str, int] = {}
+    table: list[tuple[str, str, Sequence[int]]] = []
+    boxes: list[tuple[int, Box]] = []
+    roles: list[int] = []
+    for tensor in tensors:
+        row = rows.setdefault(tensor.key, len(rows))
+        what = (tensor.key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.global_shape))
+        if row == len(table):
+            table.append(what)
+        elif table[row] != what:
+            raise CheckpointingException(
+                f"{tensor.key}: one rank describes it as {table[row][1:]} and as {what[1:]}; dtype "
+                "and global shape of a key must be the same everywhere"
+            )
+        role = Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA
+        for box in boxes_of(tensor):
+            if not Box.whole(what[2]).contains(box):
+                raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
+            boxes.append((row, box))
+            roles.append(int(role))
+    return Holdings(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
+
+
+def tensors_metadata(stored: StoredState) -> dict[str, ShardedTensor]:
+    """The stored tensors by key, each as one shard that is all of it, without data."""
+    found = {}
+    for name in stored.index:
+        tensor = stored.index[name]
+        shape = tuple(tensor.shape)
+        dtype = getattr(torch, tensor.dtype)
+        ones, zeros = (1,) * len(shape), (0,) * len(shape)
+        found[name] = ShardedTensor(name, None, dtype, shape, shape, zeros, ones)
+    return found
+
+
+def objects_metadata(stored: StoredState) -> dict[str, ShardedObject]:
+    """The stored objects by unique key, without data."""
+    return {
+        unique: ShardedObject(element.name, None, tuple(element.shape), tuple(element.offset))
+        for unique, element in stored.document.objects.items()
+        if element.name != COMMON_KEY
+    }
+
+
+def num_elements(tensor: ShardedTensor) -> int:
+    """Elements of the data of a shard."""
+    if tensor.flattened_range is None:
+        return math.prod(tensor.local_shape)
+    start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
+    return max(stop - start, 0)
+
+
+def by_number(items: Iterable[Any], convert: Callable[[Any], Any]) -> dict[int, Any]:
+    """A state for the engine, of descriptions that have names of their own."""
+    return {number: convert(item) for number, item in enumerate(items)}

@@ -1,0 +1,96 @@
+"""What a checkpoint of the drop-in says of itself: `metadata.json`, and the base exception.
+
+`metadata.json` is four fields in one small file, written last. It names the backend that wrote the
+sharded part and the one that wrote the common part, each with its version, so that a load finds its
+strategies by itself. A directory without it is not a distributed checkpoint. The file is read and
+written through `remesh.storage`, so a checkpoint may lie wherever remesh can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from remesh.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MismatchError,
+    RankFailedError,
+    StateError,
+)
+from remesh.storage import open_storage
+
+CONFIG_FNAME = "metadata.json"
+
+
+class CheckpointingException(Exception):  # noqa: N818 - the name is Megatron's
+    """Base of what the drop-in raises; the engine's error, if there is one, is its cause."""
+
+
+@contextmanager
+def as_checkpointing_exception() -> Iterator[None]:
+    """Turn the engine's errors about states and checkpoints into `CheckpointingException`.
+
+    The engine's collective calls raise on every rank, so this does too. Errors of the storage and
+    of the process group stay what they are.
+    """
+    try:
+        yield
+    except (StateError, MismatchError, CheckpointError, RankFailedError) as error:
+        raise CheckpointingException(str(error)) from error
+
+
+@dataclass
+class CheckpointingConfig:
+    """The formats that a checkpoint is written in; not what the application put into it.
+
+    Attributes:
+        sharded_backend: Format of sharded tensors and objects.
+        sharded_backend_version: Its version.
+        common_backend: Format of the common state.
+        common_backend_version: Its version.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
+    """Whether `metadata.json` is there and is a valid config."""
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
+    """The config of a checkpoint, or None if there is no distributed checkpoint.
+
+    Fields that this version does not know are ignored: newer Megatron writes some.
+
+    Raises:
+        CheckpointingException: If `metadata.json` is there but cannot be understood.
+    """
+    if not checkpoint_dir:
+        return None
+    storage = open_storage(checkpoint_dir)
+    try:
+        text = storage.read(CONFIG_FNAME)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(text, type=CheckpointingConfig)
+    except msgspec.MsgspecError as error:
+        raise CheckpointingException(
+            f"{storage.url}/{CONFIG_FNAME}: not the config of a checkpoint ({error}); restore it "
+            "from a copy, or load another checkpoint"
+        ) from error
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: Any) -> None:
+    """Write `metadata.json`, atomically and durably."""
+    storage = open_storage(checkpoint_dir)
+    storage.put(CONFIG_FNAME, msgspec.json.encode(asdict(config)), overwrite=True)

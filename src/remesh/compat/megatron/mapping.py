@@ -1,0 +1,511 @@
+"""What an application wraps its state in, to say how it is sharded.
+
+A `ShardedTensor` says where a local tensor lies in a global one, a `ShardedObject` the same for a
+value in a grid of values. A `ShardedTensorFactory` is a leaf that is stored as a sharded state dict
+of its own, and a `LocalNonpersistentObject` is not stored at all. Their `key` is what they are
+stored under; the keys of the dicts they stand in are the application's own business.
+
+These classes have the fields and methods of Megatron's, mutable as there, because applications set
+`key`, `data` and `replica_id` of what they are handed. `boxes` turns them into the engine's.
+
+A flattened range counts the elements of the *local* shard in row-major order. Prepended axes are
+axes of the global tensor that the local one lacks, each of local extent 1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from remesh.compat.megatron.core import CheckpointingException
+from remesh.compat.megatron.dict_utils import dict_list_map_inplace
+
+StateDict = dict[str, Any]
+CommonStateDict = dict[str, Any]
+ShardedStateDict = dict[str, Any]
+ReplicaId = int | tuple[int, ...]
+Coordinates = tuple[npt.NDArray[np.int64], ...]
+
+
+class ShardedBase(ABC):
+    """Anything sharded: has a `key`, `data` and a `replica_id`."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise `CheckpointingException` if the fields contradict each other."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """The same with `data=None`."""
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """Where a local tensor lies in a global one.
+
+    Attributes:
+        key: Name of the global tensor.
+        data: The local tensor, or None where only the description counts; one dim if
+            `flattened_range` is given.
+        dtype: Element type; that of `data`.
+        local_shape: Shape of the local shard, before flattening, without prepended axes.
+        global_shape: Shape of the global tensor, with prepended axes.
+        global_offset: Where the shard begins, in elements.
+        axis_fragmentations: Number of shards along each axis, or None if the shards are no grid.
+        replica_id: 0 or zeros on exactly one of the ranks that hold this shard.
+        prepend_axis_num: Number of axes that the global tensor has in front of the local ones.
+        allow_shape_mismatch: On load, accept a stored tensor of another global shape: what is not
+            stored becomes zeros, what does not fit is left out.
+        flattened_range: The elements of the flattened shard that `data` holds.
+
+    Raises:
+        CheckpointingException: If the fields contradict each other.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Check the fields against each other; what the constructors below make always passes.
+
+        Raises:
+            CheckpointingException: Saying which contradict each other.
+        """
+        problem = self._problem()
+        if problem is not None:
+            raise CheckpointingException(f"{problem}: {self}")
+
+    def _problem(self) -> str | None:
+        local_shape = tuple(self.local_shape)
+        if len(self.global_offset) != len(self.global_shape):
+            return "global_offset and global_shape differ in length"
+        if len(local_shape) + self.prepend_axis_num != len(self.global_shape):
+            return "local_shape and the prepended axes do not make up global_shape"
+        if self.axis_fragmentations is not None:
+            offsets = self.global_offset[self.prepend_axis_num :]
+            if any(extent and offset % extent for offset, extent in zip(offsets, local_shape)):  # noqa: B905 - lengths are checked
+                return "global_offset is not a multiple of local_shape, so there is no grid"
+        shape = local_shape
+        if self.flattened_range is not None:
+            if self.flattened_range.step is not None:
+                return "flattened_range has a step"
+            start, stop, _ = self.flattened_range.indices(math.prod(local_shape))
+            if (start, stop) != (self.flattened_range.start or 0, self.flattened_range.stop):
+                return "flattened_range leaves the local shard"
+            shape = (max(stop - start, 0),)
+        if self.data is not None and self.data.dtype != self.dtype:
+            return f"data is of {self.data.dtype}, not of dtype {self.dtype}"
+        if self.data is not None and tuple(self.data.shape) != shape:
+            return f"data has shape {tuple(self.data.shape)}, not {shape}"
+        return None
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the shards form a grid."""
+        return self.axis_fragmentations is not None
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """The index that selects this shard of the global tensor; integers at prepended axes."""
+        prepended = self.global_offset[: self.prepend_axis_num]
+        own = self.global_offset[self.prepend_axis_num :]
+        slices = (slice(a, a + n) for a, n in zip(own, self.local_shape, strict=True))
+        return (*prepended, *slices)
+
+    def local_coordinates(self) -> Coordinates:
+        """For each element of a flattened range, its index in the local shard, axis by axis.
+
+        Raises:
+            CheckpointingException: If there is no flattened range.
+        """
+        if self.flattened_range is None:
+            raise CheckpointingException(
+                f"only a flattened range has coordinates; use global_slice() for {self}"
+            )
+        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+        return np.unravel_index(np.arange(start, stop), tuple(self.local_shape))
+
+    def global_coordinates(self) -> Coordinates:
+        """The same in the global tensor, prepended axes first.
+
+        Raises:
+            CheckpointingException: If there is no flattened range.
+        """
+        local = self.local_coordinates()
+        length = len(local[0]) if local else 0
+        padded = (*([np.zeros(length, np.int64)] * self.prepend_axis_num), *local)
+        return tuple(a + offset for a, offset in zip(padded, self.global_offset, strict=True))
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Position of this shard in the grid of shards, counted in shards.
+
+        Raises:
+            CheckpointingException: If the shards are no grid here.
+        """
+        position = list(self.global_offset[: self.prepend_axis_num])
+        own = self.global_offset[self.prepend_axis_num :]
+        for offset, extent in zip(own, self.local_shape, strict=True):
+            if extent and offset % extent:
+                raise CheckpointingException(f"the shard lies in no grid: {self}")
+            position.append(offset // extent if extent else 0)
+        return tuple(position)
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """The largest extent that shards may have along each axis so that the grid stays.
+
+        Raises:
+            CheckpointingException: If there is no grid, or an axis cannot be cut evenly.
+        """
+        if self.axis_fragmentations is None:
+            raise CheckpointingException(f"the shards are no grid: {self}")
+        for extent, count in zip(self.global_shape, self.axis_fragmentations, strict=True):
+            if extent % count and not self.allow_shape_mismatch:
+                raise CheckpointingException(f"{extent} cannot be cut into {count} shards: {self}")
+        return tuple(
+            n // c for n, c in zip(self.global_shape, self.axis_fragmentations, strict=True)
+        )
+
+    def without_data(self) -> ShardedTensor:
+        """The same with `data=None`."""
+        return replace(self, data=None)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """A shard of an even grid, its position counted in shards.
+
+        Args:
+            key: Name of the global tensor.
+            data: The local shard.
+            *rank_offsets: `(axis, position, number of shards)` for each axis that is cut; axes
+                count the prepended ones. The last word on an axis holds.
+            replica_id: See the class.
+            prepend_axis_num: See the class.
+            flattened_range: Must be None; `from_rank_offsets_flat` takes one.
+            **init_kwargs: Further fields.
+
+        Raises:
+            CheckpointingException: If an axis or a position does not exist.
+            ValueError: If a flattened range is given.
+        """
+        if flattened_range is not None:
+            raise ValueError(
+                f"{key}: from_rank_offsets makes no flattened shards; use from_rank_offsets_flat"
+            )
+        local_shape = (1,) * prepend_axis_num + tuple(data.shape)
+        offset, counts = [0] * len(local_shape), [1] * len(local_shape)
+        for axis, position, count in rank_offsets:
+            if not 0 <= axis < len(local_shape) or not 0 <= position < count:
+                raise CheckpointingException(
+                    f"{key}: rank offset {(axis, position, count)} does not exist for a shard of "
+                    f"shape {tuple(data.shape)} with {prepend_axis_num} prepended axes"
+                )
+            offset[axis], counts[axis] = position * local_shape[axis], count
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(n * count for n, count in zip(local_shape, counts, strict=True)),
+            tuple(offset),
+            tuple(counts),
+            replica_id,
+            prepend_axis_num,
+            **init_kwargs,
+        )
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: tuple[int, ...],
+        *args: tuple[int, int, int],
+        flattened_range: slice | None = None,
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        """A range of a flattened shard.
+
+        Args:
+            key: Name of the global tensor.
+            data: One dim, as long as the range.
+            non_flat_local_shape: Shape of the shard before it was flattened.
+            *args: Rank offsets of the shard; see `from_rank_offsets`.
+            flattened_range: The elements that `data` holds; must be given.
+            **kwargs: As for `from_rank_offsets`.
+
+        Raises:
+            CheckpointingException: If there is no range, or it does not fit `data`.
+        """
+        if flattened_range is None:
+            raise CheckpointingException(
+                f"{key}: from_rank_offsets_flat needs a flattened_range; use from_rank_offsets"
+            )
+        shard = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
+        described = cls.from_rank_offsets(key, shard, *args, **kwargs)
+        return replace(described, data=data, flattened_range=flattened_range)
+
+    def init_data(
+        self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
+        """Make `data` if there is none.
+
+        Args:
+            device: Where.
+            init_fn: Makes a tensor of a shape; called with `dtype` and `device`.
+        """
+        if self.data is not None:
+            return
+        if self.flattened_range is None:
+            shape = tuple(self.local_shape)
+        else:
+            start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+            shape = (max(stop - start, 0),)
+        self.data = init_fn(shape, dtype=self.dtype, device=device)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """`torch.narrow`, done to the local shards of all ranks at once.
+
+        Shapes and offsets of the global tensor shrink in proportion.
+
+        Args:
+            dim: Which dim, without prepended axes.
+            start: First element of the local shard.
+            length: Number of elements.
+
+        Returns:
+            One shard; for a flattened range, none if nothing of it is left.
+
+        Raises:
+            CheckpointingException: If the shards are no grid along the dim, or a flattened range is
+                narrowed along a dim other than the first, where it would not stay contiguous.
+        """
+        axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
+        if self.global_shape[axis] % extent or self.global_offset[axis] % extent:
+            raise CheckpointingException(f"only shards of a grid can be narrowed: {self}")
+        changed: dict[str, Any] = {
+            "local_shape": _with(self.local_shape, dim, length),
+            "global_shape": _with(
+                self.global_shape, axis, self.global_shape[axis] // extent * length
+            ),
+            "global_offset": _with(
+                self.global_offset, axis, self.global_offset[axis] // extent * length
+            ),
+        }
+        if self.flattened_range is None:
+            data = None if self.data is None else self.data.narrow(dim, start, length)
+            return [replace(self, data=data, **changed)]
+        if dim != 0:
+            raise CheckpointingException(f"a flattened range can be narrowed in dim 0 only: {self}")
+        row = math.prod(self.local_shape[1:])
+        own = self.flattened_range.indices(math.prod(self.local_shape))
+        first, last = max(own[0], start * row), min(own[1], (start + length) * row)
+        if first >= last:
+            return []
+        data = None if self.data is None else self.data[first - own[0] : last - own[0]]
+        left = slice(first - start * row, last - start * row)
+        return [replace(self, data=data, flattened_range=left, **changed)]
+
+
+def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position + 1 :])
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether a replica id is 0 or all zeros: the copy that is written."""
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+class LocalNonpersistentObject:
+    """A leaf that is not stored; loading puts the object itself into the result.
+
+    Args:
+        obj: The object.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The object."""
+        return self.obj
+
+
+LocalNonpersitentObject = LocalNonpersistentObject
+"""The name as Megatron once spelt it."""
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """A value that is one element of a grid of values. The grid is never cut differently.
+
+    Attributes:
+        key: Name of the grid.
+        data: The value, or None where only the description counts.
+        global_shape: Shape of the grid.
+        global_offset: Place in the grid.
+        replica_id: See `ShardedTensor`.
+
+    Raises:
+        CheckpointingException: If shape and offset differ in length.
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
+
+    def validate_metadata_integrity(self) -> None:
+        """Check that shape and offset have one number for each axis."""
+        if len(self.global_shape) != len(self.global_offset):
+            raise CheckpointingException(f"global_offset and global_shape differ in length: {self}")
+
+    def without_data(self) -> ShardedObject:
+        """The same with `data=None`."""
+        return replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """The name of this element: `key/shard_<offset>_<shape>`, numbers joined by dots."""
+        offset = ".".join(map(str, self.global_offset))
+        return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The description that a unique key spells out, without data.
+
+        Old checkpoints have keys that lack the last number of the shape; it becomes -1.
+
+        Args:
+            unique_key: `key/shard_<offset>_<shape>`; the key itself may contain slashes.
+            replica_id: See the class.
+
+        Raises:
+            CheckpointingException: If it is no such key.
+        """
+        key, _, shard = unique_key.rpartition("/")
+        try:
+            prefix, offset_text, shape_text = shard.split("_")
+            offset = tuple(map(int, offset_text.split(".")))
+            shape = tuple(map(int, shape_text.split(".")))
+        except ValueError:
+            prefix = ""
+        if prefix != "shard" or not key:
+            raise CheckpointingException(f"{unique_key!r} is not of the form key/shard_0.1_2.3")
+        if len(shape) + 1 == len(offset):
+            shape = (*shape, -1)
+        return cls(key, None, shape, offset, replica_id)
+
+
+FactoryBuildFn = Callable[[str, Any, ReplicaId, slice | None], Any]
+FactoryMergeFn = Callable[[Any], Any]
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is stored as a sharded state dict of its own.
+
+    The stored form must depend on the arguments of `build_fn` alone: optimizer state of the tensor
+    is stored by the same factory with another key and other data.
+
+    Attributes:
+        key: Handed to `build_fn`.
+        data: The tensor in memory.
+        build_fn: Makes the stored form of `(key, data, replica_id, flattened_range)`: a sharded
+            dict or list.
+        merge_fn: Makes the tensor from the loaded dict or list.
+        replica_id: Handed to `build_fn`.
+        flattened_range: Handed to `build_fn`.
+    """
+
+    key: str
+    data: Any
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """The stored form."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Nothing can be checked before it is built."""
+
+    def without_data(self) -> ShardedTensorFactory:
+        """The same with `data=None`."""
+        return replace(self, data=None)
+
+
+def apply_factories(sharded_state_dict: Any) -> None:
+    """Put what factories build in their places, in place."""
+
+    def build(leaf: Any) -> Any:
+        return leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf
+
+    dict_list_map_inplace(build, sharded_state_dict)
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """Let factories make their tensors from what was loaded, in place.
+
+    Args:
+        x1: The loaded state dict.
+        x2: A part of its structure with factories as leaves; lists may be dicts by position.
+        key: Where this is; for errors.
+
+    Returns:
+        `x1`, with each place at which `x2` has a factory replaced by what its `merge_fn` returns.
+
+    Raises:
+        ValueError: If `x1` lacks something that `x2` has.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
+        raise ValueError(f"lists of lengths {len(x1)} and {len(x2)} do not fit, at {key}")
+    if not isinstance(x1, dict | list) or not isinstance(x2, dict | list):
+        raise ValueError(f"a {type(x1).__name__} was loaded where factories lie deeper, at {key}")
+    places: Any = x1 if isinstance(x1, dict) else range(len(x1))
+    for name, inner in x2.items() if isinstance(x2, dict) else enumerate(x2):
+        if name not in places:
+            raise ValueError(f"nothing was loaded for the factory at {(*key, name)}")
+        x1[name] = apply_factory_merges(x1[name], inner, (*key, name))
+    return x1

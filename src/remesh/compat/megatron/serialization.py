@@ -1,0 +1,302 @@
+"""The entry points: save and load sharded state dicts.
+
+Saving parts the state dict: factories become what they build, local objects are left out, what is
+sharded goes to the sharded strategy, everything else is *common state* and rank 0's copy is stored.
+`metadata.json` is written last; without it there is no checkpoint. Loading begins with the common
+state, puts local objects, loaded objects and loaded tensors into it, and lets factories merge.
+
+The strategies do the work; see `strategies`. Whatever fails raises on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.megatron.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    as_checkpointing_exception,
+    save_config,
+)
+from remesh.compat.megatron.dict_utils import extract_matching_values, merge
+from remesh.compat.megatron.mapping import (
+    ShardedObject,
+    apply_factory_merges,
+)
+from remesh.compat.megatron.state_dict_utils import load_preprocess, save_preprocess
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest
+from remesh.compat.megatron.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from remesh.compat.megatron.strategies.native import common_object
+from remesh.compat.megatron.utils import extract_sharded_base
+from remesh.compat.megatron.validation import (
+    CkptShardedMetadata,
+    StrictHandling,
+    determine_global_metadata,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+    validate_sharded_objects_handling,
+    verify_checkpoint_and_load_strategy,
+)
+from remesh.exchange import run_on_one
+from remesh.storage import open_storage
+
+logger = logging.getLogger(__name__)
+
+CONTENT_METADATA_KEY = "content_metadata"
+DEFAULT_BACKEND = ("remesh", 1)
+"""What is written if nothing is said."""
+
+
+def save(  # noqa: PLR0917 - the order is Megatron's
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+) -> AsyncRequest | None:
+    """Save a sharded state dict. Collective.
+
+    Args:
+        sharded_state_dict: Nested dicts and lists. Factories in it are replaced by what they build,
+            in place.
+        checkpoint_dir: Directory or URL of the checkpoint; made if it is not there. What lies there
+            is replaced.
+        sharded_strategy: How sharded tensors are written: a strategy, or (backend, version); by
+            default remesh's own format.
+        common_strategy: Likewise for the common state; by default what the sharded backend goes
+            with.
+        validate_access_integrity: Check before writing that main replicas cover everything exactly
+            once, and warn where common state differs from that of rank 0.
+        async_sharded_save: Prepare only, and return the rest of the save for the caller to
+            schedule; the state must not change before that.
+        preprocess_common_before_consistancy_check: Makes of the common state what is compared
+            between ranks, without changing it.
+        content_metadata: What `load_content_metadata` returns; plain values.
+
+    Returns:
+        The rest of the save if `async_sharded_save`, else None.
+
+    Raises:
+        CheckpointingException: On every rank, if something cannot be stored, ranks do not fit
+            together, or a strategy does not exist.
+        StorageError: If the storage fails.
+    """
+    sharded = _save_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy or DEFAULT_BACKEND)
+    backend = "remesh" if sharded.backend == "remesh" else "torch"
+    common = _save_strategy(StrategyAction.SAVE_COMMON, common_strategy or (backend, 1))
+    if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
+        raise CheckpointingException(f"{sharded} cannot save beside the training")
+    exchange = exchange_of(None)
+    if exchange.rank == 0 and open_storage(checkpoint_dir).list():
+        logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
+    if content_metadata is not None:
+        sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
+    sharded_part, common_part = save_preprocess(
+        sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
+    )
+    if common.backend == "remesh":
+        common_part = common_object(common_part, exchange.rank)
+        sharded_part = {"sharded": sharded_part, "common": common_part}
+    else:
+        common.save_common(common_part, checkpoint_dir)
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        objects, sharded_part = _objects_and_tensors(sharded_part)
+        common.save_sharded_objects(objects, checkpoint_dir)
+
+    def write_config() -> bytes:
+        config = CheckpointingConfig(
+            sharded.backend, sharded.version, common.backend, common.version
+        )
+        save_config(config, checkpoint_dir)
+        return b""
+
+    def finalize() -> None:
+        with as_checkpointing_exception():
+            run_on_one(exchange, write_config)
+
+    if async_sharded_save:
+        request: AsyncRequest = sharded.async_save(sharded_part, checkpoint_dir)
+        request.add_finalize_fn(finalize)
+        return request
+    sharded.save(sharded_part, checkpoint_dir)
+    finalize()
+    return None
+
+
+def _save_strategy(action: StrategyAction, given: Any) -> Any:
+    return get_default_strategy(action, *given) if isinstance(given, tuple) else given
+
+
+def _objects_and_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
+    return extract_matching_values(sharded_state_dict, lambda leaf: isinstance(leaf, ShardedObject))
+
+
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | bool | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """Load into a sharded state dict. Collective.
+
+    Tensors are filled in place and converted to their dtype; tensors without data are made on the
+    CPU. Everything in the state dict that is not sharded is ignored.
+
+    Args:
+        sharded_state_dict: What this rank asks for; stays as it is.
+        checkpoint_dir: Directory or URL of the checkpoint.
+        sharded_strategy: How sharded tensors are read: a strategy, or (backend, version); by
+            default as they were written.
+        common_strategy: Likewise for the common state. A bool here is `validate_access_integrity`,
+            which newer Megatron has in this place.
+        validate_access_integrity: Check first that main replicas of all ranks cover everything
+            exactly once.
+        strict: What to do about keys that do not match; see `StrictHandling`.
+
+    Returns:
+        The state dict: the stored common state, with local objects and loaded tensors and objects
+        in their places. With `strict` `return_unexpected` or `return_all` a tuple of it, the set of
+        missing and the set of unexpected keys.
+
+    Raises:
+        CheckpointingException: On every rank, if there is no checkpoint, or it does not fit what is
+            asked for, or is damaged.
+        ValueError: If `strict` is unknown, or loaded and stored entries lie at one place.
+        StorageError: If the storage fails.
+    """
+    if isinstance(common_strategy, bool):
+        validate_access_integrity = common_strategy
+        common_strategy = None
+    handling = parse_strict_flag(strict)
+    sharded, common = verify_checkpoint_and_load_strategy(
+        checkpoint_dir, sharded_strategy, common_strategy
+    )
+    result = common.load_common(checkpoint_dir)
+    asked, local, factories = load_preprocess(sharded_state_dict)
+    merge(result, local)
+    asked, _ = extract_sharded_base(asked)
+
+    stored: CkptShardedMetadata | None = None
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+        stored = load_sharded_metadata(checkpoint_dir, sharded, common)
+    mine = everybody = None
+    if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
+        mine, everybody = determine_global_metadata(asked)
+    asked, missing, unexpected = validate_integrity_and_strict_load(
+        asked, handling, validate_access_integrity, mine, everybody, stored
+    )
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        objects, asked = _objects_and_tensors(asked)
+        merge(result, common.load_sharded_objects(objects, checkpoint_dir))
+    merge(result, sharded.load(asked, checkpoint_dir))
+    result = apply_factory_merges(result, factories)
+    if StrictHandling.requires_returning_mismatch_keys(handling):
+        return result, missing, unexpected
+    return result
+
+
+def load_common_state_dict(checkpoint_dir: Any) -> Any:
+    """The common state of a checkpoint, without its tensors. Not collective."""
+    _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
+    return common.load_common(checkpoint_dir)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: Any, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
+) -> CkptShardedMetadata:
+    """The stored tensors by key, each as one `ShardedTensor` without data. Not collective."""
+    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
+    found: CkptShardedMetadata = sharded.load_tensors_metadata(checkpoint_dir)
+    return found
+
+
+def load_sharded_metadata(
+    checkpoint_dir: Any,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> CkptShardedMetadata:
+    """The same with `ShardedObject`s, by unique key. Not collective."""
+    sharded, common = verify_checkpoint_and_load_strategy(
+        checkpoint_dir, sharded_strategy, common_strategy
+    )
+    found: CkptShardedMetadata = sharded.load_sharded_metadata(checkpoint_dir)
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        merge(found, common.load_sharded_metadata(checkpoint_dir))
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: Any) -> Any:
+    """All stored tensors by key, whole, without the common state. Collective: all ranks get all."""
+    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
+    return sharded.load(sharded.load_tensors_metadata(checkpoint_dir), checkpoint_dir)
+
+
+def load_content_metadata(
+    checkpoint_dir: Any = None, *, preloaded_state_dict: Any = None
+) -> dict[str, Any] | None:
+    """What was saved with `save(..., content_metadata=...)`, or None.
+
+    Args:
+        checkpoint_dir: The checkpoint.
+        preloaded_state_dict: A state dict or common state that was loaded already.
+
+    Raises:
+        ValueError: If neither is given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("load_content_metadata needs a checkpoint_dir or a loaded state dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    found: dict[str, Any] | None = preloaded_state_dict.get(CONTENT_METADATA_KEY)
+    return found
+
+
+def remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
+    """Take the tensors whose keys begin with a prefix out of a checkpoint. Not collective."""
+    sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
+    sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int = 1
+) -> SaveShardedStrategy:
+    """The strategy that writes a backend. `save` itself takes `remesh` if nothing is said."""
+    strategy: SaveShardedStrategy = get_default_strategy(
+        StrategyAction.SAVE_SHARDED, backend, version
+    )
+    return strategy
+
+
+def get_default_save_common_strategy(
+    backend: str = "torch", version: int = 1
+) -> SaveCommonStrategy:
+    """The strategy that writes common state."""
+    strategy: SaveCommonStrategy = get_default_strategy(
+        StrategyAction.SAVE_COMMON, backend, version
+    )
+    return strategy
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: Any) -> LoadShardedStrategy:
+    """The strategy that reads a checkpoint."""
+    strategy: LoadShardedStrategy = verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
+    return strategy

@@ -1,0 +1,401 @@
+"""The slow half of a save, beside the training.
+
+An `AsyncRequest` is a save that is prepared but not done: a function for the slow half, and
+functions that finalize. `AsyncCallsQueue` runs the slow halves, in threads or in one process that
+lives on, and finalizes in the order of scheduling.
+
+1. `schedule_async_request` calls `preload_fn`, which copies the state out of the trainer's memory,
+   and starts `async_fn`. From then on the trainer may change everything.
+2. `maybe_finalize_async_calls` asks all ranks whether theirs has ended. If so, every rank calls the
+   finalization functions, which may be collective. A rank whose `async_fn` failed says so there,
+   and all ranks raise; nothing is finalized then.
+
+The background uses no collective, so the training's own are never disturbed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.errors import RankFailedError
+from remesh.exchange import run_on_all
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+class AsyncRequest(NamedTuple):
+    """A prepared save.
+
+    Attributes:
+        async_fn: The slow half; None if there is nothing to do.
+        async_fn_args: Its positional arguments. What `preload_fn` returns takes the place of the
+            second.
+        finalize_fns: Called in order on every rank once `async_fn` has ended on all of them.
+        async_fn_kwargs: Keyword arguments of `async_fn`.
+        preload_fn: Copies the state out of the trainer's memory.
+        is_frozen: Whether the request is scheduled, so that nothing can be added.
+        call_idx: Number of the request in its queue.
+    """
+
+    async_fn: Callable[..., object] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], object]]
+    async_fn_kwargs: Mapping[str, Any] = _NO_KWARGS
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], object]) -> None:
+        """Add a function that is called after those that are there.
+
+        Raises:
+            RuntimeError: If the request is frozen.
+        """
+        if self.is_frozen:
+            raise RuntimeError("this request is scheduled already; add functions before that")
+        self.finalize_fns.append(fn)
+
+    def preloaded(self) -> AsyncRequest:
+        """The request after its preloading."""
+        if self.preload_fn is None:
+            return self
+        staged, args = self.preload_fn(), list(self.async_fn_args)
+        args[1:2] = [staged]
+        return self._replace(async_fn_args=tuple(args), preload_fn=None)
+
+    def run(self) -> None:
+        """Call `async_fn`."""
+        if self.async_fn is not None:
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+
+    def execute_sync(self) -> None:
+        """Do everything at once. Collective; an error on one rank raises on all."""
+
+        def work() -> bytes:
+            self.preloaded().run()
+            return b""
+
+        with as_checkpointing_exception():
+            run_on_all(exchange_of(None), work)
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, closed for additions."""
+        return self._replace(is_frozen=True)
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """What a rank says of its current call."""
+
+    is_alive: bool
+    call_idx: int
+    failure: str
+
+
+class AsyncCaller(ABC):
+    """Runs one request at a time in the background of this rank."""
+
+    call_idx: int = -1
+
+    @abstractmethod
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Preload the request and start it; to be called on all ranks."""
+
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Whether the request still runs on this rank."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the request of this rank."""
+
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """Why the request of this rank failed, or None."""
+
+    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """End what runs in the background: wait for it, or give it up."""
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the request has ended on all ranks; to be called on all of them.
+
+        Args:
+            blocking: Wait until it has.
+            no_dist: Ask about this rank only.
+
+        Raises:
+            CheckpointingException: On all ranks, if it failed on one.
+        """
+        if blocking:
+            self.wait()
+        if no_dist:
+            failure = None if self.is_alive() else self.failure()
+            if failure is not None:
+                raise CheckpointingException(f"the background of a save failed: {failure}") from (
+                    failure
+                )
+            return not self.is_alive()
+        return self.sync_all_async_calls(self.is_alive())
+
+    def sync_all_async_calls(self, is_alive: bool) -> bool:
+        """Whether all ranks have ended. Collective.
+
+        Raises:
+            CheckpointingException: On all ranks, if one failed or they are at different requests.
+        """
+        cause = None if is_alive else self.failure()
+        failure = "" if cause is None else f"{type(cause).__name__}: {cause}"
+        mine = msgspec.msgpack.encode(_Progress(is_alive, self.call_idx, failure))
+        replies = run_on_all(exchange_of(None), lambda: mine)
+        ranks = [msgspec.msgpack.decode(reply, type=_Progress) for reply in replies]
+        indices = {one.call_idx for one in ranks}
+        if len(indices) > 1:
+            raise CheckpointingException(
+                f"ranks finalize different requests, {sorted(indices)}; every rank must schedule "
+                "and finalize all of them in one order"
+            )
+        if any(one.is_alive for one in ranks):
+            return False
+        failed = [(rank, one.failure) for rank, one in enumerate(ranks) if one.failure]
+        if failed:
+            rank, text = failed[0]
+            raise CheckpointingException(
+                f"the background of save {self.call_idx} failed on {len(failed)} ranks, the first "
+                f"is rank {rank}: {text}; the checkpoint was not finalized"
+            ) from cause
+        return True
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Runs each request in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """See `AsyncCaller`."""
+        self.call_idx = async_req.call_idx
+        try:
+            request = async_req.preloaded()
+        except Exception as error:  # noqa: BLE001 - all ranks raise it when they finalize
+            self._error = error
+            return
+        if request.async_fn is None:
+            return
+
+        def work() -> None:
+            try:
+                request.run()
+            except BaseException as error:  # noqa: BLE001 - all ranks raise it when they finalize
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="remesh-async-call", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """See `AsyncCaller`."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """See `AsyncCaller`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def failure(self) -> BaseException | None:
+        """See `AsyncCaller`."""
+        return self._error
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for the thread; one that is given up ends with the process."""
+        if not abort:
+            self.wait()
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Runs requests one after the other in a process that lives until `close`.
+
+    The process is a fresh one: `async_fn`, its arguments and what `preload_fn` returns must pickle.
+    """
+
+    def __init__(self) -> None:
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+        self._pending = 0
+        self._error: BaseException | None = None
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """See `AsyncCaller`; waits for the request before, if it still runs."""
+        self.wait()
+        self.call_idx, self._error = async_req.call_idx, None
+        try:
+            request = async_req.preloaded()
+            if request.async_fn is not None:
+                self._start().send(
+                    (request.async_fn, request.async_fn_args, dict(request.async_fn_kwargs))
+                )
+                self._pending = 1
+        except Exception as error:  # noqa: BLE001 - all ranks raise it when they finalize
+            self._error = error
+
+    def _start(self) -> Connection:
+        if self._pipe is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, other_end = context.Pipe()
+            self._process = context.Process(
+                target=_serve, args=(other_end,), name="remesh-async-calls", daemon=True
+            )
+            self._process.start()
+            other_end.close()
+        return self._pipe
+
+    def is_alive(self) -> bool:
+        """See `AsyncCaller`."""
+        if self._pending and self._pipe is not None and self._pipe.poll():
+            self._receive()
+        return bool(self._pending)
+
+    def wait(self) -> None:
+        """See `AsyncCaller`."""
+        if self._pending:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Take the worker's answer to the request that runs."""
+        assert self._pipe is not None
+        self._pending = 0
+        try:
+            text = self._pipe.recv()
+        except EOFError:
+            text = "the process that writes in the background has died"
+        self._error = RankFailedError(text) if text else None
+
+    def failure(self) -> BaseException | None:
+        """See `AsyncCaller`."""
+        return self._error
+
+    def close(self, abort: bool = False) -> None:
+        """End the process: after its request, or at once."""
+        if self._process is None or self._pipe is None:
+            return
+        if abort:
+            self._process.kill()
+        else:
+            self.wait()
+        # The process reads the end of its pipe as the end of its work.
+        self._pipe.close()
+        self._process.join()
+        self._process = self._pipe = None
+        self._pending = 0
+
+
+def _serve(pipe: Connection) -> None:
+    """The process of a `PersistentAsyncCaller`: answers each request with what went wrong."""
+    while True:
+        try:
+            fn, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        text = ""
+        try:
+            fn(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - the rank raises it
+            text = f"{type(error).__name__}: {error}"
+        pipe.send(text)
+
+
+class _ActiveRequest(NamedTuple):
+    caller: AsyncCaller
+    request: AsyncRequest
+
+
+class AsyncCallsQueue:
+    """Requests in the order in which they were scheduled; all ranks do the same with theirs.
+
+    Args:
+        persistent: Run them in one process that lives until `close`, instead of threads.
+    """
+
+    def __init__(self, persistent: bool = False) -> None:
+        self._persistent = PersistentAsyncCaller() if persistent else None
+        self._active: deque[_ActiveRequest] = deque()
+        self._call_idx = -1
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Start a request; returns its number, counted from 0.
+
+        Returns when the state is copied out of the trainer's memory.
+        """
+        self._call_idx += 1
+        request = async_request.freeze()._replace(call_idx=self._call_idx)
+        caller = self._persistent or TemporalAsyncCaller()
+        if self._persistent is not None and self._active:
+            # One process does one thing at a time; the one before is finalized first.
+            self.maybe_finalize_async_calls(blocking=True)
+        caller.schedule_async_call(request)
+        self._active.append(_ActiveRequest(caller, request))
+        return self._call_idx
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize requests that have ended on all ranks; to be called on all ranks.
+
+        Args:
+            blocking: Wait for all requests.
+            no_dist: Look at this rank only; for callers that know that all ranks have ended.
+
+        Returns:
+            The numbers of the requests that were finalized.
+
+        Raises:
+            CheckpointingException: On all ranks, if a request failed on one. It is not finalized,
+                and no longer in the queue.
+        """
+        finalized = []
+        while self._active:
+            caller, request = self._active[0]
+            try:
+                if not caller.is_current_async_call_done(blocking, no_dist):
+                    break
+            except CheckpointingException:
+                self._active.popleft()
+                raise
+            self._active.popleft()
+            for finalize in request.finalize_fns:
+                finalize()
+            finalized.append(request.call_idx)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are not finalized."""
+        return len(self._active)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize everything, or give it up.
+
+        Args:
+            abort: Do not wait; what is not finalized never becomes a checkpoint.
+        """
+        try:
+            if abort:
+                self._active.clear()
+            else:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            if self._persistent is not None:
+                self._persistent.close(abort)

@@ -1,0 +1,92 @@
+"""Helpers for sharded state dicts: take out kinds of leaves, change the prefixes of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
+from remesh.compat.megatron.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+
+def _extract(state_dict: Any, *kinds: type) -> tuple[Any, Any]:
+    return extract_matching_values(state_dict, lambda leaf: isinstance(leaf, kinds))
+
+
+def extract_sharded_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
+    """The `ShardedTensor`s, and everything else, each in its containers."""
+    return _extract(sharded_state_dict, ShardedTensor)
+
+
+def extract_sharded_tensors_and_factories(sharded_state_dict: Any) -> tuple[Any, Any]:
+    """The `ShardedTensor`s and factories, and everything else, each in its containers."""
+    return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+
+
+def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: Any) -> tuple[Any, Any]:
+    """`ShardedTensor`s, factories and local objects, and everything else, in their containers."""
+    return _extract(
+        sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject
+    )
+
+
+def extract_sharded_base(sharded_state_dict: Any) -> tuple[Any, Any]:
+    """Everything sharded, and everything else, each in its containers."""
+    return _extract(sharded_state_dict, ShardedBase)
+
+
+def extract_nonpersistent(sharded_state_dict: Any) -> tuple[Any, Any]:
+    """The local objects, and everything else, each in its containers."""
+    return _extract(sharded_state_dict, LocalNonpersistentObject)
+
+
+def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
+    """Put a prefix before the key of everything sharded, in place."""
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedBase):
+            leaf.key = f"{prefix}{leaf.key}"
+        return leaf
+
+    dict_list_map_inplace(add, sharded_state_dict)
+
+
+def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_prefix: str) -> None:
+    """Replace the prefix of the key of everything sharded, in place.
+
+    Raises:
+        ValueError: If a key does not begin with the old prefix.
+    """
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedBase):
+            if not leaf.key.startswith(old_prefix):
+                raise ValueError(f"key {leaf.key!r} does not begin with {old_prefix!r}")
+            leaf.key = new_prefix + leaf.key[len(old_prefix) :]
+        return leaf
+
+    dict_list_map_inplace(change, sharded_state_dict)
+
+
+def apply_prefix_mapping(sharded_state_dict: Any, prefix_map: Mapping[str, str]) -> None:
+    """Replace the prefixes of the keys that have one of several, in place.
+
+    Args:
+        sharded_state_dict: What is changed.
+        prefix_map: Old prefix → new one; the first that a key begins with is taken.
+    """
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedBase):
+            for old, new in prefix_map.items():
+                if leaf.key.startswith(old):
+                    leaf.key = new + leaf.key[len(old) :]
+                    break
+        return leaf
+
+    dict_list_map_inplace(change, sharded_state_dict)

@@ -1,0 +1,435 @@
+"""Does what ranks ask for fit together, and does it fit the checkpoint?
+
+*Access integrity*: the main replicas of all ranks hold every element of every tensor exactly once.
+Each rank's descriptions are gathered and given to the engine's own check (`remesh.planner`), which
+knows grids, irregular boxes and flattened ranges alike. *Strictness*: what to do about keys that
+only the state or only the checkpoint has; see `StrictHandling`.
+
+Every check that can fail raises on every rank, whichever rank found the fault.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+import torch
+
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.megatron.boxes import holdings_of
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    maybe_load_config,
+)
+from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
+from remesh.compat.megatron.mapping import (
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from remesh.compat.megatron.objects import encode_object, unpack
+from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
+from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.integrity import raw_digest
+from remesh.planner import plan_save
+from remesh.values import decode
+
+logger = logging.getLogger(__name__)
+
+LocalMetadata = list[ShardedBase]
+GlobalMetadata = list[LocalMetadata]
+CkptShardedMetadata = dict[str, Any]
+MAX_LISTED = 10
+"""How many keys of a kind a message lists."""
+
+
+class StrictHandling(Enum):
+    """What a load does about keys that do not match.
+
+    *Unexpected* keys are asked for but not stored; each rank has its own. *Missing* keys are stored
+    but no rank asks for them; they are the same on all ranks. The forms that end in `_UNEXPECTED`
+    do not look for missing keys.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Nothing is compared before the load; the load itself fails on an unexpected key."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Unexpected keys are dropped from the result, with a warning."""
+    LOG_ALL = "log_all"
+    """Likewise, and missing keys are named in the warning."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Unexpected keys are an error."""
+    RAISE_ALL = "raise_all"
+    """Unexpected and missing keys are errors."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Unexpected keys are dropped and returned; the set of missing keys is empty."""
+    RETURN_ALL = "return_all"
+    """Unexpected keys are dropped and returned, and so are missing ones."""
+    IGNORE_ALL = "ignore_all"
+    """Unexpected keys are dropped without a word."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the keys of the checkpoint must be known before the load."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the keys that other ranks ask for must be known."""
+        return val in _ALL
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether `load` returns the keys beside the state dict."""
+        return val in {StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL}
+
+
+_ALL = frozenset(
+    {
+        StrictHandling.IGNORE_ALL,
+        StrictHandling.RAISE_ALL,
+        StrictHandling.RETURN_ALL,
+        StrictHandling.LOG_ALL,
+    }
+)
+_RAISING = frozenset({StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL})
+_LOGGING = frozenset({StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL})
+
+
+def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
+    """The handling that a flag means: a value, its text, True for the first or False for logging.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(strict, bool):
+        return StrictHandling.ASSUME_OK_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
+    try:
+        return StrictHandling(strict)
+    except ValueError as error:
+        known = ", ".join(one.value for one in StrictHandling)
+        raise ValueError(f"strict={strict!r} is none of {known}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# What all ranks hold
+# ---------------------------------------------------------------------------------------------
+
+
+class _Described(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor or object without data, on its way to other ranks; an object has no dtype."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: int | tuple[int, ...]
+    dtype: str = ""
+    local_shape: tuple[int, ...] = ()
+    axis_fragmentations: tuple[int, ...] | None = None
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: tuple[int, int] | None = None
+
+
+def determine_global_metadata(
+    sharded_state_dict: Any, group: Any = None
+) -> tuple[LocalMetadata, GlobalMetadata]:
+    """What this rank and what all ranks describe, without data. Collective.
+
+    Args:
+        sharded_state_dict: This rank's; without factories.
+        group: The ranks; see `remesh.save`.
+    """
+    local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
+    exchange = exchange_of(group)
+    encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
+    replies = run_on_all(exchange, lambda: encoded)
+    described = [msgspec.msgpack.decode(reply, type=list[_Described]) for reply in replies]
+    return local, [[_revive(one) for one in rank] for rank in described]
+
+
+def _describe(leaf: ShardedBase) -> _Described:
+    if isinstance(leaf, ShardedObject):
+        return _Described(
+            leaf.key, tuple(leaf.global_shape), tuple(leaf.global_offset), _ints(leaf.replica_id)
+        )
+    assert isinstance(leaf, ShardedTensor), type(leaf)
+    flat = leaf.flattened_range
+    return _Described(
+        leaf.key,
+        tuple(leaf.global_shape),
+        tuple(leaf.global_offset),
+        _ints(leaf.replica_id),
+        str(leaf.dtype).removeprefix("torch."),
+        tuple(leaf.local_shape),
+        None if leaf.axis_fragmentations is None else tuple(leaf.axis_fragmentations),
+        leaf.prepend_axis_num,
+        leaf.allow_shape_mismatch,
+        None if flat is None else (flat.start or 0, flat.stop),
+    )
+
+
+def _ints(replica_id: ReplicaId) -> ReplicaId:
+    return replica_id if isinstance(replica_id, int) else tuple(replica_id)
+
+
+def _revive(one: _Described) -> ShardedBase:
+    if not one.dtype:
+        return ShardedObject(one.key, None, one.global_shape, one.global_offset, one.replica_id)
+    return ShardedTensor(
+        one.key,
+        None,
+        getattr(torch, one.dtype),
+        one.local_shape,
+        one.global_shape,
+        one.global_offset,
+        one.axis_fragmentations,
+        one.replica_id,
+        one.prepend_axis_num,
+        one.allow_shape_mismatch,
+        None if one.flattened_range is None else slice(*one.flattened_range),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Access integrity
+# ---------------------------------------------------------------------------------------------
+
+
+def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
+    """Check that main replicas hold each element of each tensor and object exactly once.
+
+    Every rank has the same global metadata, so this raises on every rank.
+
+    Args:
+        global_metadata: What each rank describes; see `determine_global_metadata`.
+
+    Raises:
+        CheckpointingException: Naming the keys, boxes and ranks at fault.
+    """
+    tensors = [[x for x in rank if isinstance(x, ShardedTensor)] for rank in global_metadata]
+    objects = [[x for x in rank if isinstance(x, ShardedObject)] for rank in global_metadata]
+    both = {x.key for rank in tensors for x in rank} & {x.key for rank in objects for x in rank}
+    if both:
+        raise CheckpointingException(
+            f"{min(both)}: a tensor on one rank and an object on another; rename one of them"
+        )
+    _check_objects([(rank, x) for rank, items in enumerate(objects) for x in items])
+    with as_checkpointing_exception():
+        plan_save([holdings_of(items) for items in tensors])
+
+
+def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    mains: dict[str, list[int]] = {}
+    for rank, item in objects:
+        shape = shapes.setdefault(item.key, item.global_shape)
+        if shape != item.global_shape:
+            raise CheckpointingException(
+                f"{item.key}: grids of shapes {shape} and {item.global_shape}; all ranks must "
+                "describe one"
+            )
+        holders = mains.setdefault(item.unique_key, [])
+        if is_main_replica(item.replica_id):
+            holders.append(rank)
+    for unique_key, ranks in mains.items():
+        if len(ranks) != 1:
+            raise CheckpointingException(
+                f"{unique_key}: main replica on ranks {ranks}; exactly one rank must have a "
+                "replica_id of 0"
+            )
+
+
+def validate_common_state_dict(common_state_dict: Any, group: Any = None) -> None:
+    """Warn, on each rank whose common state differs from that of rank 0, of what differs.
+
+    Collective. Rank 0's common state is what is stored, so a difference means that something is
+    lost; it is not an error, because applications keep timers and the like in it.
+
+    Raises:
+        CheckpointingException: On every rank, if the common state of one cannot be stored.
+    """
+    exchange = exchange_of(group)
+    encoded = b""
+
+    def digest() -> bytes:
+        nonlocal encoded
+        encoded = encode_object(common_state_dict, "common state")
+        return raw_digest(encoded)
+
+    with as_checkpointing_exception():
+        digests = run_on_all(exchange, digest)
+        if len(set(digests)) == 1:
+            return
+        first = unpack(decode(run_on_one(exchange, lambda: encoded)))
+    only_first, only_here, differing = diff(first, unpack(decode(encoded)))
+    if digests[exchange.rank] != digests[0]:
+        logger.warning(
+            "rank %d: the common state differs from that of rank 0, which is stored; only on rank "
+            "0: %s; only here: %s; different: %s",
+            exchange.rank,
+            only_first,
+            only_here,
+            [item[0] for item in differing],
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Strictness
+# ---------------------------------------------------------------------------------------------
+
+
+def validate_integrity_and_strict_load(
+    sharded_state_dict: Any,
+    strict: StrictHandling,
+    validate_access_integrity: bool,
+    local_metadata: LocalMetadata | None = None,
+    global_metadata: GlobalMetadata | None = None,
+    ckpt_sharded_metadata: CkptShardedMetadata | None = None,
+    *,
+    group: Any = None,
+) -> tuple[Any, set[str], set[str]]:
+    """Check what is asked for against itself and against the checkpoint. Collective.
+
+    Args:
+        sharded_state_dict: What this rank asks for.
+        strict: What to do about keys that do not match.
+        validate_access_integrity: Whether to check access integrity, for which `global_metadata`
+            is needed.
+        local_metadata: What this rank describes; by default taken from `sharded_state_dict`.
+        global_metadata: What all ranks describe; None leaves missing keys unknown.
+        ckpt_sharded_metadata: What is stored; only the first `strict` can do without.
+        group: The ranks; see `remesh.save`.
+
+    Returns:
+        The state dict without unexpected keys, missing keys, unexpected keys.
+
+    Raises:
+        CheckpointingException: On every rank, if a check fails.
+    """
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        if ckpt_sharded_metadata is None:
+            raise CheckpointingException(f"strict={strict.value} needs the checkpoint's metadata")
+        local = local_metadata or list(nested_values(sharded_state_dict))
+        stored = {item.key for item in ckpt_sharded_metadata.values()}
+        unexpected = {item.key for item in local} - stored
+        if global_metadata is not None and strict in _ALL:
+            missing = stored - {item.key for rank in global_metadata for item in rank}
+        if strict in _RAISING:
+            _raise_everywhere(exchange_of(group), missing, unexpected)
+        sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
+        if strict in _LOGGING:
+            maybe_report_missing_and_unexpected_keys(missing, unexpected, raise_error=False)
+        if strict is StrictHandling.IGNORE_ALL:
+            missing, unexpected = set(), set()
+    if validate_access_integrity:
+        if global_metadata is None:
+            raise CheckpointingException("checking access integrity needs global_metadata")
+        validate_sharding_integrity(global_metadata)
+    return sharded_state_dict, missing, unexpected
+
+
+def _raise_everywhere(exchange: Exchange, missing: set[str], unexpected: set[str]) -> None:
+    def report() -> bytes:
+        maybe_report_missing_and_unexpected_keys(missing, unexpected)
+        return b""
+
+    with as_checkpointing_exception():
+        run_on_all(exchange, report)
+
+
+def adjust_non_strict_load(sharded_state_dict: Any, sharded_keys_to_remove: set[str]) -> Any:
+    """The state dict without the entries that have some keys."""
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
+    )
+    return kept
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raise or log keys that do not match, if there are any.
+
+    Raises:
+        CheckpointingException: If there are and `raise_error` is true.
+    """
+    lines = []
+    if unexpected_keys:
+        lines.append(f"asked for, but not stored: {_listed(unexpected_keys)}")
+    if missing_keys:
+        lines.append(f"stored, but not asked for by any rank: {_listed(missing_keys)}")
+    if not lines:
+        return
+    message = "state and checkpoint do not match; " + "; ".join(lines)
+    if raise_error:
+        raise CheckpointingException(message)
+    logger.warning("%s", message)
+
+
+def _listed(keys: Iterable[str]) -> str:
+    known = sorted(keys)
+    more = f", ... and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+    return ", ".join(known[:MAX_LISTED]) + more
+
+
+# ---------------------------------------------------------------------------------------------
+# Strategies
+# ---------------------------------------------------------------------------------------------
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: Any, sharded_strategy: Any = None, common_strategy: Any = None
+) -> tuple[Any, Any]:
+    """The strategies to load a checkpoint with.
+
+    Args:
+        checkpoint_dir: The checkpoint.
+        sharded_strategy: A strategy, a (backend, version), or None for what `metadata.json` says.
+        common_strategy: Likewise for the common state.
+
+    Raises:
+        CheckpointingException: If there is no distributed checkpoint, or no strategy for it, or a
+            given one cannot read it.
+    """
+    config = maybe_load_config(checkpoint_dir)
+    if config is None:
+        raise CheckpointingException(
+            f"{checkpoint_dir} is not a distributed checkpoint: there is no metadata.json, which is"
+            " written last; look for another checkpoint, or for the cause of an unfinished save"
+        )
+    if sharded_strategy is None:
+        sharded_strategy = (config.sharded_backend, config.sharded_backend_version)
+    if isinstance(sharded_strategy, tuple):
+        sharded_strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *sharded_strategy)
+    if common_strategy is None:
+        common_strategy = (config.common_backend, config.common_backend_version)
+    if isinstance(common_strategy, tuple):
+        common_strategy = get_default_strategy(StrategyAction.LOAD_COMMON, *common_strategy)
+    sharded_strategy.check_backend_compatibility(config.sharded_backend)
+    sharded_strategy.check_version_compatibility(config.sharded_backend_version)
+    common_strategy.check_backend_compatibility(config.common_backend)
+    common_strategy.check_version_compatibility(config.common_backend_version)
+    return sharded_strategy, common_strategy
+
+
+def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
+    """Check that one of two strategies can handle sharded objects.
+
+    Raises:
+        CheckpointingException: If none can.
+    """
+    if not (
+        sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
+    ):
+        raise CheckpointingException(
+            f"neither {sharded_strategy} nor {common_strategy} can handle sharded objects"
+        )
