@@ -74,7 +74,8 @@ class ShardedTensor:
         global_shape: Shape of the global tensor.
         parts: This rank's boxes with their arrays; disjoint; may be empty.
         replica_id: 0, or a tuple of zeros, on the one rank that is the main replica of these
-            boxes; anything else on ranks that hold identical copies.
+            boxes; anything else on ranks that hold identical copies. None if nobody counts the
+            copies: they are compared when they are saved, and one of them is stored.
         allow_shape_mismatch: On load, accept a stored tensor of another global shape with as many
             dims: what lies outside the stored tensor is filled with zeros, what the target has no
             room for is left out. For padded vocabularies.
@@ -86,7 +87,7 @@ class ShardedTensor:
     name: str
     global_shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    replica_id: int | tuple[int, ...] = 0
+    replica_id: int | tuple[int, ...] | None = 0
     allow_shape_mismatch: bool = False
 
     def __post_init__(self) -> None:
@@ -107,8 +108,8 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this rank's copy is the one that counts."""
-        if isinstance(self.replica_id, int):
+        """Whether this rank's copy is declared to be the one that counts."""
+        if self.replica_id is None or isinstance(self.replica_id, int):
             return self.replica_id == 0
         return not any(self.replica_id)
 

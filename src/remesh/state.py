@@ -61,6 +61,13 @@ class Role(enum.IntEnum):
     """Like EQUAL, but nobody promised it: a plain tensor that each rank has under one name."""
 
 
+def role_of(tensor: ShardedTensor) -> Role:
+    """What a description by hand says of this rank's copy."""
+    if tensor.replica_id is None:
+        return Role.ASSUMED
+    return Role.MAIN if tensor.is_main_replica else Role.REPLICA
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntry:
     """A tensor leaf: this rank's boxes of a global tensor.
@@ -309,7 +316,7 @@ class Walk:
                     dtype_name(node.parts[0].data, node.name),
                     node.global_shape,
                     node.parts,
-                    Role.MAIN if node.is_main_replica else Role.REPLICA,
+                    role_of(node),
                     node.allow_shape_mismatch,
                 )
             )

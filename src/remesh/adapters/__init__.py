@@ -5,6 +5,11 @@ modules, optimizers, generators and objects with a state dict, each of which has
 `memory_of` gives the pipeline the memory of what was described.
 
 Describing never communicates: every rank tells what it holds itself.
+
+What torch objects do not tell, users declare: `build_sharded_state_dict` and `shard_weight` for
+layers that were cut by hand, `NamedModule` and `rename_shards` for layers and experts with global
+numbers, `DescribedOptimizer` for optimizers over other tensors than parameters.
+docs/parallelism.md shows all of them.
 """
 
 from __future__ import annotations
@@ -14,15 +19,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from remesh.adapters.declared import (
+    NamedModule,
+    default_sharded_state_dict,
+    rename_shards,
+)
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
-from remesh.adapters.optimizer import describe_optimizer
+from remesh.adapters.optimizer import DescribedOptimizer, describe_optimizer
 from remesh.adapters.stateful import describe_generator, describe_stateful, is_stateful
 from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.tensor_parallel import (
+    Block,
+    Split,
+    build_sharded_state_dict,
+    shard_weight,
+)
 from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
 from remesh.state import Path, Rebuild, Walk
 
-__all__ = ["casting_memory_of", "describe_leaf", "memory_of"]
+__all__ = [
+    "Block",
+    "DescribedOptimizer",
+    "NamedModule",
+    "Split",
+    "build_sharded_state_dict",
+    "casting_memory_of",
+    "default_sharded_state_dict",
+    "describe_leaf",
+    "memory_of",
+    "rename_shards",
+    "shard_weight",
+]
 
 
 def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
@@ -33,9 +61,9 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
     """
     if isinstance(node, torch.Tensor):
         return describe_tensor(walk, path, node)
-    if isinstance(node, nn.Module):
+    if isinstance(node, nn.Module | NamedModule):
         return describe_module(walk, path, node)
-    if isinstance(node, torch.optim.Optimizer):
+    if isinstance(node, torch.optim.Optimizer | DescribedOptimizer):
         if is_zero_redundancy(node):
             return describe_zero_redundancy(walk, path, node)
         return describe_optimizer(walk, path, node)

@@ -1,9 +1,12 @@
 """Modules: the entries of `state_dict()` under names that do not depend on wrappers.
 
 What a module stores is what its `state_dict()` says, so state-dict hooks, buffers that are not
-persistent and extra state are honoured. The names lose what wrappers put into them: a model has
-the same names whether or not it is compiled, in DistributedDataParallel, or checkpoints its
-activations. Wrappers are found by looking at the objects along a name, not by its text.
+persistent and extra state are honoured. The names lose what wrappers put into them
+(`remesh.adapters.wrappers`). Modules that say themselves of what their tensors are shards, and
+names that are changed, are in `remesh.adapters.declared`.
+
+Every parameter of a module has a `Placed`: the global tensor that it is a part of. That is what an
+optimizer's state is named and cut by.
 
 The tensors of a state dict share memory with the parameters and buffers, so loading fills them in
 place. Afterwards the filled state dict is handed to `load_state_dict`: for the tensors this is a
@@ -13,100 +16,177 @@ has made up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
-from remesh.adapters.memory import alias_key
+from remesh.adapters.declared import (
+    EXTRA_STATE,
+    NamedModule,
+    declared_shards,
+    local_of,
+    new_name,
+)
+from remesh.adapters.memory import alias_key, check_strided
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.wrappers import entry_names, ignored_by_ddp
 from remesh.errors import NameCollisionError, UnsupportedValueError
+from remesh.sharded import Part, ShardedTensor, dtype_name
 from remesh.state import (
     Loaded,
     Path,
     Rebuild,
     Role,
+    TensorEntry,
     Walk,
     name_of,
+    role_of,
 )
-
-_EXTRA_STATE = "_extra_state"
-
-
-@dataclass(frozen=True, slots=True)
-class EntryName:
-    """The name of an entry of a module.
-
-    Attributes:
-        name: Its name without wrappers.
-        in_ddp: Whether it lies inside a DistributedDataParallel.
-    """
-
-    name: str
-    in_ddp: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """Where the beginning of an entry's name leads; module is None past the last module."""
+class Placed:
+    """The global tensor that a parameter is, or is a part of.
+
+    Attributes:
+        name: Its name.
+        role: What is known of copies on other ranks of plain tensors.
+        shards: Which boxes the parameter holds, as views of it; None if it is a whole tensor or a
+            DTensor, which speak for themselves.
+    """
 
     name: str
-    module: nn.Module | None
-    in_ddp: bool
+    role: Role
+    shards: ShardedTensor | None = None
 
 
-def describe_module(walk: Walk, path: Path, module: nn.Module) -> Rebuild:
-    """Describe a module; loading fills it in place and returns the same module.
+def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
+    """Describe a module; loading fills it in place and returns the same leaf.
 
     Raises:
         StateError: If an entry of its state dict cannot be stored.
     """
+    module = module_of(leaf)
     refuse_fsdp1(module, name_of(path))
     entries: dict[str, Any] = module.state_dict()
-    names = entry_names(module, entries)
-    unsynchronised = ignored_by_ddp(module)
+    places = _places(leaf, entries, entries, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     for raw, entry in entries.items():
-        name = names[raw].name
-        if taken.setdefault(name, raw) != raw:
+        place = places[raw]
+        if place.shards is None and taken.setdefault(place.name, raw) != raw:
             raise NameCollisionError(
-                f"{name_of(path)}: entries {taken[name]!r} and {raw!r} of the module's state dict "
-                f"are both {name!r} without the names of wrappers; rename one of them"
+                f"{name_of(path)}: entries {taken[place.name]!r} and {raw!r} of the module's state "
+                f"dict are both stored as {place.name!r}; rename one of them"
             )
-        if isinstance(entry, torch.Tensor) and not raw.endswith(_EXTRA_STATE):
-            equal = names[raw].in_ddp and alias_key(entry) not in unsynchronised
-            role = Role.EQUAL if equal else Role.ASSUMED
-            rebuilds[raw] = describe_tensor(walk, (*path, name), entry, role)
+        if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
+            rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
         else:
-            rebuilds[raw] = describe_copy(walk, (*path, name), entry)
+            rebuilds[raw] = describe_copy(walk, (*path, place.name), entry)
 
-    def rebuild(loaded: Loaded) -> nn.Module:
+    def rebuild(loaded: Loaded) -> nn.Module | NamedModule:
         # In place, because a state dict carries the versions of its modules as an attribute.
         for raw, make in rebuilds.items():
             entries[raw] = make(loaded)
         module.load_state_dict(entries, strict=False)
-        return module
+        return leaf
 
     return rebuild
 
 
-def entry_names(root: nn.Module, raw_names: Iterable[str]) -> dict[str, EntryName]:
-    """The names, without wrappers, of parameters or state-dict entries of a module.
+def placed_parameters(
+    leaf: nn.Module | NamedModule, wanted: Callable[[torch.Tensor], bool], where: str
+) -> list[tuple[torch.Tensor, Placed]]:
+    """The parameters of a module, each with the global tensor that it belongs to.
 
     Args:
-        root: The module that the raw names belong to.
-        raw_names: Names as in `named_parameters()` or `state_dict()`.
+        leaf: The module.
+        wanted: Which parameters to look at.
+        where: Its place in the state, for error messages.
+
+    Raises:
+        StateError: If a module in it describes itself wrongly.
     """
-    known = {"": _Place("", root, in_ddp=False)}
-    places = {raw: _place_of(raw, known) for raw in raw_names}
-    return {raw: EntryName(place.name, place.in_ddp) for raw, place in places.items()}
+    module = module_of(leaf)
+    refuse_fsdp1(module, where)
+    own = {raw: tensor for raw, tensor in module.named_parameters() if wanted(tensor)}
+    if not own:
+        return []
+    places = _places(leaf, own, module.state_dict(), where)
+    return [(tensor, places[raw]) for raw, tensor in own.items()]
+
+
+def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
+    """The module that stands in a state."""
+    return leaf.module if isinstance(leaf, NamedModule) else leaf
+
+
+def _places(
+    leaf: nn.Module | NamedModule,
+    tensors: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    where: str,
+) -> dict[str, Placed]:
+    """Where tensors of a module belong, by their names in it.
+
+    Args:
+        leaf: The module.
+        tensors: Parameters or entries of the state dict.
+        entries: The state dict.
+        where: Its place in the state, for error messages.
+    """
+    module = module_of(leaf)
+    names = entry_names(module, tensors)
+    shards = declared_shards(module, entries, where)
+    unsynchronised = ignored_by_ddp(module)
+    places = {}
+    for raw, tensor in tensors.items():
+        equal = isinstance(tensor, DTensor) or (
+            names[raw].in_ddp
+            and isinstance(tensor, torch.Tensor)
+            and alias_key(tensor) not in unsynchronised
+        )
+        role = Role.EQUAL if equal else Role.ASSUMED
+        declared = shards.get(raw)
+        name = names[raw].name if declared is None else declared.name
+        if declared is not None and declared.replica_id is not None:
+            role = role_of(declared)
+        if isinstance(leaf, NamedModule):
+            name = new_name(name, leaf.names)
+        places[raw] = Placed(name, role, declared)
+    return places
+
+
+def _describe_entry(walk: Walk, path: Path, entry: torch.Tensor, place: Placed) -> Rebuild:
+    """Describe a tensor that is filled in place."""
+    if place.shards is None:
+        return describe_tensor(walk, path, entry, place.role)
+    add_shards(walk, path, entry, place, place.shards.parts)
+    return lambda _loaded: entry
+
+
+def add_shards(
+    walk: Walk, path: Path, tensor: torch.Tensor, place: Placed, parts: tuple[Part, ...]
+) -> None:
+    """Record a tensor of which this rank holds declared boxes."""
+    assert place.shards is not None
+    check_strided(local_of(tensor), name_of(path))
+    shape = place.shards.global_shape
+    key = alias_key(local_of(tensor))
+    if key is not None:
+        key = ("shards", key, shape, tuple(part.box for part in parts))
+    name = walk.claim(path)
+    dtype = dtype_name(local_of(tensor), name)
+    allowed = place.shards.allow_shape_mismatch
+    walk.description.tensors.append(
+        TensorEntry(name, dtype, shape, parts, place.role, allowed, alias_key=key)
+    )
 
 
 def refuse_fsdp1(module: nn.Module, where: str) -> None:
@@ -122,49 +202,3 @@ def refuse_fsdp1(module: nn.Module, where: str) -> None:
                 "which flattens parameters and cannot be saved or loaded yet. Shard the module "
                 "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
-
-
-def ignored_by_ddp(module: nn.Module) -> set[object]:
-    """Alias keys of the tensors that a DistributedDataParallel was told not to synchronise."""
-    keys: set[object] = set()
-    for wrapper in module.modules():
-        if isinstance(wrapper, DistributedDataParallel):
-            ignored = set(wrapper.parameters_to_ignore)
-            for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
-                keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
-    return keys
-
-
-def _place_of(prefix: str, known: dict[str, _Place]) -> _Place:
-    """The place of the beginning of a name; `known` holds those found so far."""
-    if prefix not in known:
-        parent, _, part = prefix.rpartition(".")
-        known[prefix] = _step(_place_of(parent, known), part)
-    return known[prefix]
-
-
-def _step(place: _Place, part: str) -> _Place:
-    """One part of a name further on, passing through wrappers."""
-    module, in_ddp = place.module, place.in_ddp
-    while module is not None and (attribute := _wrapped_attribute(module)) is not None:
-        in_ddp = in_ddp or isinstance(module, DistributedDataParallel)
-        module = getattr(module, attribute)
-        if part == attribute:
-            return _Place(place.name, module, in_ddp)
-    child = getattr(module, part, None)
-    name = f"{place.name}.{part}" if place.name else part
-    return _Place(name, child if isinstance(child, nn.Module) else None, in_ddp)
-
-
-def _wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper keeps the module it wraps; None if it is no wrapper."""
-    if isinstance(module, DistributedDataParallel):
-        return "module"
-    if isinstance(module, ActivationWrapper):
-        return "_checkpoint_wrapped_module"
-    if isinstance(module, FullyShardedDataParallel):
-        return "_fsdp_wrapped_module"
-    # The class is asked for by name, because importing its module takes seconds.
-    if any(kind.__module__ == "torch._dynamo.eval_frame" for kind in type(module).__mro__):
-        return "_orig_mod"
-    return None

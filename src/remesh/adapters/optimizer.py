@@ -21,30 +21,35 @@ what (`fused`, `foreach`, ...) stay what they are: they decide where `step` has 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from remesh.adapters.dtensor import local_tensor
-from remesh.adapters.memory import alias_key, torch_dtype
-from remesh.adapters.module import entry_names, ignored_by_ddp, refuse_fsdp1
-from remesh.adapters.nested import describe_copy, describe_stored, leaves_of, visit_with_role
+from remesh.adapters.declared import NamedModule, parts_like
+from remesh.adapters.module import Placed, module_of, placed_parameters
+from remesh.adapters.nested import describe_copy, leaves_of
+from remesh.adapters.optimizer_state import (
+    OptimizedTensor,
+    check_not_a_bare_shard,
+    describe_states,
+)
 from remesh.errors import StateError
-from remesh.sharded import LocalNonpersistentObject
+from remesh.geometry import Box
+from remesh.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.state import (
     Loaded,
     Path,
     Rebuild,
-    Role,
     Stored,
     Walk,
     name_of,
+    role_of,
 )
 
 _NAMES = frozenset({"params", "param_names"})
@@ -52,33 +57,36 @@ _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parameter:
-    """A parameter of an optimizer.
+class DescribedOptimizer:
+    """An optimizer whose tensors are not the parameters of the model but stand for them.
+
+    It stands in a state where the optimizer would, and is stored as an optimizer over the
+    parameters would be. For flat partitions (`flat_partition`) and master copies.
 
     Attributes:
-        tensor: The parameter itself.
-        name: Its stored name.
-        group: The live group that it is in.
-        state: What the optimizer keeps for it at present; empty if nothing.
-        role: What is known of copies on other ranks of plain tensors of its state.
+        optimizer: The optimizer.
+        stands_for: For each tensor in its groups the parameter that it is a copy of, whose module
+            must be in the same state; or descriptions, by views of the tensor, of the parts of
+            parameters that it consists of. Tensors that are not named are parameters themselves.
+        own_key: If given, the tensors that are named are stored too, under this key of the
+            parameter's state ("master", say).
     """
 
-    tensor: torch.Tensor
-    name: str
-    group: Mapping[str, Any]
-    state: Mapping[str, Any]
-    role: Role
+    optimizer: Optimizer
+    stands_for: Mapping[torch.Tensor, torch.Tensor | Sequence[ShardedTensor]]
+    own_key: str | None = None
 
 
-def describe_optimizer(walk: Walk, path: Path, optimizer: Optimizer) -> Rebuild:
-    """Describe an optimizer; loading changes it in place and returns the same optimizer.
+def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:
+    """Describe an optimizer; loading changes it in place and returns the same leaf.
 
     Raises:
         StateError: If one of its parameters is in no module of the state, a group of it has
             parameters from several stored groups, or its state cannot be stored.
     """
+    optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
-    parameters = _parameters_of(walk, path, optimizer, packed["state"])
+    parameters = _parameters_of(walk, path, leaf, packed["state"])
     extras = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
     other_state = {
         key: value
@@ -89,12 +97,15 @@ def describe_optimizer(walk: Walk, path: Path, optimizer: Optimizer) -> Rebuild:
     rebuild_other = {
         key: describe_copy(walk, (*path, "state", key), value) for key, value in other_state.items()
     }
-    rebuild_states = _describe_states(walk, path, parameters)
+    rebuild_states = describe_states(walk, (*path, "state"), parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters)
 
-    def rebuild(loaded: Loaded) -> Optimizer:
+    def rebuild(loaded: Loaded) -> Optimizer | DescribedOptimizer:
         for parameter, make in rebuild_states:
-            optimizer.state[parameter.tensor].update(make(loaded))
+            entries: dict[str, Any] = make(loaded)
+            if parameter.own_key is not None:
+                del entries[parameter.own_key]  # the tensor itself, which is filled in place
+            optimizer.state[parameter.tensor].update(entries)
         for key, make in rebuild_other.items():
             optimizer.state[key] = make(loaded)
         for group, make in rebuild_groups:
@@ -103,7 +114,7 @@ def describe_optimizer(walk: Walk, path: Path, optimizer: Optimizer) -> Rebuild:
             _load_extras(optimizer, {key: make(loaded) for key, make in rebuild_extras.items()})
         # The step with which torch ends a load: it brings state of older versions up to date.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-        return optimizer
+        return leaf
 
     return rebuild
 
@@ -114,58 +125,79 @@ def describe_optimizer(walk: Walk, path: Path, optimizer: Optimizer) -> Rebuild:
 
 
 def _parameters_of(
-    walk: Walk, path: Path, optimizer: Optimizer, packed_state: Mapping[Any, Any]
-) -> list[_Parameter]:
-    """The parameters of an optimizer in its own order."""
+    walk: Walk,
+    path: Path,
+    leaf: Optimizer | DescribedOptimizer,
+    packed_state: Mapping[Any, Any],
+) -> list[OptimizedTensor]:
+    """The tensors of an optimizer in its own order."""
+    if not isinstance(leaf, DescribedOptimizer):
+        leaf = DescribedOptimizer(leaf, {})
+    optimizer, stands_for = leaf.optimizer, leaf.stands_for
     tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
-    found = _find_names(walk.root, [tensor for tensor, _ in tensors])
-    parameters = []
+    meant = [stands_for.get(tensor, tensor) for tensor, _ in tensors]
+    found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)])
+    result = []
     for number, (tensor, group) in enumerate(tensors):
-        if id(tensor) not in found:
+        target = meant[number]
+        if not isinstance(target, torch.Tensor):
+            places = tuple(Placed(shards.name, role_of(shards), shards) for shards in target)
+        elif id(target) in found:
+            places = (_copy_of(found[id(target)], target, tensor),)
+        else:
             raise StateError(
                 f"{name_of(path)}: parameter {number} of the optimizer, of shape "
                 f"{tuple(tensor.shape)}, belongs to no module of the state, so it has no name. "
                 "Put its module into the state, wrapped in remesh.LocalNonpersistentObject if it "
-                "is not to be stored."
+                "is not to be stored; if the tensor stands for a parameter, say so with "
+                "remesh.adapters.DescribedOptimizer."
             )
-        name, role = found[id(tensor)]
+        own = leaf.own_key if tensor in stands_for else None
         state = packed_state.get(number, {})
-        parameters.append(_Parameter(tensor, name, group, state, role))
-        _check_not_a_bare_shard(parameters[-1], (*path, "state", name))
-    return parameters
+        result.append(OptimizedTensor(tensor, places, group, state, own))
+        check_not_a_bare_shard(result[-1], (*path, "state"))
+    return result
 
 
-def _find_names(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tuple[str, Role]]:
-    """Name and role of parameters, by identity, from the modules in a state.
+def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Placed:
+    """The place of a tensor that is a parameter or a copy of it."""
+    if place.shards is None or tensor is parameter:
+        return place
+    parts = parts_like(place.shards, parameter, tensor, f"the copy of {place.name}")
+    return dataclasses.replace(place, shards=dataclasses.replace(place.shards, parts=parts))
+
+
+def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, Placed]:
+    """The places of parameters, by identity, from the modules in a state.
 
     The first name of a parameter counts. If modules give one name to different parameters, the
     names of all parameters begin with the path of their module.
     """
     wanted = {id(tensor) for tensor in tensors}
-    found: dict[int, tuple[Path, str, Role]] = {}
-    for path, module in _modules_in(root, ()):
-        _reshard(module)
-        refuse_fsdp1(module, name_of(path))
-        own = {
-            raw: parameter
-            for raw, parameter in module.named_parameters()
-            if id(parameter) in wanted and id(parameter) not in found
-        }
-        unsynchronised = ignored_by_ddp(module)
-        for raw, entry in entry_names(module, own).items():
-            equal = isinstance(own[raw], DTensor) or (
-                entry.in_ddp and alias_key(own[raw]) not in unsynchronised
-            )
-            role = Role.EQUAL if equal else Role.ASSUMED
-            found[id(own[raw])] = (path, entry.name, role)
-    if len({name for _, name, _ in found.values()}) == len(found):
-        return {key: (name, role) for key, (_, name, role) in found.items()}
-    return {key: (name_of((*path, name)), role) for key, (path, name, role) in found.items()}
+    found: dict[int, tuple[Path, Placed]] = {}
+    for path, leaf in _modules_in(root, ()):
+        _reshard(module_of(leaf))
+        own = placed_parameters(
+            leaf, lambda tensor: id(tensor) in wanted and id(tensor) not in found, name_of(path)
+        )
+        found.update({id(tensor): (path, place) for tensor, place in own})
+    if len({_box_of(place) for _, place in found.values()}) == len(found):
+        return {key: place for key, (_, place) in found.items()}
+    return {
+        key: dataclasses.replace(place, name=name_of((*path, place.name)))
+        for key, (path, place) in found.items()
+    }
 
 
-def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module]]:
+def _box_of(place: Placed) -> tuple[str, frozenset[Box] | None]:
+    """What no two parameters have in common: they may be shards of one tensor."""
+    boxes = None if place.shards is None else frozenset(p.box for p in place.shards.parts)
+    return place.name, boxes
+
+
+def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | NamedModule]]:
     """The modules of a nested state with their paths."""
-    if isinstance(node, nn.Module):
+    if isinstance(node, nn.Module | NamedModule):
         yield path, node
     elif isinstance(node, LocalNonpersistentObject):
         yield from _modules_in(node.obj, path)
@@ -188,94 +220,22 @@ def _reshard(module: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# State
-# ---------------------------------------------------------------------------------------------
-
-
-def _describe_states(
-    walk: Walk, path: Path, parameters: Iterable[_Parameter]
-) -> list[tuple[_Parameter, Rebuild]]:
-    """Describe the state of each parameter that has any, live or stored."""
-    rebuilds = []
-    for parameter in parameters:
-        place = (*path, "state", parameter.name)
-        if walk.stored is None:
-            if parameter.state:
-                visit_with_role(walk, place, parameter.state, parameter.role)
-        elif parameter.state or walk.stored.under(place):
-            rebuilds.append((parameter, _describe_state(walk, walk.stored, place, parameter)))
-    return rebuilds
-
-
-def _describe_state(walk: Walk, stored: Stored, path: Path, parameter: _Parameter) -> Rebuild:
-    """Describe the state of one parameter for loading."""
-
-    def allocate(leaf_path: Path, dtype: str, shape: tuple[int, ...], live: object) -> torch.Tensor:
-        wanted = (shape, torch_dtype(dtype))
-        if isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype) == wanted:
-            return live
-        return _new_state(parameter, leaf_path[-1], torch_dtype(dtype), shape)
-
-    return describe_stored(
-        walk, stored, path, parameter.state, allocate=allocate, role=parameter.role
-    )
-
-
-def _new_state(
-    parameter: _Parameter, key: str | int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """A tensor of an optimizer's state where and how torch's optimizers make it."""
-    tensor = parameter.tensor.detach()
-    device = tensor.device
-    if key == "step":
-        on_device = parameter.group.get("capturable") or parameter.group.get("fused")
-        return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
-    if shape == tuple(tensor.shape):
-        return torch.zeros_like(tensor, dtype=dtype)
-    state = torch.zeros(shape, dtype=dtype, device=device)
-    if isinstance(tensor, DTensor) and shape:
-        mesh = tensor.device_mesh
-        return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return state
-
-
-def _check_not_a_bare_shard(parameter: _Parameter, path: Path) -> None:
-    """Refuse state that is sharded like its parameter but does not say so."""
-    tensor = parameter.tensor
-    if not isinstance(tensor, DTensor) or not parameter.state:
-        return
-    local_shape = local_tensor(tensor).shape
-    for leaf_path, leaf in leaves_of(parameter.state, path):
-        if (
-            isinstance(leaf, torch.Tensor)
-            and not isinstance(leaf, DTensor)
-            and leaf.shape == local_shape != tensor.shape
-        ):
-            raise StateError(
-                f"{name_of(leaf_path)}: the parameter is a DTensor of shape "
-                f"{tuple(tensor.shape)}, but this state of it is a plain tensor of the shape of "
-                f"its local shard, {tuple(local_shape)}. Let the optimizer keep a DTensor "
-                "(torch.zeros_like(parameter)), so that its place is known."
-            )
-
-
-# ---------------------------------------------------------------------------------------------
 # Groups
 # ---------------------------------------------------------------------------------------------
 
 
 def _describe_groups(
-    walk: Walk, path: Path, optimizer: Optimizer, parameters: list[_Parameter]
+    walk: Walk, path: Path, optimizer: Optimizer, parameters: list[OptimizedTensor]
 ) -> list[tuple[dict[str, Any], Rebuild]]:
     """Describe the groups; for loading, each with how to get its stored options."""
     base = (*path, "param_groups")
-    names = {id(parameter.tensor): parameter.name for parameter in parameters}
+    names = {id(p.tensor): [place.name for place in p.places] for p in parameters}
     stored_groups = _stored_groups(walk.stored, base)
     members: dict[int, list[str]] = {}
     options: dict[int, Rebuild] = {}
     rebuilds = []
     for number, group in enumerate(optimizer.param_groups):
-        own = [names[id(tensor)] for tensor in group["params"]]
+        own = list(dict.fromkeys(n for tensor in group["params"] for n in names[id(tensor)]))
         place = _stored_number(stored_groups, number, own, name_of(path))
         if place not in options:
             options[place] = _describe_options(walk, (*base, place), group)

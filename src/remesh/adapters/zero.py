@@ -18,7 +18,7 @@ from remesh.state import Loaded, Path, Rebuild, Walk
 _HOME = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def is_zero_redundancy(optimizer: Optimizer) -> bool:
+def is_zero_redundancy(optimizer: object) -> bool:
     """Whether this is torch's ZeroRedundancyOptimizer.
 
     The class is asked for by name, because importing its module compiles code and takes seconds.

@@ -1,0 +1,301 @@
+"""Modules that say themselves which part of a global tensor their parameters are.
+
+A layer that was cut by hand holds plain tensors, which do not tell what they are shards of. Such a
+module says so in a method, `sharded_state_dict(prefix)`, that returns a `ShardedTensor` for each
+entry of its state dict: under which global name, in which boxes. The keys of what it returns are
+those of `state_dict(prefix=prefix)`; what the tensors are stored as is in the `ShardedTensor`s, so
+that a pipeline stage may name its first layer `layers.4`, and a rank its first expert `experts.8`.
+
+The method is found wherever it is in a tree of modules and speaks for everything below. Entries
+for which nobody speaks are whole, and equal on every rank that has them; that is compared when they
+are saved. A parameter that carries the mark of a shard (`tensor_model_parallel`, `is_distributed`)
+must be spoken for.
+
+`default_sharded_state_dict` is what a module without the method says; a method of one's own starts
+from it and changes what is special, most often names (`rename_shards`). `NamedModule` changes
+names where there is no method to write: a leaf of a state that stands for its module.
+
+A description is of memory: its parts are views of the module's tensors. Whatever else has the same
+form as one of these tensors, above all optimizer state, can therefore be described by the same
+views of its own memory (`parts_like`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
+from remesh.adapters.wrappers import entry_names, inner_attribute
+from remesh.errors import StateError
+from remesh.geometry import Box
+from remesh.sharded import Part, ShardedTensor
+
+Names = Mapping[str, str] | Callable[[str], str]
+"""New names: beginnings of names, up to a dot, and what they become; or a function of names."""
+
+_MARKS = ("tensor_model_parallel", "is_distributed")
+"""Attributes that say that a parameter is a shard: Megatron's and Paddle's."""
+
+EXTRA_STATE = "_extra_state"
+"""How the keys of what `get_extra_state` returns end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedModule:
+    """A module whose entries have other names in the checkpoint than in the module.
+
+    It stands in a state where the module would. For pipeline stages, virtual stages and experts,
+    whose layers are numbered from 0 on every rank.
+
+    Attributes:
+        module: The module.
+        names: What its names become: a mapping of beginnings, of which the longest that ends at a
+            dot counts, or a function.
+    """
+
+    module: nn.Module
+    names: Names
+
+
+def new_name(name: str, names: Names) -> str:
+    """What a name becomes."""
+    if callable(names):
+        return names(name)
+    fitting = (old for old in names if f"{name}.".startswith(f"{old.rstrip('.')}."))
+    old = max(fitting, key=len, default=None)
+    if old is None:
+        return name
+    rest = name.removeprefix(old.rstrip(".")).lstrip(".")
+    return ".".join(part for part in (names[old].rstrip("."), rest) if part)
+
+
+def rename_shards(shards: Mapping[str, ShardedTensor], names: Names) -> dict[str, ShardedTensor]:
+    """The same shards stored under other names; the keys stay.
+
+    Args:
+        shards: What a `sharded_state_dict` method returns.
+        names: What stored names become; see `NamedModule`.
+    """
+    return {
+        key: dataclasses.replace(tensor, name=new_name(tensor.name, names))
+        for key, tensor in shards.items()
+    }
+
+
+def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
+    """What a module without a `sharded_state_dict` method says of its state dict.
+
+    Its children are asked; what none of them speaks for is whole.
+
+    Args:
+        module: The module; a method of its own is not called.
+        prefix: Put before every key and name; ends with a dot unless empty.
+
+    Returns:
+        A `ShardedTensor` for each tensor of `module.state_dict(prefix=prefix)`.
+
+    Raises:
+        StateError: If a child describes something else than its own tensors, or a parameter that
+            is marked as a shard is not described.
+    """
+    entries: dict[str, object] = module.state_dict()
+    spoken_for: dict[str, ShardedTensor] = {}
+    for child, raw_prefix, clean in _children(module, "", prefix):
+        spoken_for |= _declared_under(child, raw_prefix, clean, entries)
+    refuse_marked(module, spoken_for, prefix)
+    result = {}
+    for raw, entry in entries.items():
+        if raw in spoken_for:
+            result[prefix + raw] = spoken_for[raw]
+        elif isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
+            name = prefix + _clean(module, raw)
+            shape = tuple(entry.shape)
+            result[prefix + raw] = ShardedTensor(name, shape, parts_of(entry, name), None)
+    return result
+
+
+def declared_shards(
+    module: nn.Module, entries: Mapping[str, object], where: str
+) -> dict[str, ShardedTensor]:
+    """What the modules of a tree say with a method of their own, by key of the state dict.
+
+    Args:
+        module: The root of the tree.
+        entries: Its state dict.
+        where: Its place in the state, for error messages.
+
+    Raises:
+        StateError: See `default_sharded_state_dict`.
+    """
+    spoken_for = _declared_under(module, "", "", entries)
+    refuse_marked(module, spoken_for, f"{where}." if where else "")
+    return spoken_for
+
+
+def refuse_marked(module: nn.Module, spoken_for: Iterable[str], prefix: str) -> None:
+    """Refuse parameters that are marked as shards and not spoken for.
+
+    Raises:
+        StateError: If there is one.
+    """
+    described = set(spoken_for)
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        if raw in described or isinstance(parameter, DTensor):
+            continue
+        for mark in _MARKS:
+            if getattr(parameter, mark, False) is True:
+                raise StateError(
+                    f"{prefix}{_clean(module, raw)}: this parameter has {mark}=True, so it is "
+                    "a shard, but nothing says of what. Give its module a "
+                    "sharded_state_dict(prefix) method that describes it; "
+                    "remesh.adapters.build_sharded_state_dict makes what the method returns."
+                )
+
+
+def parts_of(tensor: torch.Tensor, where: str) -> tuple[Part, ...]:
+    """This rank's boxes of a tensor as it is: all of it, or those of a DTensor."""
+    if isinstance(tensor, DTensor):
+        return parts_of_dtensor(tensor, local_tensor(tensor), where)
+    return (Part(Box.whole(tuple(tensor.shape)), tensor.detach()),)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank: that of its shard if it is a DTensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def has_form_of(tensor: torch.Tensor, model: torch.Tensor) -> bool:
+    """Whether the memory of two tensors on this rank has one shape."""
+    return local_of(tensor).shape == local_of(model).shape
+
+
+def parts_like(
+    shards: ShardedTensor, model: torch.Tensor, tensor: torch.Tensor, where: str
+) -> tuple[Part, ...]:
+    """The boxes of a tensor that is laid out like one that is described.
+
+    Args:
+        shards: Describes `model`; its parts are views of it.
+        model: A parameter.
+        tensor: A tensor of the same form, such as a moment of the parameter.
+        where: The name of the tensor, for the error message.
+
+    Raises:
+        StateError: If the two do not lie in memory in the same way.
+    """
+    source, target = local_of(model), local_of(tensor)
+    if _layout(source) != _layout(target):
+        raise StateError(
+            f"{where}: its memory has shape and strides {_layout(target)}, that of its parameter "
+            f"{_layout(source)}, so what is known of the parameter's place does not hold for it; "
+            "make it with torch.zeros_like(parameter), or make both contiguous"
+        )
+    shift = target.storage_offset() - source.storage_offset()
+    parts = []
+    for part in shards.parts:
+        view = part.data
+        assert isinstance(view, torch.Tensor)
+        data = target.as_strided(view.shape, view.stride(), view.storage_offset() + shift)
+        parts.append(Part(part.box, data))
+    return tuple(parts)
+
+
+def _clean(module: nn.Module, raw: str) -> str:
+    return entry_names(module, [raw])[raw].name
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape, and strides where they mean something."""
+    strides = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tuple(tensor.shape), tuple(strides) if tensor.numel() else ()
+
+
+def _children(module: nn.Module, raw: str, clean: str) -> list[tuple[nn.Module, str, str]]:
+    """The children of a module with their prefixes: in its state dict, and without wrappers."""
+    return [
+        (child, f"{raw}{name}.", f"{clean}{name}.")
+        for name, child in module._modules.items()  # noqa: SLF001 - named_children skips repeats
+        if child is not None
+    ]
+
+
+def _declared_under(
+    module: nn.Module, raw_prefix: str, prefix: str, entries: Mapping[str, object]
+) -> dict[str, ShardedTensor]:
+    """What a module and those below it say, by key of the root's state dict."""
+    while (attribute := inner_attribute(module)) is not None:
+        module = getattr(module, attribute)
+        raw_prefix += f"{attribute}."
+    method = getattr(module, "sharded_state_dict", None)
+    if not callable(method):
+        found: dict[str, ShardedTensor] = {}
+        for child in _children(module, raw_prefix, prefix):
+            found |= _declared_under(*child, entries)
+        return found
+    said: Mapping[str, object] = method(prefix)
+    return _checked(said, module, raw_prefix, prefix, entries)
+
+
+def _checked(
+    said: Mapping[str, object],
+    module: nn.Module,
+    raw_prefix: str,
+    prefix: str,
+    entries: Mapping[str, object],
+) -> dict[str, ShardedTensor]:
+    """What a method said, by key of the root's state dict, once it is known to be sound."""
+    where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
+    found: dict[str, ShardedTensor] = {}
+    for key, tensor in said.items():
+        raw = raw_prefix + key.removeprefix(prefix)
+        if raw.endswith(EXTRA_STATE):
+            continue
+        if not isinstance(tensor, ShardedTensor):
+            raise StateError(
+                f"{where}: {key!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}; "
+                "each entry must be a remesh.ShardedTensor"
+            )
+        entry = entries.get(raw)
+        if not key.startswith(prefix) or not isinstance(entry, torch.Tensor):
+            raise StateError(
+                f"{where}: {key!r} is no tensor of the module's state dict. A key is the prefix "
+                "and the name in the module; the name in the checkpoint is the ShardedTensor's."
+            )
+        _check_views(tensor, entry, where)
+        found[raw] = tensor
+    tensors = {
+        raw
+        for raw, entry in entries.items()
+        if raw.startswith(raw_prefix)
+        and isinstance(entry, torch.Tensor)
+        and not raw.endswith(EXTRA_STATE)
+    }
+    left_out = sorted(tensors.difference(found))
+    if left_out:
+        raise StateError(
+            f"{where} leaves out {', '.join(left_out)}; start from "
+            "remesh.adapters.default_sharded_state_dict, which has every entry"
+        )
+    return found
+
+
+def _check_views(shards: ShardedTensor, entry: torch.Tensor, where: str) -> None:
+    """Refuse parts that are not views of the tensor that they describe."""
+    local = local_of(entry)
+    for part in shards.parts:
+        data = part.data
+        if (
+            not isinstance(data, torch.Tensor)
+            or data.dtype != local.dtype
+            or (data.numel() and data.untyped_storage() is not local.untyped_storage())
+        ):
+            raise StateError(
+                f"{where}: the data of {shards.name!r} is not memory of the module's tensor, so "
+                "loading would not reach it; describe views of it, not copies"
+            )

@@ -1,0 +1,297 @@
+"""What an optimizer keeps for its tensors, by the names of the parameters that these stand for.
+
+Usually a tensor of an optimizer is a parameter, and state of the parameter's shape is cut like the
+parameter. That is known for whole tensors and DTensors, whose state says itself what it is. For
+all others it follows from the parameter's description: the state is viewed as the parameter is
+(`parts_like`). A tensor may stand for parts of several parameters, as the flat buffers of ZeRO and
+FSDP1 do; then so does each of its moments, and what has no such shape (the step) belongs to each
+of these parameters.
+
+State that a fresh optimizer does not have yet is allocated as the optimizer would allocate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from remesh.adapters.declared import has_form_of, local_of, parts_like
+from remesh.adapters.dtensor import local_tensor
+from remesh.adapters.memory import alias_key, torch_dtype
+from remesh.adapters.module import Placed, add_shards
+from remesh.adapters.nested import describe_stored, leaves_of, visit_with_role
+from remesh.errors import StateError
+from remesh.geometry import Box
+from remesh.state import Path, Rebuild, Role, Stored, Walk, assemble, name_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizedTensor:
+    """A tensor in the groups of an optimizer.
+
+    Attributes:
+        tensor: The tensor itself.
+        places: The parameters that it is, or consists of; one, unless all have shards.
+        group: The live group that it is in.
+        packed_state: What the optimizer keeps for it at present; empty if nothing.
+        own_key: Under which key of the state the tensor itself is stored; None if it is not.
+    """
+
+    tensor: torch.Tensor
+    places: tuple[Placed, ...]
+    group: Mapping[str, Any]
+    packed_state: Mapping[str, Any]
+    own_key: str | None = None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What is stored for it at present."""
+        if self.own_key is None:
+            return self.packed_state
+        return {**self.packed_state, self.own_key: self.tensor.detach()}
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether its places are described by views of it."""
+        return all(place.shards is not None for place in self.places)
+
+
+def describe_states(
+    walk: Walk, base: Path, tensors: Iterable[OptimizedTensor]
+) -> list[tuple[OptimizedTensor, Rebuild]]:
+    """Describe the state of each tensor that has any, live or stored."""
+    rebuilds = []
+    known: dict[str, object] = {}
+    for tensor in tensors:
+        if tensor.has_shards:
+            if walk.stored is None:
+                _visit_shards(walk, base, tensor, known)
+            elif (make := _describe_shards(walk, walk.stored, base, tensor)) is not None:
+                rebuilds.append((tensor, make))
+            continue
+        place = (*base, tensor.places[0].name)
+        if walk.stored is None:
+            if tensor.state:
+                visit_with_role(walk, place, tensor.state, tensor.places[0].role)
+        elif tensor.state or walk.stored.under(place):
+            rebuilds.append((tensor, _describe_state(walk, walk.stored, place, tensor)))
+    return rebuilds
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole tensors and DTensors
+# ---------------------------------------------------------------------------------------------
+
+
+def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTensor) -> Rebuild:
+    """Describe the state of one parameter for loading."""
+
+    def allocate(leaf_path: Path, dtype: str, shape: tuple[int, ...], live: object) -> torch.Tensor:
+        wanted = (shape, torch_dtype(dtype))
+        if isinstance(live, torch.Tensor) and (
+            leaf_path[-1] == tensor.own_key or (tuple(live.shape), live.dtype) == wanted
+        ):
+            return live
+        return _new_state(tensor, leaf_path[-1], torch_dtype(dtype), shape)
+
+    role = tensor.places[0].role
+    return describe_stored(walk, stored, path, tensor.state, allocate=allocate, role=role)
+
+
+def _new_state(
+    parameter: OptimizedTensor, key: str | int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor of an optimizer's state where and how torch's optimizers make it."""
+    tensor = parameter.tensor.detach()
+    device = tensor.device
+    if key == "step":
+        on_device = parameter.group.get("capturable") or parameter.group.get("fused")
+        return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
+    if shape == tuple(tensor.shape):
+        return torch.zeros_like(tensor, dtype=dtype)
+    state = torch.zeros(shape, dtype=dtype, device=device)
+    if isinstance(tensor, DTensor) and shape:
+        mesh = tensor.device_mesh
+        return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return state
+
+
+def check_not_a_bare_shard(parameter: OptimizedTensor, base: Path) -> None:
+    """Refuse state that is sharded like its parameter but does not say so.
+
+    Raises:
+        StateError: If there is such state.
+    """
+    tensor = parameter.tensor
+    if not isinstance(tensor, DTensor) or parameter.has_shards or not parameter.state:
+        return
+    local_shape = local_tensor(tensor).shape
+    for leaf_path, leaf in leaves_of(parameter.state, (*base, parameter.places[0].name)):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and not isinstance(leaf, DTensor)
+            and leaf.shape == local_shape != tensor.shape
+        ):
+            raise StateError(
+                f"{name_of(leaf_path)}: the parameter is a DTensor of shape "
+                f"{tuple(tensor.shape)}, but this state of it is a plain tensor of the shape of "
+                f"its local shard, {tuple(local_shape)}. Let the optimizer keep a DTensor "
+                "(torch.zeros_like(parameter)), so that its place is known."
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors that are described by views
+# ---------------------------------------------------------------------------------------------
+
+
+def _visit_shards(
+    walk: Walk, base: Path, tensor: OptimizedTensor, known: dict[str, object]
+) -> None:
+    """Describe the state of a tensor for saving.
+
+    Args:
+        walk: The walk.
+        base: Path of the states of the optimizer.
+        tensor: The tensor.
+        known: State that is no shard, by name; tensors that are shards of one parameter share it.
+    """
+    leaves = leaves_of(tensor.state, ()) if tensor.state else []
+    for place in _held(tensor):
+        for suffix, leaf in leaves:
+            path = (*base, place.name, *suffix)
+            if _is_shard(leaf, suffix, tensor):
+                _add_like(walk, path, leaf, tensor, place)
+            elif name_of(path) in known:
+                _check_same(leaf, known[name_of(path)], name_of(path))
+            else:
+                known[name_of(path)] = leaf
+                _visit_whole(walk, path, leaf, place)
+
+
+def _describe_shards(
+    walk: Walk, stored: Stored, base: Path, tensor: OptimizedTensor
+) -> Rebuild | None:
+    """Describe the state of a tensor for loading; None if there is none, live or stored."""
+    held = _held(tensor)
+    live = dict(leaves_of(tensor.state, ())) if tensor.state else {}
+    suffixes = dict.fromkeys(live)
+    sequences: dict[Path, str] = {}
+    for place in held:
+        under = (*base, place.name)
+        suffixes.update(dict.fromkeys(path[len(under) :] for path, _ in stored.under(under)))
+        for path, kind in stored.sequences.items():
+            if path[: len(under)] == under:
+                sequences[path[len(under) :]] = kind
+    if not held or not suffixes:
+        return None
+    rebuilds = {
+        suffix: _describe_leaf(walk, stored, base, tensor, suffix=suffix, live=live.get(suffix))
+        for suffix in suffixes
+    }
+    return lambda loaded: assemble(
+        {suffix: make(loaded) for suffix, make in rebuilds.items()}, sequences
+    )
+
+
+def _describe_leaf(
+    walk: Walk, stored: Stored, base: Path, tensor: OptimizedTensor, *, suffix: Path, live: object
+) -> Rebuild:
+    """Describe a leaf of the state of a tensor for loading."""
+    held = [(place, (*base, place.name, *suffix)) for place in _held(tensor)]
+    target = live
+    for place, path in held:
+        found = stored.tensor(name_of(path))
+        if found is not None:
+            target = _target(tensor, place, suffix, found, live)
+            break
+        if stored.has_value(name_of(path)):
+            values = [walk.add_value(leaf_path, None) for _, leaf_path in held]
+            return values[0]
+    for place, path in held:
+        if _is_shard(target, suffix, tensor):
+            _add_like(walk, path, target, tensor, place)
+        elif isinstance(target, torch.Tensor):
+            # One tensor for all parameters: the alias key has them compared.
+            walk.add_array(path, target, Role.ASSUMED, alias_key=alias_key(target))
+        else:
+            walk.add_value(path, target)
+    return lambda _loaded: target
+
+
+def _target(
+    tensor: OptimizedTensor,
+    place: Placed,
+    suffix: Path,
+    found: tuple[str, tuple[int, ...]],
+    live: object,
+) -> torch.Tensor:
+    """Where a stored tensor of the state is read to."""
+    assert place.shards is not None
+    dtype, shape = torch_dtype(found[0]), found[1]
+    if suffix == (tensor.own_key,):
+        return tensor.tensor.detach()
+    if isinstance(live, torch.Tensor) and live.dtype == dtype:
+        wanted = place.shards.global_shape if _is_shard(live, suffix, tensor) else live.shape
+        if tuple(wanted) == shape:
+            return live
+    if suffix[-1:] != ("step",) and shape == place.shards.global_shape:
+        return torch.zeros_like(tensor.tensor.detach(), dtype=dtype)
+    return _new_state(tensor, suffix[-1], dtype, shape)
+
+
+def _held(tensor: OptimizedTensor) -> list[Placed]:
+    """The places of which this rank has something."""
+    return [place for place in tensor.places if place.shards is not None and place.shards.parts]
+
+
+def _is_shard(leaf: object, suffix: Path, tensor: OptimizedTensor) -> bool:
+    """Whether state is laid out like its tensor."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and suffix[-1:] != ("step",)
+        and has_form_of(leaf, tensor.tensor)
+    )
+
+
+def _add_like(walk: Walk, path: Path, leaf: Any, tensor: OptimizedTensor, place: Placed) -> None:
+    assert place.shards is not None
+    parts = parts_like(place.shards, tensor.tensor, leaf, name_of(path))
+    add_shards(walk, path, leaf, place, parts)
+
+
+def _visit_whole(walk: Walk, path: Path, leaf: object, place: Placed) -> None:
+    """Describe state that is not laid out like its tensor, for saving."""
+    assert place.shards is not None
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+        walk.visit(path, leaf)
+        return
+    is_whole = [part.box for part in place.shards.parts] == [Box.whole(place.shards.global_shape)]
+    if leaf.numel() > 1 and not is_whole:
+        raise StateError(
+            f"{name_of(path)}: has shape {tuple(leaf.shape)}, but its parameter is a shard of "
+            f"shape {tuple(local_of(leaf).shape)} of a tensor of shape "
+            f"{place.shards.global_shape}, so it is not known what part of which state this is. "
+            "State of a shard must have its shape or be a single number."
+        )
+    # Without an alias key: which parameters share a tensor depends on the layout.
+    role = place.role if place.role is Role.EQUAL else Role.ASSUMED
+    walk.add_array(path, leaf.detach(), role)
+
+
+def _check_same(leaf: object, other: object, where: str) -> None:
+    """Refuse shards of one parameter that disagree about state that is no shard."""
+    same = torch.equal(leaf, other) if _both_tensors(leaf, other) else leaf == other  # type: ignore[arg-type]
+    if not same:
+        raise StateError(
+            f"{where}: two shards of this parameter on this rank have the values {other!r} and "
+            f"{leaf!r} for it, but it must be one"
+        )
+
+
+def _both_tensors(leaf: object, other: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor)

@@ -1,0 +1,98 @@
+"""The names of entries without what wrappers put into them.
+
+A model has the same names whether or not it is compiled, in DistributedDataParallel or FSDP1, or
+checkpoints its activations. Wrappers are found by looking at the objects along a name, not by its
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from remesh.adapters.memory import alias_key
+
+
+@dataclass(frozen=True, slots=True)
+class EntryName:
+    """The name of an entry of a module.
+
+    Attributes:
+        name: Its name without wrappers.
+        in_ddp: Whether it lies inside a DistributedDataParallel.
+    """
+
+    name: str
+    in_ddp: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where the beginning of an entry's name leads; module is None past the last module."""
+
+    name: str
+    module: nn.Module | None
+    in_ddp: bool
+
+
+def entry_names(root: nn.Module, raw_names: Iterable[str]) -> dict[str, EntryName]:
+    """The names, without wrappers, of parameters or state-dict entries of a module.
+
+    Args:
+        root: The module that the raw names belong to.
+        raw_names: Names as in `named_parameters()` or `state_dict()`.
+    """
+    known = {"": _Place("", root, in_ddp=False)}
+    places = {raw: _place_of(raw, known) for raw in raw_names}
+    return {raw: EntryName(place.name, place.in_ddp) for raw, place in places.items()}
+
+
+def ignored_by_ddp(module: nn.Module) -> set[object]:
+    """Alias keys of the tensors that a DistributedDataParallel was told not to synchronise."""
+    keys: set[object] = set()
+    for wrapper in module.modules():
+        if isinstance(wrapper, DistributedDataParallel):
+            ignored = set(wrapper.parameters_to_ignore)
+            for tensors in (wrapper.module.named_parameters(), wrapper.module.named_buffers()):
+                keys.update(alias_key(tensor) for name, tensor in tensors if name in ignored)
+    return keys
+
+
+def _place_of(prefix: str, known: dict[str, _Place]) -> _Place:
+    """The place of the beginning of a name; `known` holds those found so far."""
+    if prefix not in known:
+        parent, _, part = prefix.rpartition(".")
+        known[prefix] = _step(_place_of(parent, known), part)
+    return known[prefix]
+
+
+def _step(place: _Place, part: str) -> _Place:
+    """One part of a name further on, passing through wrappers."""
+    module, in_ddp = place.module, place.in_ddp
+    while module is not None and (attribute := inner_attribute(module)) is not None:
+        in_ddp = in_ddp or isinstance(module, DistributedDataParallel)
+        module = getattr(module, attribute)
+        if part == attribute:
+            return _Place(place.name, module, in_ddp)
+    child = getattr(module, part, None)
+    name = f"{place.name}.{part}" if place.name else part
+    return _Place(name, child if isinstance(child, nn.Module) else None, in_ddp)
+
+
+def inner_attribute(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper keeps the module it wraps; None if it is no wrapper."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    if isinstance(module, ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    if isinstance(module, FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
+    # The class is asked for by name, because importing its module takes seconds.
+    if any(kind.__module__ == "torch._dynamo.eval_frame" for kind in type(module).__mro__):
+        return "_orig_mod"
+    return None

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import remesh
+from remesh.adapters import (
+    Block,
+    DescribedOptimizer,
+    Split,
+    build_sharded_state_dict,
+    default_sharded_state_dict,
+    describe_leaf,
+    shard_weight,
+)
+from remesh.errors import DivergedReplicaError, StateError
+from remesh.exchange import Exchange
+from remesh.geometry import Box
+from remesh.sharded import ShardedTensor
+from remesh.state import describe
+from remesh.storage import MemoryStorage
+from remesh.testing import run_ranks
+from tests.adapters.parallel_transformer import (
+    HEAD,
+    HIDDEN,
+    INNER,
+    NUM_KV,
+    VOCABULARY,
+    Tp,
+    Transformer,
+    optimizer_with_state,
+    randomise,
+)
+
+HEADS = ("transposed", "tied")
+
+
+def expected_shard(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """A rank's tensor, cut by hand from the whole one; padding is zero."""
+    if "qkv" in name:
+        q, k, v = torch.split(full, [8, NUM_KV * HEAD, NUM_KV * HEAD])
+        cuts = min(size, NUM_KV)
+        kv = rank * cuts // size
+        return torch.cat([q.chunk(size)[rank], k.chunk(cuts)[kv], v.chunk(cuts)[kv]])
+    if "gate_up" in name:
+        gate, up = torch.split(full, [INNER, INNER])
+        return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+    if "out.weight" in name or "down.weight" in name:
+        return full.chunk(size, dim=1)[rank]
+    if "embedding" in name or "head" in name:
+        dim = full.shape.index(VOCABULARY)
+        rows = -(-VOCABULARY // size)
+        missing = [0, 0, 0, 0]
+        missing[1 if dim == 1 else 3] = rows * size - VOCABULARY
+        return nn.functional.pad(full, missing).narrow(dim, rank * rows, rows)
+    return full
+
+
+def whole_state(head: str, seed: int) -> dict[str, Any]:
+    model = Transformer(head=head)
+    randomise(model, seed)
+    return {"model": model, "optimizer": optimizer_with_state(model, seed + 1)}
+
+
+def fresh_state(rank: int, size: int, head: str) -> dict[str, Any]:
+    model = Transformer(Tp(rank, size), head=head)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def by_name(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Everything in model and optimizer, by the name that it has in the module."""
+    result = dict(state["model"].state_dict())
+    for name, parameter in state["model"].named_parameters():
+        for key, value in state["optimizer"].state[parameter].items():
+            result[f"{name}.{key}"] = value
+    return result
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_any_number_of_ranks_to_any_other_bit_for_bit(head: str) -> None:
+    original = whole_state(head, 5)
+    full = by_name(original)
+    storage = {1: MemoryStorage()}
+    remesh.save(original, storage[1])
+
+    def move(exchange: Exchange, source: MemoryStorage, target: MemoryStorage) -> None:
+        rank, size = exchange.rank, exchange.world_size
+        state = fresh_state(rank, size, head)
+        remesh.load(state, source, group=exchange, unexpected="error")
+        for name, tensor in by_name(state).items():
+            expected = full[name] if name.endswith("step") else None
+            if expected is None:
+                expected = expected_shard(name, full[name], rank, size)
+            assert torch.equal(tensor, expected), name
+        remesh.save(state, target, group=exchange)
+
+    last = storage[1]
+    for size in (2, 4, 2, 1):
+        target = MemoryStorage()
+        run_ranks(size, move, last, target)
+        last = target
+    plain = remesh.Checkpoint(last)
+    assert set(plain.index) == set(remesh.Checkpoint(storage[1]).index)
+    weight = plain.state()["model"]["embedding.weight"]
+    assert torch.equal(weight, original["model"].embedding.weight)
+
+
+def test_the_whole_one_is_stored_like_a_plain_model() -> None:
+    model = Transformer(head="tied")
+    declared = {e.name: e.global_shape for e in describe(model, describe_leaf).tensors}
+    assert declared == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+def test_master_weights_follow_their_parameters() -> None:
+    """bf16 parameters, an fp32 optimizer over copies of them, on two ranks and on one."""
+
+    def build(tp: Tp) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        model = Transformer(tp, layers=1).to(torch.bfloat16)
+        copies = {name: p.detach().float() for name, p in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW(copies.values())
+        stands_for = {copies[name]: parameters[name] for name in copies}
+        state = {
+            "model": model,
+            "optimizer": DescribedOptimizer(optimizer, stands_for, own_key="master"),
+        }
+        return state, copies
+
+    one, two = MemoryStorage(), MemoryStorage()
+    state, whole = build(Tp())
+    moments = {}
+    for number, (name, copy) in enumerate(whole.items()):
+        copy.copy_(torch.rand(copy.shape))
+        moments[name] = torch.full(copy.shape, number + 0.5) + copy
+        state["optimizer"].optimizer.state[copy] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": moments[name],
+        }
+    remesh.save(state, one)
+
+    def on_two(exchange: Exchange) -> None:
+        state, copies = build(Tp(exchange.rank, 2))
+        remesh.load(state, one, group=exchange, unexpected="error")
+        optimizer = state["optimizer"].optimizer
+        for name, copy in copies.items():
+            assert torch.equal(copy, expected_shard(name, whole[name], exchange.rank, 2)), name
+            own = optimizer.state[copy]
+            assert own.keys() == {"step", "exp_avg"}
+            assert own["step"].item() == 7
+            assert torch.equal(
+                own["exp_avg"], expected_shard(name, moments[name], exchange.rank, 2)
+            )
+        remesh.save(state, two, group=exchange)
+
+    run_ranks(2, on_two)
+    again, copies = build(Tp())
+    remesh.load(again, two, unexpected="error")
+    assert all(torch.equal(copies[name], whole[name]) for name in whole)
+    names = set(remesh.Checkpoint(two).index)
+    assert "optimizer.state.layers.0.attention.qkv.weight.master" in names
+    assert names == set(remesh.Checkpoint(one).index)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[int, tuple[Block, ...]]:
+    num_shards = draw(st.integers(1, 6))
+    blocks = []
+    for _ in range(draw(st.integers(2, 4))):
+        units = draw(
+            st.sampled_from(
+                [n for n in range(1, 13) if not max(n, num_shards) % min(n, num_shards)]
+            )
+        )
+        blocks.append(Block(units * draw(st.integers(1, 3)), units))
+    return num_shards, tuple(blocks)
+
+
+@given(splits())
+def test_shards_of_blocks_cover_each_block(case: tuple[int, tuple[Block, ...]]) -> None:
+    num_shards, blocks = case
+    held: list[list[int]] = []
+    for shard in range(num_shards):
+        extent = sum(b.size // min(b.num_units or 0, num_shards) for b in blocks)
+        total, segments = Split(0, shard, num_shards, blocks).segments(extent, "w")
+        assert total == sum(block.size for block in blocks)
+        assert sum(length for _, length in segments) == extent
+        held.append([i for start, length in segments for i in range(start, start + length)])
+    counts = [sum(index in of_rank for of_rank in held) for index in range(total)]
+    expected = [max(num_shards // (b.num_units or 1), 1) for b in blocks for _ in range(b.size)]
+    assert counts == expected
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 3))
+def test_padding_is_left_out(num_shards: int, size: int, extra: int) -> None:
+    extent = -(-size // num_shards) + extra
+    indices: list[int] = []
+    for shard in range(num_shards):
+        total, segments = Split(0, shard, num_shards, (Block(size),)).segments(extent, "w")
+        assert total == size
+        for start, length in segments:
+            indices += range(start, start + length)
+    assert indices == list(range(size))
+
+
+def test_shard_weight_cuts_several_dims_and_transposes() -> None:
+    local = torch.arange(24.0).reshape(2, 3, 4)
+    shards = shard_weight("w", local, Split(0, 1, 3), Split(-1, 1, 2), replica_id=2)
+    assert shards.global_shape == (6, 3, 8)
+    assert [part.box for part in shards.parts] == [Box((2, 0, 4), (2, 3, 4))]
+    assert shards.replica_id == 2
+    matrix = torch.arange(6.0).reshape(2, 3)
+    turned = shard_weight("w", matrix, Split(0, 1, 2, (Block(5),)), transposed=True)
+    assert turned.global_shape == (5, 2)
+    (part,) = turned.parts
+    assert part.box == Box((3, 0), (2, 2))
+    assert part.data.tolist() == [[0, 3], [1, 4]]  # type: ignore[attr-defined]
+    assert part.data.data_ptr() == matrix.data_ptr()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: shard_weight("w", w, Split(2, 0, 2)), "dim 2 is cut twice or does not exist"),
+        (lambda w: shard_weight("w", w, Split(0, 0, 2), Split(-2, 0, 2)), "dim -2 is cut twice"),
+        (lambda w: Split(0, 2, 2), "shard 2 of 2 does not exist"),
+        (lambda w: Split(0, 0, 3, (Block(8, 2),)), "neither number of units and shards"),
+        (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(9),))), "w: 2 shards of extent 4"),
+        (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(3), Block(4)))), "2 equal parts"),
+        (lambda w: shard_weight("w", w, Split(0, 0, 2, (Block(4), Block(6)))), "has extent 5"),
+        (lambda w: shard_weight("w", w[0], transposed=True), "only a tensor of 2 dims"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        call(torch.zeros(4, 4))
+
+
+def test_a_marked_shard_that_nobody_declares_is_refused() -> None:
+    for mark in ("tensor_model_parallel", "is_distributed"):
+        model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))
+        setattr(model[0].weight, mark, True)
+        with pytest.raises(StateError, match=rf"model\.0\.weight: .*{mark}=True.*build_sharded"):
+            describe({"model": model}, describe_leaf)
+    declared = Transformer(layers=1)
+    for parameter in declared.parameters():
+        setattr(parameter, "is_distributed", True)  # noqa: B010 - also the name of a method
+    with pytest.raises(StateError, match=r"m\.layers\.0\.norm\.weight"):
+        describe({"m": declared}, describe_leaf)
+
+
+def test_shards_that_nobody_declares_differ_and_are_refused() -> None:
+    def save(exchange: Exchange) -> None:
+        layer = nn.Linear(HIDDEN, 3)
+        randomise(layer, exchange.rank)
+        with pytest.raises(DivergedReplicaError, match=r"model\.weight"):
+            remesh.save({"model": layer}, storage, group=exchange)
+
+    storage = MemoryStorage()
+    run_ranks(2, save)
+
+
+class Wrong(nn.Linear):
+    """Says what it is told to say."""
+
+    said: Any = None
+
+    def sharded_state_dict(self, prefix: str = "") -> Any:
+        return self.said(self, prefix)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (lambda m, p: {f"{p}weight": m.weight}, r"'0\.weight' is a torch\.nn\.parameter"),
+        (lambda m, p: {"weight": ShardedTensor.whole("w", m.weight)}, "'weight' is no tensor of"),
+        (
+            lambda m, p: {f"{p}weights": ShardedTensor.whole("w", m.weight)},
+            r"sharded_state_dict\('0\.'\): '0\.weights' is no tensor of",
+        ),
+        (
+            lambda m, p: {f"{p}weight": ShardedTensor.whole("w", m.weight.detach())},
+            r"leaves out 0\.bias",
+        ),
+        (
+            lambda m, p: build_sharded_state_dict(
+                {k: v.clone() for k, v in m.state_dict().items()}, {}, p, shard=0, num_shards=1
+            ),
+            "is not memory of the module's tensor",
+        ),
+    ],
+)
+def test_a_module_that_describes_itself_wrongly_is_refused(said: Any, message: str) -> None:
+    model = nn.Sequential(Wrong(2, 2))
+    model[0].said = said
+    with pytest.raises(StateError, match=message):
+        describe({"model": model}, describe_leaf)
+
+
+def test_state_of_a_shard_with_another_shape_is_refused() -> None:
+    model = Transformer(Tp(0, 2), layers=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight = model.get_parameter("layers.0.attention.out.weight")
+    optimizer.state[weight]["row"] = torch.zeros(4)
+    with pytest.raises(StateError, match=r"opt\.state\.layers\.0\.attention\.out\.weight\.row"):
+        describe({"model": model, "opt": optimizer}, describe_leaf)
+
+
+def test_a_module_on_the_meta_device_is_described() -> None:
+    with torch.device("meta"):
+        model = Transformer(Tp(1, 2), layers=1)
+    shapes = {e.name: e.global_shape for e in describe(model, describe_leaf).tensors}
+    assert shapes["embedding.weight"] == (VOCABULARY, HIDDEN)
+    assert shapes["layers.0.attention.qkv.weight"] == (16, HIDDEN)
+    model = model.to_empty(device="cpu")
+    storage = MemoryStorage()
+    remesh.save({"model": whole_state("transposed", 1)["model"]}, storage)
+    remesh.load({"model": model}, storage)
+    full = whole_state("transposed", 1)["model"].get_parameter("layers.0.attention.qkv.weight")
+    assert torch.equal(
+        model.get_parameter("layers.0.attention.qkv.weight"),
+        expected_shard("qkv", full, 1, 2),
+    )
+
+
+def test_the_default_speaks_for_all_entries() -> None:
+    model = Transformer(Tp(1, 2), layers=1)
+    said = default_sharded_state_dict(model, "m.")
+    assert said.keys() == {f"m.{key}" for key in model.state_dict()}
+    assert said["m.layers.0.norm.weight"].parts[0].box == Box.whole((HIDDEN,))
+    assert said["m.layers.0.mlp.experts.0.down.weight"].global_shape == (HIDDEN, INNER)
