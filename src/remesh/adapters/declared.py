@@ -67,12 +67,13 @@ def new_name(name: str, names: Names) -> str:
     """What a name becomes."""
     if callable(names):
         return names(name)
-    fitting = (old for old in names if f"{name}.".startswith(f"{old.rstrip('.')}."))
-    old = max(fitting, key=len, default=None)
-    if old is None:
-        return name
-    rest = name.removeprefix(old.rstrip(".")).lstrip(".")
-    return ".".join(part for part in (names[old].rstrip("."), rest) if part)
+    parts = name.split(".")
+    beginnings = {tuple(part for part in old.split(".") if part): old for old in names}
+    for length in range(len(parts), -1, -1):
+        old = beginnings.get(tuple(parts[:length]))
+        if old is not None:
+            return ".".join(part for part in (*names[old].split("."), *parts[length:]) if part)
+    return name
 
 
 def rename_shards(shards: Mapping[str, ShardedTensor], names: Names) -> dict[str, ShardedTensor]:
