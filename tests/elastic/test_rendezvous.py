@@ -230,6 +230,8 @@ class Agents(RuleBasedStateMachine):
     def join(self, number: int, delivered: bool) -> None:
         me = self.me(number)
         self.send(Joined(me, self.rounds.get(me.incarnation, 0)), delivered)
+        if delivered and me.incarnation not in self.state.replaced:
+            assert number in self.state.ready or number in self.state.active
 
     @rule(number=st.integers(0, 6))
     def new_agent(self, number: int) -> None:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from remesh.elastic.failures import ProcessFailure
+from remesh.elastic.progress import Progress
 from remesh.elastic.rendezvous import Node, Outcome, Settings
 
 
@@ -99,10 +100,28 @@ class HangOver(msgspec.Struct, frozen=True, tag=True):
     round: int
 
 
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """How far the training is; kept now and then."""
+
+    progress: Progress
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed."""
 
 
 Event: TypeAlias = (
-    Join | Leave | Lose | Fail | Drain | Put | Tested | WantCheck | Saved | Hang | HangOver | Tick
+    Join
+    | Leave
+    | Lose
+    | Fail
+    | Drain
+    | Put
+    | Tested
+    | WantCheck
+    | Saved
+    | Hang
+    | HangOver
+    | Noted
+    | Tick
 )

@@ -30,6 +30,7 @@ from remesh.elastic.events import (
     Join,
     Leave,
     Lose,
+    Noted,
     Put,
     Saved,
     Tested,
@@ -37,13 +38,12 @@ from remesh.elastic.events import (
 )
 from remesh.elastic.failures import (
     Decision,
-    Kind,
     Patterns,
     ProcessFailure,
     Ruling,
-    classify,
     decide,
 )
+from remesh.elastic.progress import Progress
 from remesh.elastic.rendezvous import Change, Outcome
 
 MAX_RECORDS = 500
@@ -166,6 +166,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         hanging: Round and reason of a hang that is not over.
         forced: Round and reason of a restart of everybody.
         num_hangs: Hangs so far.
+        progress: How far the training was when that was noted last.
         history: What happened.
     """
 
@@ -188,6 +189,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     hanging: tuple[int, str] | None = None
     forced: tuple[int, str] | None = None
     num_hangs: int = 0
+    progress: Progress | None = None
     history: tuple[Line, ...] = ()
 
 
@@ -241,6 +243,8 @@ def _happen(state: State, event: Event, current: int, now: float) -> State:
         case Hang(number, reason) if number == current and state.hanging is None:
             state = _replace(state, hanging=(number, reason), dump=state.dump + 1)
             return _note(state, now, f"the job hangs: {reason}")
+        case Noted(progress):
+            return _replace(state, progress=progress)
         case HangOver(number):
             return _end_hang(state, number, now)
     return state
@@ -499,8 +503,3 @@ def _meet_again(state: State, now: float) -> State:
         if node.id in world.active:
             state = _step(state, rendezvous.Joined(node, world.round), now)
     return state
-
-
-def kinds_of(state: State, record: FailureRecord) -> list[Kind]:
-    """The kind of each failure of a record."""
-    return [classify(failure, state.policy.patterns) for failure in record.failures]

@@ -68,13 +68,19 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         node_id: Its id.
         round: The round.
         rank: Its place among the nodes.
-        world: All nodes of the round, in the order of their ranks.
+        num_nodes: Nodes of the round.
+        first_process: Rank of its first process.
+        num_processes: Processes of all nodes of the round.
+        leader: The node of rank 0.
     """
 
     node_id: int
     round: int
     rank: int
-    world: tuple[Node, ...]
+    num_nodes: int
+    first_process: int
+    num_processes: int
+    leader: Node
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
@@ -262,6 +268,12 @@ class StacksRequest(Speaker, frozen=True, kw_only=True):
     stacks: dict[int, str]
 
 
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Test all nodes before the next round, because of this."""
+
+    reason: str
+
+
 class Accepted(msgspec.Struct, frozen=True):
     """Heard."""
 
@@ -278,6 +290,7 @@ __all__ = [
     "Barred",
     "BeatReply",
     "BeatRequest",
+    "CheckRequest",
     "DrainRequest",
     "FailedRequest",
     "GetRequest",

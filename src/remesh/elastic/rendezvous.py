@@ -22,11 +22,14 @@ if its clock jumps, waiting gets shorter or longer, and nothing else happens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
+
+_T = TypeVar("_T")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +173,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     def member(self, node_id: int) -> Node | None:
         """The member of the last world that has this id."""
-        return next((node for node in self.world if node.id == node_id), None)
+        place = bisect_left(self.world, node_id, key=lambda node: node.id)
+        if place < len(self.world) and self.world[place].id == node_id:
+            return self.world[place]
+        return None
 
     def known(self, node_id: int) -> Node | None:
         """The newest agent that spoke for this id and has not gone."""
@@ -211,7 +217,7 @@ def _join(state: State, node: Node, after_round: int, now: float) -> State:
         return state
     member = state.member(node.id)
     in_world = member is not None and member.incarnation == node.incarnation
-    if in_world and after_round < state.round:
+    if in_world and node.id in state.active and after_round < state.round:
         return state  # a late copy of the message that led to this world
     previous = state.known(node.id)
     if previous is not None and previous.incarnation != node.incarnation:
@@ -223,7 +229,7 @@ def _join(state: State, node: Node, after_round: int, now: float) -> State:
         state,
         ready={**state.ready, node.id: node},
         active=state.active - {node.id},
-        excluded={key: value for key, value in state.excluded.items() if key != node.id},
+        excluded=_without(state.excluded, node.id),
         changed_at=now,
     )
 
@@ -251,10 +257,16 @@ def _remove(state: State, node_id: int, incarnation: str, now: float) -> State:
         return state
     return msgspec.structs.replace(
         state,
-        ready={key: node for key, node in state.ready.items() if key != node_id},
+        ready=_without(state.ready, node_id),
         active=state.active - {node_id},
         changed_at=now,
     )
+
+
+def _without(table: dict[int, _T], key: int) -> dict[int, _T]:
+    if key not in table:
+        return table
+    return {other: value for other, value in table.items() if other != key}
 
 
 def _note_absence(state: State, now: float) -> State:

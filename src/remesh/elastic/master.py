@@ -1,0 +1,344 @@
+"""The master: what it does with each request, around the job's pure machine.
+
+A request becomes an event; the event is applied, appended to the journal, and answered when the
+journal has it. Requests that come together share one transaction. Joining and asking for a word may
+wait: they are answered when the world changes, not polled.
+
+Time is the wall clock's when the master starts, and runs steadily from then on: a clock that is set
+does not make nodes look dead. All state lives in this object and its journal. Neither torch nor a
+GPU is needed. `remesh.elastic.server` gives it its sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from remesh.elastic import events
+from remesh.elastic.failures import Decision, Ruling
+from remesh.elastic.job import Line, Policy, State, apply, assign_id, record_of
+from remesh.elastic.journal import Journal
+from remesh.elastic.live import Live, events_of_time, hear, hear_beat, hear_stacks
+from remesh.elastic.protocol import (
+    PROTOCOL_VERSION,
+    Accepted,
+    BeatReply,
+    BeatRequest,
+    CheckRequest,
+    DrainRequest,
+    FailedRequest,
+    GetRequest,
+    JoinReply,
+    JoinRequest,
+    LeaveRequest,
+    PutRequest,
+    StacksRequest,
+    TestedRequest,
+    Value,
+)
+from remesh.elastic.rendezvous import Node
+from remesh.elastic.replies import beat_reply, join_reply, places_of, waiting
+from remesh.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+MAX_WAIT = 30.0
+"""Longest time that a request is kept waiting."""
+MAX_WORDS_BYTES = 1 << 20
+"""What the nodes of a round may leave for each other."""
+
+_T = TypeVar("_T")
+
+
+class RequestError(Exception):
+    """A request that cannot be answered; the text says what to do."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class SteadyClock:
+    """Seconds since the epoch that never jump.
+
+    Args:
+        not_before: Where to go on, if the wall clock is behind that.
+    """
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def __call__(self) -> float:
+        """The time."""
+        return self._offset + time.monotonic()
+
+
+class Master:
+    """A job's master, without its sockets.
+
+    Args:
+        policy: How the job is treated.
+        journal: Where what must not be forgotten is kept.
+        clock: The time; by default one that goes on where the journal ended.
+    """
+
+    def __init__(
+        self, policy: Policy, journal: Journal, clock: Callable[[], float] | None = None
+    ) -> None:
+        self._journal = journal
+        self._state, last = journal.load(policy)
+        self.clock = SteadyClock(last) if clock is None else clock
+        self._live = Live.after_start(self._state, self.clock())
+        self._places = places_of(self._state)
+        self._changed = asyncio.Event()
+        self._pending: list[tuple[float, events.Event]] = []
+        self._last_write: asyncio.Task[None] | None = None
+        self._next_write: asyncio.Task[None] | None = None
+        self.num_requests = 0
+
+    @property
+    def state(self) -> State:
+        """What must not be forgotten."""
+        return self._state
+
+    @property
+    def live(self) -> Live:
+        """What is known of the nodes at this moment."""
+        return self._live
+
+    def happen(self, event: events.Event) -> None:
+        """Apply an event; `written` says when it is durable."""
+        now = self.clock()
+        before, after = self._state, apply(self._state, event, now)
+        if after is before:
+            return
+        self._state = after
+        self._pending.append((now, event))
+        for line in _new_lines(before, after):
+            log.info(line.text)
+        if _concerns_waiting(before, after):
+            self._places = places_of(after)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def written(self) -> None:
+        """Wait until everything that has happened until now is in the journal.
+
+        Raises:
+            StorageError: If it cannot be written.
+        """
+        if self._pending and self._next_write is None:
+            self._next_write = asyncio.create_task(self._write(self._last_write))
+        task = self._next_write or self._last_write
+        if task is not None:
+            await asyncio.shield(task)
+
+    async def _write(self, before: asyncio.Task[None] | None) -> None:
+        """Write what is pending, after the write before it has ended."""
+        if before is not None:
+            await asyncio.wait([before])
+        self._last_write, self._next_write = self._next_write, None
+        batch, self._pending = self._pending, []
+        state, loop = self._state, asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, self._journal.append, batch)
+        except StorageError:
+            self._pending = batch + self._pending
+            raise
+        if self._journal.wants_snapshot:
+            await loop.run_in_executor(None, self._journal.snapshot, state, batch[-1][0])
+
+    async def close(self) -> None:
+        """Write what is pending, and give the journal back."""
+        await self.written()
+        self._journal.close()
+
+    async def keep_time(self) -> None:
+        """Let time pass, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for event in events_of_time(self._live, self._state, self.clock()):
+                self.happen(event)
+            self.happen(events.Tick())
+            await self.written()
+
+    async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
+        """Wait for an answer, asked anew whenever something has changed that nodes wait for."""
+        deadline = self.clock() + min(seconds, MAX_WAIT)
+        while (reply := answer()) is None:
+            changed, left = self._changed, deadline - self.clock()
+            if left <= 0:
+                return None
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except TimeoutError:
+                return answer()
+        return reply
+
+    async def join(self, request: JoinRequest) -> JoinReply:
+        """A node is ready; waits for its place."""
+        if request.version != PROTOCOL_VERSION:
+            raise RequestError(
+                400,
+                f"the agent speaks version {request.version} of the protocol, this master "
+                f"{PROTOCOL_VERSION}; install the same remesh everywhere",
+            )
+        world = self._state.rendezvous
+        if world is not None and world.settings != request.settings:
+            raise RequestError(
+                409,
+                f"node {request.name} wants {request.settings}, the job runs with "
+                f"{world.settings}; start all nodes with the same options",
+            )
+        node = Node(
+            id=assign_id(self._state, request.name, request.node_id),
+            incarnation=request.incarnation,
+            name=request.name,
+            address=request.address,
+            num_processes=request.num_processes,
+        )
+        hear(self._live, node.id, node.incarnation, self.clock())
+        self.happen(
+            events.Join(
+                node=node,
+                after_round=request.after_round,
+                settings=request.settings,
+                max_restarts=request.max_restarts,
+            )
+        )
+        reply = await self._until(lambda: join_reply(self._state, node, self._places), request.wait)
+        await self.written()
+        # A node that waits here is alive, however long that takes.
+        hear(self._live, node.id, node.incarnation, self.clock())
+        if reply is not None:
+            return reply
+        return waiting(self._state, node)
+
+    async def beat(self, request: BeatRequest) -> BeatReply:
+        """A node lives."""
+        now = self.clock()
+        hear(self._live, request.node_id, request.incarnation, now)
+        for event in hear_beat(self._live, self._state, request, now):
+            self.happen(event)
+        await self.written()
+        return beat_reply(self._state, request, now)
+
+    async def failed(self, request: FailedRequest) -> Ruling:
+        """Processes of a node failed."""
+        hear(self._live, request.node_id, request.incarnation, self.clock())
+        self.happen(
+            events.Fail(
+                node_id=request.node_id,
+                incarnation=request.incarnation,
+                round=request.round,
+                failures=request.failures,
+            )
+        )
+        await self.written()
+        record = record_of(self._state, request.node_id, request.round)
+        if record is not None:
+            return record.ruling
+        return Ruling(
+            decision=Decision.RESTART, charged=False, reason=f"round {request.round} is over"
+        )
+
+    async def leave(self, request: LeaveRequest) -> Accepted:
+        """A node goes."""
+        return await self._accept(
+            events.Leave(
+                node_id=request.node_id,
+                incarnation=request.incarnation,
+                outcome=request.outcome,
+                reason=request.reason,
+            )
+        )
+
+    async def drain(self, request: DrainRequest) -> Accepted:
+        """A node has to go soon."""
+        return await self._accept(
+            events.Drain(
+                node_id=request.node_id,
+                incarnation=request.incarnation,
+                seconds=request.seconds,
+                reason=request.reason,
+            )
+        )
+
+    async def put(self, request: PutRequest) -> Accepted:
+        """A word for the other nodes."""
+        size = sum(len(key) + len(value) for key, value in self._state.words.items())
+        if size + len(request.key) + len(request.value) > MAX_WORDS_BYTES:
+            raise RequestError(413, f"the nodes have left more than {MAX_WORDS_BYTES} bytes")
+        return await self._accept(
+            events.Put(round=request.round, key=request.key, value=request.value)
+        )
+
+    async def get(self, request: GetRequest) -> Value:
+        """A word that a node has left."""
+
+        def word() -> str | None:
+            world = self._state.rendezvous
+            if world is None or world.round != request.round:
+                raise RequestError(409, f"round {request.round} is over; join again")
+            return self._state.words.get(request.key)
+
+        return Value(await self._until(word, request.wait))
+
+    async def tested(self, request: TestedRequest) -> Accepted:
+        """How a test went on a node."""
+        hear(self._live, request.node_id, request.incarnation, self.clock())
+        return await self._accept(
+            events.Tested(
+                node_id=request.node_id,
+                incarnation=request.incarnation,
+                check=request.check,
+                test_round=request.test_round,
+                passed=request.passed,
+                broken=request.broken,
+                seconds=request.seconds,
+                message=request.message,
+            )
+        )
+
+    async def stacks(self, request: StacksRequest) -> Accepted:
+        """Where the processes of a node were."""
+        hear_stacks(self._live, self._state, request)
+        return Accepted()
+
+    async def check(self, request: CheckRequest) -> Accepted:
+        """Somebody wants the nodes tested."""
+        return await self._accept(events.WantCheck(request.reason))
+
+    async def _accept(self, event: events.Event) -> Accepted:
+        self.happen(event)
+        await self.written()
+        return Accepted()
+
+
+def _new_lines(before: State, after: State) -> list[Line]:
+    """The lines of history that an event has added; the oldest may have been dropped."""
+    last = before.history[-1] if before.history else None
+    lines = []
+    for line in reversed(after.history):
+        if line is last:
+            break
+        lines.append(line)
+    return lines[::-1]
+
+
+def _concerns_waiting(before: State, after: State) -> bool:
+    """Whether somebody who waits for a place or a word may get an answer now."""
+    old, new = before.rendezvous, after.rendezvous
+    if old is None or new is None:
+        return old is not new
+    return (
+        (old.round, old.outcome) != (new.round, new.outcome)
+        or old.excluded != new.excluded
+        or old.replaced != new.replaced
+        or before.check is not after.check
+        or before.words is not after.words
+    )

@@ -1,0 +1,89 @@
+"""What Prometheus is told about a job."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from remesh.elastic.status import Status
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _StatusCollector(Collector):
+    """Gives one status as metrics."""
+
+    def __init__(self, status: Status, num_requests: int) -> None:
+        self._status = status
+        self._num_requests = num_requests
+
+    def collect(self) -> list[Metric]:
+        """The metrics."""
+        status = self._status
+        return [
+            *_totals(status, self._num_requests),
+            _by_state(status),
+            *_by_rank(status),
+        ]
+
+
+def _totals(status: Status, num_requests: int) -> list[Metric]:
+    gauges: list[tuple[str, str, float | None]] = [
+        ("remesh_round", "Number of the current round", status.round),
+        ("remesh_goodput_ratio", "Share of the time that moved the training on", status.goodput),
+        ("remesh_step", "Highest step of any rank", status.step),
+        ("remesh_saved_step", "Step of the newest checkpoint", status.saved),
+        ("remesh_running", "Whether the job runs", float(status.phase == "running")),
+    ]
+    counters = [
+        ("remesh_restarts", "Rounds after the first", status.num_restarts),
+        ("remesh_requests", "Requests since the master started", num_requests),
+        (
+            "remesh_process_failures",
+            "Processes that failed",
+            sum(len(failed.failures) for failed in status.failures),
+        ),
+    ]
+    return [
+        *(
+            GaugeMetricFamily(name, text, value=value)
+            for name, text, value in gauges
+            if value is not None
+        ),
+        *(CounterMetricFamily(name, text, value=value) for name, text, value in counters),
+    ]
+
+
+def _by_state(status: Status) -> Metric:
+    family = GaugeMetricFamily("remesh_nodes", "Nodes by what they do", labels=["state"])
+    states = [node.state for node in status.nodes]
+    for state in ("active", "ready", "finished", "draining", "excluded", "gone"):
+        family.add_metric([state], states.count(state))
+    return family
+
+
+def _by_rank(status: Status) -> list[Metric]:
+    steps = GaugeMetricFamily("remesh_rank_step", "Last step of a rank", labels=["rank"])
+    seconds = GaugeMetricFamily(
+        "remesh_rank_step_seconds", "Duration of a rank's own work of a step", labels=["rank"]
+    )
+    for rank in status.ranks:
+        steps.add_metric([str(rank.rank)], rank.step)
+        if rank.step_seconds is not None:
+            seconds.add_metric([str(rank.rank)], rank.step_seconds)
+    return [steps, seconds]
+
+
+def render_metrics(status: Status, num_requests: int) -> bytes:
+    """The text that Prometheus scrapes.
+
+    Args:
+        status: The job as it is now.
+        num_requests: Requests that the master has seen.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_StatusCollector(status, num_requests))
+    return generate_latest(registry)

@@ -1,0 +1,265 @@
+"""Everything there is to see of a job: what `remesh status`, the page and the metrics show."""
+
+from __future__ import annotations
+
+import msgspec
+
+from remesh.elastic import progress
+from remesh.elastic.failures import root_cause
+from remesh.elastic.job import Line, State
+from remesh.elastic.live import Live
+from remesh.elastic.rendezvous import Node, exclusion_of
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One node.
+
+    Attributes:
+        id: Its id.
+        name: Its name.
+        address: Where it is reached.
+        state: `active`, `ready`, `finished`, `draining`, `excluded` or `gone`.
+        rank: Its place in the world; None if it has none.
+        first_process: Rank of its first process; None likewise.
+        num_processes: Its processes.
+        last_heard: Seconds since its last message; None if none came since the master started.
+        num_charged: Restarts that it was charged with.
+        check: What the last check found.
+        reason: Why it is excluded.
+    """
+
+    id: int
+    name: str
+    address: str
+    state: str
+    rank: int | None
+    first_process: int | None
+    num_processes: int
+    last_heard: float | None
+    num_charged: int
+    check: str
+    reason: str
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that reports steps.
+
+    Attributes:
+        rank: The rank.
+        step: Its last step.
+        age: Seconds since it finished that.
+        step_seconds: How long its own work of a step takes.
+        slow: How many times the median that is, if it is slow.
+        behind: Whether others have finished more steps.
+    """
+
+    rank: int
+    step: int
+    age: float
+    step_seconds: float | None
+    slow: float | None
+    behind: bool
+
+
+class FailureStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One failed process.
+
+    Attributes:
+        node_id: Its node.
+        rank: Its rank.
+        local_rank: Its rank on the node.
+        exit_code: As the operating system reports it; negative for a signal.
+        signal: The signal's name.
+        message: What it said.
+        log_tail: The end of its log.
+        step: The last step that it had finished.
+        ruling: What followed for its node.
+    """
+
+    node_id: int
+    rank: int
+    local_rank: int
+    exit_code: int
+    signal: str
+    message: str
+    log_tail: str
+    step: int | None
+    ruling: str
+
+
+class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
+    """What failed in a round, the likeliest root cause first."""
+
+    round: int
+    time: float
+    failures: tuple[FailureStatus, ...]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it is now.
+
+    Attributes:
+        time: Now, in seconds since the epoch.
+        began: When the first node joined.
+        phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
+        reason: Why, in a sentence.
+        round: The round.
+        num_restarts: Rounds after the first.
+        min_nodes: Fewest nodes of a world.
+        max_nodes: Most nodes of a world.
+        node_unit: Worlds have a multiple of this.
+        nodes: The nodes, by id.
+        goodput: Share of the time since the beginning that moved the training forward.
+        step: The highest step of any rank.
+        saved: The step of the newest checkpoint.
+        ranks: The ranks that report steps.
+        failures: What failed, newest round first.
+        stacks: Where the processes were when the job hung last, by rank.
+        history: What happened, newest first.
+    """
+
+    time: float
+    began: float | None
+    phase: str
+    reason: str
+    round: int
+    num_restarts: int
+    min_nodes: int
+    max_nodes: int
+    node_unit: int
+    nodes: tuple[NodeStatus, ...]
+    goodput: float | None
+    step: int | None
+    saved: int | None
+    ranks: tuple[RankStatus, ...]
+    failures: tuple[RoundFailures, ...]
+    stacks: dict[int, str]
+    history: tuple[Line, ...]
+
+
+def status_of(state: State, live: Live, now: float) -> Status:
+    """Everything there is to see."""
+    world = state.rendezvous
+    phase, reason = _phase(state)
+    return Status(
+        time=now,
+        began=state.began,
+        phase=phase,
+        reason=reason,
+        round=0 if world is None else world.round,
+        num_restarts=0 if world is None else max(world.round - 1, 0),
+        min_nodes=0 if world is None else world.settings.min_nodes,
+        max_nodes=0 if world is None else world.settings.max_nodes,
+        node_unit=1 if world is None else world.settings.node_unit,
+        nodes=_nodes(state, live, now),
+        goodput=progress.goodput(live.progress, now),
+        step=live.progress.last_step,
+        saved=state.saved,
+        ranks=_ranks(live, now),
+        failures=_failures(state),
+        stacks=live.stacks,
+        history=tuple(reversed(state.history)),
+    )
+
+
+def _phase(state: State) -> tuple[str, str]:
+    world = state.rendezvous
+    if world is None:
+        return "waiting", "no node has joined"
+    if world.outcome is not None:
+        return world.outcome.value, world.reason
+    if state.check is not None:
+        return "checking", f"check {state.check.number} tests {len(world.world)} nodes"
+    if state.hanging is not None:
+        return "hanging", state.hanging[1]
+    if world.active:
+        return "running", f"round {world.round} on {len(world.active)} of {len(world.world)} nodes"
+    return "waiting", f"{len(world.ready)} nodes are ready, {world.settings.min_nodes} are needed"
+
+
+def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
+    world = state.rendezvous
+    if world is None:
+        return ()
+    known = {node.id: node for node in world.world} | world.ready
+    ranks = {node.id: rank for rank, node in enumerate(world.world)}
+    firsts, first = {}, 0
+    for node in world.world:
+        firsts[node.id] = first
+        first += node.num_processes
+    draining = state.wish.draining if state.wish is not None else frozenset[int]()
+
+    def state_of(node: Node) -> str:
+        if exclusion_of(world, node) is not None:
+            return "excluded"
+        if node.id in world.active:
+            return "draining" if node.id in draining else "active"
+        if node.id in world.ready:
+            return "ready"
+        return "finished" if node.id in world.finished else "gone"
+
+    statuses = []
+    for node_id, node in sorted(known.items()):
+        heard = live.heard.get(node_id)
+        working = node_id in world.active
+        statuses.append(
+            NodeStatus(
+                id=node_id,
+                name=node.name,
+                address=node.address,
+                state=state_of(node),
+                rank=ranks.get(node_id) if working else None,
+                first_process=firsts.get(node_id) if working else None,
+                num_processes=node.num_processes,
+                last_heard=None if heard is None else max(now - heard[1], 0.0),
+                num_charged=state.charges.get(node_id, 0),
+                check=state.verdict.get(node_id, ""),
+                reason=exclusion_of(world, node) or "",
+            )
+        )
+    return tuple(statuses)
+
+
+def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
+    slow = progress.slow_ranks(live.progress)
+    behind = set(progress.lagging_ranks(live.progress))
+    return tuple(
+        RankStatus(
+            rank=rank,
+            step=heard.step,
+            age=max(now - heard.time, 0.0),
+            step_seconds=heard.step_seconds,
+            slow=slow.get(rank),
+            behind=rank in behind,
+        )
+        for rank, heard in sorted(live.progress.ranks.items())
+    )
+
+
+def _failures(state: State) -> tuple[RoundFailures, ...]:
+    rounds = sorted({record.round for record in state.records}, reverse=True)
+    return tuple(_failures_of(state, number) for number in rounds)
+
+
+def _failures_of(state: State, number: int) -> RoundFailures:
+    records = [record for record in state.records if record.round == number]
+    rulings = {record.node_id: record.ruling.reason for record in records}
+    failures = [failure for record in records for failure in record.failures]
+    return RoundFailures(
+        round=number,
+        time=min(record.time for record in records),
+        failures=tuple(
+            FailureStatus(
+                node_id=failure.node_id,
+                rank=failure.rank,
+                local_rank=failure.local_rank,
+                exit_code=failure.exit_code,
+                signal=failure.signal_name,
+                message=failure.message,
+                log_tail=failure.log_tail,
+                step=failure.step,
+                ruling=rulings[failure.node_id],
+            )
+            for failure in root_cause(failures, state.policy.patterns)
+        ),
+    )

@@ -1,0 +1,278 @@
+"""The master over real sockets, with a real journal."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from remesh.elastic.job import Policy
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import Master
+from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.errors import StorageError
+
+SETTINGS = {"min_nodes": 2, "max_nodes": 4, "node_unit": 1, "last_call": 0.2, "join_timeout": 60}
+
+
+def start(tmp_path: Path, options: ServerOptions | None = None, **policy: Any) -> ServerThread:
+    def make() -> Master:
+        return Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"))
+
+    return ServerThread(make, options or ServerOptions())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerThread]:
+    with start(tmp_path, heartbeat_timeout=60.0) as server:
+        yield server
+
+
+def ask(
+    url: str, name: str, body: object = None, token: str = "", method: str = "POST"
+) -> tuple[int, Any]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    connection.request(method, f"/v1/{name}", json.dumps(body), headers)
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, json.loads(text)
+
+
+def join(url: str, number: int, after_round: int = 0, **changes: object) -> Any:
+    body = {
+        "name": f"host-{number}",
+        "node_id": number,
+        "incarnation": f"{number}a",
+        "address": "127.0.0.1",
+        "num_processes": 2,
+        "after_round": after_round,
+        "settings": SETTINGS,
+        "wait": 10.0,
+    } | changes
+    status, reply = ask(url, "join", body)
+    assert status == 200, reply
+    return reply
+
+
+def join_all(url: str, numbers: list[int], after_round: int = 0) -> dict[int, Any]:
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        replies = pool.map(lambda number: join(url, number, after_round), numbers)
+        return dict(zip(numbers, replies, strict=True))
+
+
+def speaker(number: int, round_of_node: int) -> dict[str, object]:
+    return {"node_id": number, "incarnation": f"{number}a", "round": round_of_node}
+
+
+def beat(url: str, number: int, round_of_node: int, **ranks: object) -> Any:
+    body = speaker(number, round_of_node) | {"ranks": ranks}
+    return ask(url, "beat", body)[1]
+
+
+def test_nodes_get_their_places_by_id(server: ServerThread) -> None:
+    replies = join_all(server.url, [7, 3])
+    assert [replies[number]["rank"] for number in (3, 7)] == [0, 1]
+    assert replies[7] | {"leader": None} == {
+        "type": "Placed",
+        "node_id": 7,
+        "round": 1,
+        "rank": 1,
+        "num_nodes": 2,
+        "first_process": 2,
+        "num_processes": 4,
+        "leader": None,
+    }
+    assert replies[7]["leader"]["id"] == 3
+
+
+def test_names_keep_their_ids(server: ServerThread) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(join, server.url, 0, name="b", node_id=None)
+        second = pool.submit(join, server.url, 1, name="a", node_id=None)
+        ids = {first.result()["node_id"], second.result()["node_id"]}
+    assert ids == {0, 1}
+    before = first.result()["node_id"]
+    again = join(server.url, 0, name="b", node_id=None, incarnation="new", wait=0.0)
+    assert again["node_id"] == before
+
+
+def test_words_of_a_round(server: ServerThread) -> None:
+    join_all(server.url, [0, 1])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, server.url, "get", speaker(1, 1) | {"key": "k", "wait": 10})
+        put = ask(server.url, "put", speaker(0, 1) | {"key": "k", "value": "host:1"})
+        assert put == (200, {})
+        assert waiting.result() == (200, {"value": "host:1"})
+    assert ask(server.url, "get", speaker(1, 0) | {"key": "k", "wait": 0})[0] == 409
+
+
+def test_a_failure_restarts_the_others_and_charges_one(server: ServerThread) -> None:
+    join_all(server.url, [0, 1])
+    failure = {
+        "node_id": 1,
+        "round": 1,
+        "rank": 2,
+        "local_rank": 0,
+        "exit_code": -9,
+        "time": 1.0,
+    }
+    asked = speaker(1, 1) | {"failures": [failure]}
+    status, ruling = ask(server.url, "failed", asked)
+    assert (status, ruling["decision"], ruling["charged"]) == (200, "restart", True)
+    assert ask(server.url, "failed", asked)[1] == ruling  # heard twice, charged once
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(join, server.url, 1, 1)
+        while beat(server.url, 0, 1).get("restart") != "restarted":
+            pass
+        assert join(server.url, 0, 1)["round"] == 2
+        assert back.result()["round"] == 2
+    status_now = ask(server.url, "status", method="GET")[1]
+    charged = {node["id"]: node["num_charged"] for node in status_now["nodes"]}
+    assert charged == {0: 0, 1: 1}
+    assert status_now["failures"][0]["failures"][0]["signal"] == "SIGKILL"
+
+
+def test_a_silent_node_is_lost(tmp_path: Path) -> None:
+    with start(tmp_path, heartbeat_timeout=1.0) as server:
+        join_all(server.url, [0, 1])
+        while (reply := beat(server.url, 0, 1)).get("restart") is None:
+            pass
+        assert reply["restart"] == "lost"
+        assert reply["reason"] == "node 1 left or died"
+
+
+def test_growing_waits_for_a_checkpoint(server: ServerThread) -> None:
+    join_all(server.url, [0, 1])
+    progress = {"step": 5, "age": 0.0, "saved_step": 4}
+    assert beat(server.url, 0, 1, **{"0": progress}) == {"reason": "", "restart": None} | {
+        "save": False,
+        "dump": 0,
+        "over": None,
+    }
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(join, server.url, 2)
+        while not (reply := beat(server.url, 0, 1))["save"]:
+            pass
+        assert reply["restart"] is None
+        reply = beat(server.url, 0, 1, **{"0": progress | {"step": 6, "saved_step": 6}})
+        assert reply["restart"] == "grow"
+        join_all(server.url, [0, 1], after_round=1)
+        assert late.result()["num_nodes"] == 3
+
+
+def test_a_job_whose_nodes_succeed_is_over(server: ServerThread) -> None:
+    join_all(server.url, [0, 1])
+    for number in (0, 1):
+        ask(server.url, "leave", speaker(number, 1) | {"outcome": "succeeded"})
+    assert beat(server.url, 0, 1)["over"] == "succeeded"
+    assert join(server.url, 5)["type"] == "Over"
+
+
+def test_a_check_finds_the_faulty_node_before_training(tmp_path: Path) -> None:
+    def take_part(url: str, number: int) -> Any:
+        while True:
+            reply = join(url, number)
+            if reply["type"] != "Test":
+                return reply
+            group = [member["id"] for member in reply["group"]]
+            body = {
+                "check": reply["check"],
+                "test_round": reply["test_round"],
+                "passed": len(group) == 1 or 2 not in group,
+                "broken": False,
+                "seconds": 1.0,
+            }
+            ask(url, "tested", speaker(number, 0) | body)
+
+    with start(tmp_path, check=True) as server, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda number: take_part(server.url, number), range(4)))
+        assert [reply["type"] for reply in replies] == ["Placed", "Placed", "Barred", "Placed"]
+        assert [reply.get("rank") for reply in replies] == [0, 1, None, 2]
+        assert "check 1: failed with node 0" in replies[2]["reason"]
+
+
+class TestRestart:
+    def test_nothing_is_lost(self, tmp_path: Path) -> None:
+        with start(tmp_path, heartbeat_timeout=60.0) as server:
+            join_all(server.url, [0, 1])
+            ask(server.url, "put", speaker(0, 1) | {"key": "k", "value": "v"})
+            before = ask(server.url, "status", method="GET")[1]
+        with start(tmp_path, heartbeat_timeout=60.0) as server:
+            after = ask(server.url, "status", method="GET")[1]
+            assert after["history"] == before["history"]
+            assert [node["state"] for node in after["nodes"]] == ["active", "active"]
+            assert ask(server.url, "get", speaker(1, 1) | {"key": "k", "wait": 0})[1] == {
+                "value": "v"
+            }
+            assert beat(server.url, 1, 1)["restart"] is None
+
+    def test_a_join_before_it_counts_after_it(self, tmp_path: Path) -> None:
+        with start(tmp_path, heartbeat_timeout=60.0) as server:
+            assert join(server.url, 0, wait=0.0)["type"] == "Waiting"
+        with start(tmp_path, heartbeat_timeout=60.0) as server:
+            assert join(server.url, 1)["type"] == "Placed"
+            assert join(server.url, 0)["rank"] == 0
+
+    def test_two_masters_on_one_journal_are_refused(self, tmp_path: Path) -> None:
+        with start(tmp_path), pytest.raises(StorageError, match="is another master running"):
+            start(tmp_path)
+
+
+class TestRefusals:
+    def test_without_the_token(self, tmp_path: Path) -> None:
+        with start(tmp_path, ServerOptions(token="secret")) as server:
+            assert ask(server.url, "status", method="GET")[0] == 401
+            assert ask(server.url, "status", method="GET", token="wrong")[0] == 401
+            assert ask(server.url, "status", method="GET", token="secret")[0] == 200
+
+    def test_listening_everywhere_without_a_token(self) -> None:
+        with pytest.raises(ValueError, match="would let everybody steer the job"):
+            ServerOptions(host="0.0.0.0")
+
+    def test_other_settings_than_the_job(self, server: ServerThread) -> None:
+        join(server.url, 0, wait=0.0)
+        status, reply = ask(
+            server.url,
+            "join",
+            {
+                "name": "x",
+                "node_id": 1,
+                "incarnation": "b",
+                "address": "a",
+                "num_processes": 1,
+                "after_round": 0,
+                "settings": SETTINGS | {"max_nodes": 8},
+            },
+        )
+        assert status == 409
+        assert "start all nodes with the same options" in reply["error"]
+
+    def test_what_is_no_request(self, server: ServerThread) -> None:
+        assert ask(server.url, "beat", {"node_id": "seven"})[0] == 400
+        assert ask(server.url, "dance", {})[0] == 404
+
+    def test_too_much(self, tmp_path: Path) -> None:
+        with start(tmp_path, ServerOptions(max_request_bytes=1000)) as server:
+            parts = urlsplit(server.url)
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+            connection.request(
+                "POST", "/v1/beat", b"x" * 2000, {"Content-Type": "application/json"}
+            )
+            assert connection.getresponse().status == 413
+            connection.close()
+
+    def test_too_often(self, tmp_path: Path) -> None:
+        with start(tmp_path, ServerOptions(max_requests_per_second=5)) as server:
+            statuses = {ask(server.url, "status", method="GET")[0] for _ in range(30)}
+            assert 429 in statuses
