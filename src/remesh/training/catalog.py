@@ -1,0 +1,356 @@
+"""The checkpoints in a directory, and the small files that say more of them.
+
+A checkpoint lies in a directory whose name ends with its step (`step_00001000`), local or in a
+bucket. What a manager knows when it saves is in the commit record, as metadata under `manager`
+(`ManagerNote`). What is learned later stands in small files beside the record:
+
+* `pinned.json`: keep this one. `pin` and `unpin`.
+* `in-use-<token>.json`: somebody reads this one, until a time at the latest. `hold`.
+* `failures.json`: how often it could not be loaded, and why. `note_failure`.
+* `removing.json`: it is being removed. `remove`.
+
+Removing takes the commit record away first and the files afterwards, so that there is never half a
+checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
+A reader puts its mark before it reads the record; whoever removes looks for marks once more when
+the record is gone, and puts the record back if there is one. So of the two, one always notices the
+other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+)
+from remesh.formats import native
+from remesh.storage import Storage, open_storage
+from remesh.training.provenance import Provenance
+from remesh.training.trackers import TrackerRun
+
+NOTE_KEY = "manager"
+"""Where the metadata of a commit record holds the `ManagerNote`."""
+
+HOLD_SECONDS = 6 * 3600.0
+"""How long a mark of a reader counts if it dies without removing it."""
+
+_PINNED = "pinned.json"
+_FAILURES = "failures.json"
+_REMOVING = "removing.json"
+_NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
+_IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
+_OURS = re.compile(r"data-[0-9a-f]{12}/.+|in-use-[0-9a-f]+\.json", re.DOTALL)
+
+
+class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manager records with each checkpoint.
+
+    Attributes:
+        step: Steps done.
+        run: Names the run to which the checkpoint belongs; kept when the run is resumed.
+        metrics: Name → value; None for one that is not finite.
+        role_grid: Axes of the grid of roles, and their sizes (`remesh.training.rng`).
+        streams: Names of the random number generators that are stored.
+        trackers: Name → run of an experiment tracker.
+        provenance: Where it comes from.
+    """
+
+    step: int
+    run: str
+    metrics: dict[str, float | None] = {}
+    role_grid: tuple[tuple[str, int], ...] = ()
+    streams: tuple[str, ...] = ()
+    trackers: dict[str, TrackerRun] = {}
+    provenance: Provenance = Provenance()
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a checkpoint without opening it.
+
+    Attributes:
+        name: Name of its directory.
+        path: Where it is.
+        step: Steps done: as its manager noted, or else what its name ends with.
+        run: The run that it belongs to; empty if it was not saved by a manager.
+        created: When it was committed, ISO 8601 in UTC; empty if that cannot be read.
+        num_bytes: Size of its files.
+        world_size: Number of ranks that saved it; 0 if that cannot be read.
+        save_id: Names the save.
+        metrics: Name → value.
+        is_pinned: Whether it must not be removed.
+        in_use_until: Until when it must not be removed, in seconds since the epoch; 0 if nobody
+            reads it.
+        num_failures: How often it could not be loaded.
+        problem: Why it is taken for damaged; empty if it is not.
+        note: What its manager recorded; None if it was saved without one.
+    """
+
+    name: str
+    path: str
+    step: int
+    run: str = ""
+    created: str = ""
+    num_bytes: int = 0
+    world_size: int = 0
+    save_id: str = ""
+    metrics: dict[str, float | None] = {}
+    is_pinned: bool = False
+    in_use_until: float = 0.0
+    num_failures: int = 0
+    problem: str = ""
+    note: ManagerNote | None = None
+
+
+class _Failures(msgspec.Struct, frozen=True):
+    count: int
+    reason: str
+
+
+def step_name(step: int) -> str:
+    """The name of the directory of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def place_of(root: str | os.PathLike[str], name: str) -> str:
+    """The path or URL of something directly below a root."""
+    return str(Path(root) / name) if isinstance(root, os.PathLike) else f"{root.rstrip('/')}/{name}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Looking
+# ---------------------------------------------------------------------------------------------
+
+
+def look(storage: Storage) -> list[CheckpointInfo]:
+    """The committed checkpoints directly below a root, by step. Nothing is read but small files.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    infos = []
+    for name, files in _directories(storage).items():
+        number = _NAME.fullmatch(name)
+        if number is None or native.RECORD_NAME not in files:
+            continue
+        try:
+            infos.append(_info(storage, name, int(number[1]), files))
+        except CheckpointNotFoundError:
+            continue  # it is being removed just now
+    return sorted(infos, key=lambda info: (info.step, info.created, info.name))
+
+
+def _directories(storage: Storage) -> dict[str, set[str]]:
+    """The directories directly below the root, with what lies in and below each of them."""
+    found: dict[str, set[str]] = {}
+    for path in storage.list():
+        name, slash, rest = path.partition("/")
+        if slash and not name.startswith("."):
+            found.setdefault(name, set()).add(rest)
+    return found
+
+
+def _info(storage: Storage, name: str, number: int, files: set[str]) -> CheckpointInfo:
+    path = f"{storage.url}/{name}"
+    failures = _failures(storage, name) if _FAILURES in files else _Failures(0, "")
+    facts = CheckpointInfo(
+        name=name,
+        path=path,
+        step=number,
+        is_pinned=_PINNED in files,
+        in_use_until=_in_use_until(storage, name, files),
+        num_failures=failures.count,
+        problem=failures.reason,
+    )
+    try:
+        record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+        note = _note(record, path)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return msgspec.structs.replace(facts, problem=facts.problem or str(error))
+    return msgspec.structs.replace(
+        facts,
+        step=number if note is None else note.step,
+        run="" if note is None else note.run,
+        created=record.created,
+        num_bytes=sum(file.num_bytes for file in (record.index, record.values, *record.files)),
+        world_size=record.world_size,
+        save_id=record.save_id,
+        metrics={} if note is None else note.metrics,
+        note=note,
+    )
+
+
+def _note(record: native.CommitRecord, path: str) -> ManagerNote | None:
+    found = record.metadata.get(NOTE_KEY)
+    if found is None:
+        return None
+    try:
+        return msgspec.convert(found, ManagerNote)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(
+            f"{path}: its metadata under {NOTE_KEY!r} is not a manager's ({error}); load it with "
+            "remesh.load"
+        ) from error
+
+
+def _failures(storage: Storage, name: str) -> _Failures:
+    try:
+        return msgspec.json.decode(storage.read(f"{name}/{_FAILURES}"), type=_Failures)
+    except CheckpointNotFoundError:
+        return _Failures(0, "")
+    except msgspec.MsgspecError:
+        return _Failures(1, f"{_FAILURES} cannot be read")
+
+
+def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
+    """The latest time until which a reader has marked a checkpoint."""
+    latest = 0.0
+    for file in files:
+        if _IN_USE.fullmatch(file):
+            try:
+                until = msgspec.json.decode(storage.read(f"{name}/{file}"), type=float)
+            except (CheckpointNotFoundError, msgspec.MsgspecError):
+                continue  # its reader has just finished, or it is none of ours
+            latest = max(latest, until)
+    return latest
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks
+# ---------------------------------------------------------------------------------------------
+
+
+def pin(path: str | os.PathLike[str]) -> None:
+    """Keep a checkpoint, whatever policies say.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    storage.put(_PINNED, b"{}\n", overwrite=True)
+
+
+def unpin(path: str | os.PathLike[str]) -> None:
+    """Let policies decide about a checkpoint again; it need not be pinned.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    storage.delete(_PINNED)
+
+
+@contextmanager
+def hold(
+    path: str | os.PathLike[str], *, now: float, seconds: float = HOLD_SECONDS
+) -> Iterator[None]:
+    """Keep a checkpoint from being removed while it is read.
+
+    Args:
+        path: The checkpoint.
+        now: The time, in seconds since the epoch.
+        seconds: After which the mark does not count any more, if this process dies.
+
+    Raises:
+        CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    storage.size(native.RECORD_NAME)
+    mark = f"in-use-{secrets.token_hex(6)}.json"
+    storage.put(mark, msgspec.json.encode(now + seconds), overwrite=True)
+    try:
+        # Looked for after the mark is there: who removes looks the other way round.
+        storage.size(native.RECORD_NAME)
+        yield
+    finally:
+        storage.delete(mark)
+
+
+def note_failure(storage: Storage, name: str, reason: str) -> int:
+    """Record that a checkpoint could not be loaded; returns how often that has been so."""
+    count = _failures(storage, name).count + 1
+    data = msgspec.json.encode(_Failures(count, reason))
+    storage.put(f"{name}/{_FAILURES}", data, overwrite=True)
+    return count
+
+
+def forget_failures(storage: Storage, name: str) -> None:
+    """Forget them, since it was loaded or saved anew."""
+    storage.delete(f"{name}/{_FAILURES}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Removing
+# ---------------------------------------------------------------------------------------------
+
+
+def remove(storage: Storage, name: str, *, now: float) -> bool:
+    """Remove a checkpoint, unless somebody has begun to read it.
+
+    Args:
+        storage: The root.
+        name: Its directory there.
+        now: The time, in seconds since the epoch.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    record_path = f"{name}/{native.RECORD_NAME}"
+    try:
+        record = storage.read(record_path)
+    except CheckpointNotFoundError:
+        return False
+    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    storage.delete(record_path)
+    # A put makes its directory durable, and with it that the record is gone.
+    storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
+    files = {path.removeprefix(f"{name}/") for path in storage.list(f"{name}/")}
+    if _in_use_until(storage, name, files) > now:
+        storage.put(record_path, record, overwrite=False)
+        storage.delete(f"{name}/{_REMOVING}")
+        return False
+    _remove_files(storage, name, sorted(files))
+    return True
+
+
+def finish_removals(storage: Storage) -> list[str]:
+    """Finish what died while it removed checkpoints; returns the names of what is gone.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    finished = []
+    for name, files in _directories(storage).items():
+        if _REMOVING not in files:
+            continue
+        if native.RECORD_NAME in files:
+            storage.delete(f"{name}/{_REMOVING}")
+        else:
+            _remove_files(storage, name, sorted(files))
+            finished.append(name)
+    return finished
+
+
+def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
+    """Remove what is ours of a checkpoint without a record, the mark of that last."""
+    marks = {_PINNED, _FAILURES}
+    for file in files:
+        if file in marks or _OURS.fullmatch(file):
+            storage.delete(f"{name}/{file}")
+    storage.delete(f"{name}/{_REMOVING}")

@@ -1,0 +1,516 @@
+"""`Manager`: when to save, what to keep, and how to resume as the same run.
+
+It wires together what lies beside it and below: policies decide (`policies`, `retention`), the
+catalog lists, marks and removes (`catalog`), random numbers are kept by role (`rng`), signals and
+requests are heard and heartbeats written (`watch`), and the engine saves and loads
+(`remesh.checkpoint`). One commit holds everything: the user's state, the random numbers as tensors
+under `manager.rng`, and a `ManagerNote` in the record's metadata.
+
+What is collective. `resume`, `step`, `save`, `wait` and `close` are called by every rank. Whether
+the step itself asks for a save, each rank knows alone. What one rank may know first (rank 0's
+clock, a signal, a request, a failure in its background) is exchanged in one tiny all-gather, at
+steps on which all agree: at each such step rank 0 says when the next one is, about a second later.
+So all ranks save at the same step, and a failure anywhere is raised everywhere.
+
+Saves. A save begins when the one before has ended on every rank, so at most one is in flight and
+host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what nobody keeps in its
+background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
+
+Resuming. Rank 0 lists and everybody follows. A checkpoint that turns out damaged is passed over,
+with the reason in the log and in the result; one that has failed `MAX_FAILURES` times, also in
+earlier processes, is not tried any more. A mismatch, a newer format or a storage that fails is
+raised: going back would hide it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+
+from remesh.checkpoint import SaveHandle, Saver
+from remesh.checkpoint.local import exchange_of
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
+from remesh.events import Event, OnEvent, ignore
+from remesh.exchange import run_on_all, run_on_one
+from remesh.run_info import run_info
+from remesh.storage import open_storage
+from remesh.training import catalog, policies, resuming, retention, rng
+from remesh.training.catalog import CheckpointInfo, ManagerNote
+from remesh.training.policies import Note, SavePolicy
+from remesh.training.provenance import digest_of, provenance
+from remesh.training.resuming import Resumed
+from remesh.training.retention import Fate, KeepPolicy
+from remesh.training.rng import Randomness
+from remesh.training.trackers import TrackerRun, run_id_of
+from remesh.training.watch import Watch
+from remesh.transform import Transform
+
+MAX_FAILURES = 3
+"""How often a checkpoint may fail to load before it is not tried any more."""
+
+EXIT_SECONDS = 10.0
+"""How long a save in flight may still take when an exception ends the manager."""
+
+_LOGGER = logging.getLogger("remesh")
+
+
+class Manager:
+    """Saves a job's state as policies say, keeps what they say, and resumes. Collective.
+
+    Use it as a context manager: leaving the block waits for the last save. If the process ends
+    without that, a save in flight is given up.
+
+    Args:
+        root: Directory or URL of the run's checkpoints; each gets a directory `step_<step>` there.
+        every: When to save: a number of steps, or policies (`remesh.training.policies`). None for
+            saves by `save` and requests only.
+        keep: What to keep: a number of checkpoints, or policies (`remesh.training.retention`),
+            united. None keeps everything.
+        randomness: What decides the random numbers of this process.
+        config: The job's configuration, a plain value; its digest is recorded.
+        background: Write beside the training. Otherwise a save returns when it is durable.
+        group: See `remesh.save`.
+        arena_bytes: See `remesh.Saver`.
+        deadline: See `remesh.Saver`.
+        on_event: See `remesh.save`. Also called from background threads.
+
+    Attributes:
+        trackers: Name → experiment tracker, whose run id is saved. On rank 0, or the same on all;
+            to be filled by the user.
+
+    Raises:
+        StateError: If ranks disagree about the roles of their random numbers.
+        ValueError: If signals are to be handled and this is not the main thread.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int | SavePolicy | Sequence[SavePolicy] | None = None,
+        keep: int | KeepPolicy | Sequence[KeepPolicy] | None = None,
+        randomness: Randomness | None = None,
+        config: object = None,
+        background: bool = True,
+        group: Any = None,
+        arena_bytes: int | None = None,
+        deadline: float = 1800.0,
+        on_event: OnEvent = ignore,
+    ) -> None:
+        self._root = root
+        self._storage = open_storage(root)
+        self._every = policies.save_policies(every)
+        self._keep = retention.keep_policies(keep)
+        self._randomness = randomness or Randomness()
+        self._config_digest = "" if config is None else digest_of(config)
+        self._background = background
+        self._exchange = exchange_of(group)
+        self._on_event = on_event
+        self._saver = Saver(
+            group=self._exchange,
+            arena_bytes=arena_bytes,
+            deadline=deadline,
+            at_exit="abort",
+            on_event=self._hear,
+        )
+        self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
+        self._run = run_on_one(self._exchange, lambda: _new_run().encode()).decode()
+        self._parent = ""
+        self._saved_trackers: dict[str, TrackerRun] = {}
+        self.trackers: dict[str, object] = {}
+        # Steps of this run that are there and of no use: a save there takes their place.
+        self._superseded: frozenset[int] = frozenset()
+        self._handle: SaveHandle | None = None
+        self._saving_step: int | None = None
+        self._saved_step: int | None = None
+        self._retention_error: Exception | None = None
+        self._last_save = time.monotonic()
+        self._last_look: int | None = None
+        self._next_look: int | None = None
+        self._should_stop = False
+        self._watch = Watch(self._every, run_info().heartbeat_file)
+
+    # -----------------------------------------------------------------------------------------
+    # What there is
+    # -----------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        """Names this run; the same after it is resumed."""
+        return self._run
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training is to end: a signal or request said so, and the state is saved."""
+        return self._should_stop
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that this rank knows to be committed, or None."""
+        if self._handle is not None and self._handle.done() and self._handle.exception() is None:
+            self._saved_step = self._saving_step
+        return self._saved_step
+
+    @property
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The committed checkpoints by step, as this process sees them now. Not collective."""
+        return catalog.look(self._storage)
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest of them that is not known to be damaged, or None. Not collective."""
+        return retention.newest_of([info for info in self.checkpoints if not info.problem])
+
+    def fates(self) -> list[Fate]:
+        """What retention would do with each checkpoint now; nothing is touched. Not collective."""
+        return retention.decide(self.checkpoints, self._keep, run=self._run, now=time.time())
+
+    # -----------------------------------------------------------------------------------------
+    # Saving
+    # -----------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        step: int,
+        state: MutableMapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Call this after each step: saves if a policy says so. Collective.
+
+        Args:
+            step: Steps done, the same on every rank; it grows from call to call.
+            state: See `remesh.save`: what the rest of the run depends on, by name.
+            metrics: Numbers by which checkpoints are compared; those of rank 0 count.
+
+        Returns:
+            Whether a save was begun.
+
+        Raises:
+            RemeshError: As `remesh.save`; also why an earlier save failed in the background. It is
+                raised once, on every rank, and the training may go on.
+        """
+        self._watch.keep_pace(step)
+        self._watch.beat(step, self.saved_step)
+        reason, stop = policies.due_by_step(self._every, step), False
+        if self._next_look is None or step >= self._next_look:
+            verdict = self._look_around(step)
+            reason, stop = reason or verdict.reason, verdict.stop
+        if reason:
+            self._begin(step, state, metrics, None, reason)
+            self._watch.answered()
+        if stop:
+            self.wait()
+            self._should_stop = True
+        if reason:
+            self._watch.beat(step, self.saved_step, at_once=True)
+        return bool(reason)
+
+    def save(
+        self,
+        step: int,
+        state: MutableMapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        """Save now, whatever the policies say. Collective.
+
+        Args are those of `step`; `metadata` is a JSON object to record beside the state.
+
+        Raises:
+            RemeshError: As `step`.
+        """
+        self._begin(step, state, metrics, metadata, "asked for")
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if there is one. Collective.
+
+        Raises:
+            RemeshError: Why it failed, on whichever rank.
+        """
+
+        def end() -> bytes:
+            if self._handle is not None:
+                self._handle = None
+                self._saver.wait()
+                self._saved_step = self._saving_step
+            error, self._retention_error = self._retention_error, None
+            if error is not None:
+                raise error
+            return b""
+
+        run_on_all(self._exchange, end)
+
+    def _begin(
+        self,
+        step: int,
+        state: MutableMapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, object] | None,
+        reason: str,
+    ) -> None:
+        self.wait()
+        if self._exchange.rank == 0:
+            _LOGGER.info("saving step %d: %s", step, reason)
+        streams = self._streams()
+        note = ManagerNote(
+            step=step,
+            run=self._run,
+            metrics=_finite(metrics or {}),
+            role_grid=self._roles.grid,
+            streams=tuple(streams),
+            trackers={**self._saved_trackers, **_runs_of(self.trackers)},
+            provenance=provenance(self._config_digest, self._parent),
+        )
+        full = resuming.with_rows(state, rng.rows_of(streams, self._roles))
+        what = {
+            **(metadata or {}),
+            catalog.NOTE_KEY: msgspec.json.decode(msgspec.json.encode(note)),
+        }
+        place = catalog.place_of(self._root, catalog.step_name(step))
+        overwrite = step in self._superseded
+        self._saving_step = step
+        self._last_save = time.monotonic()
+        if self._background:
+            self._handle = self._saver.save_async(full, place, overwrite=overwrite, metadata=what)
+        else:
+            self._saver.save(full, place, overwrite=overwrite, metadata=what)
+            self._saved_step = step
+            self.wait()
+
+    def _hear(self, event: Event) -> None:
+        """Listen to saves: when one is done on rank 0, it is time to tidy up."""
+        self._on_event(event)
+        if event.point == "save.done" and event.rank == 0:
+            try:
+                self._tidy_up()
+            except Exception as error:  # noqa: BLE001 - raised on every rank by `wait`
+                error.add_note("The checkpoint was saved; removing older ones failed.")
+                self._retention_error = error
+
+    def _tidy_up(self) -> None:
+        """Rank 0, after a commit: forget what was wrong at this place, remove what nobody keeps."""
+        if self._saving_step in self._superseded:
+            catalog.forget_failures(self._storage, catalog.step_name(self._saving_step))
+        if not self._keep:
+            return
+        for fate in self.fates():
+            name = fate.info.name
+            if not fate.is_kept and catalog.remove(self._storage, name, now=time.time()):
+                _LOGGER.info("removed %s: no policy keeps it", fate.info.path)
+
+    # -----------------------------------------------------------------------------------------
+    # Whether to save
+    # -----------------------------------------------------------------------------------------
+
+    def _look_around(self, step: int) -> policies.Verdict:
+        """Exchange notes. Collective. Raises what failed in somebody's background."""
+        last_gap = 1 if self._last_look is None else step - self._last_look
+        self._last_look = step
+
+        def note() -> bytes:
+            reason, stop = self._asked()
+            return msgspec.msgpack.encode(
+                Note(
+                    reason=reason,
+                    stop=stop,
+                    failed=self._has_failed(),
+                    next_look=policies.next_look(
+                        step,
+                        self._watch.step_seconds,
+                        last_gap=last_gap,
+                        world_size=self._exchange.world_size,
+                    ),
+                )
+            )
+
+        replies = run_on_all(self._exchange, note)
+        verdict = policies.combine([msgspec.msgpack.decode(data, type=Note) for data in replies])
+        self._next_look = verdict.next_look
+        if verdict.failed:
+            self.wait()
+        return verdict
+
+    def _asked(self) -> tuple[str, bool]:
+        """Why this rank wants a save, and whether the training is to end."""
+        reason, stop = self._watch.asked()
+        if not reason and self._exchange.rank == 0:
+            reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
+        return reason, stop
+
+    def _has_failed(self) -> bool:
+        handle = self._handle
+        failed = handle is not None and handle.done() and handle.exception() is not None
+        return failed or self._retention_error is not None
+
+    # -----------------------------------------------------------------------------------------
+    # Resuming
+    # -----------------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        missing: Literal["error", "keep"] = "error",
+        cast: bool = False,
+        transform: Transform | None = None,
+    ) -> Resumed | None:
+        """Load the newest checkpoint that can be loaded, into any layout. Collective.
+
+        Args:
+            state: Built like the state that was saved; it is filled as by `remesh.load`.
+            missing: See `remesh.load`.
+            cast: See `remesh.load`.
+            transform: See `remesh.load`.
+
+        Returns:
+            What was loaded, or None if there is no checkpoint yet.
+
+        Raises:
+            CorruptCheckpointError: If there are checkpoints and none of them can be loaded.
+            RemeshError: As `remesh.load`.
+        """
+        self.wait()
+        options = {
+            "missing": missing,
+            "cast": cast,
+            "transform": transform,
+            "on_event": self._on_event,
+        }
+        passed_over: list[tuple[CheckpointInfo, str]] = []
+        for info in resuming.candidates(self._exchange, self._storage):
+            if info.num_failures >= MAX_FAILURES:
+                reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
+                self._pass_over(info, reason, passed_over)
+                continue
+            note = info.note or ManagerNote(step=info.step, run=info.run)
+            try:
+                restored = resuming.restore(
+                    self._exchange,
+                    catalog.place_of(self._root, info.name),
+                    note,
+                    state,
+                    streams=self._streams(),
+                    roles=self._roles,
+                    seed=self._randomness.seed,
+                    options=options,
+                )
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                resuming.note_failure(self._exchange, self._storage, info, str(error))
+                self._pass_over(info, str(error), passed_over)
+                continue
+            return self._go_on_from(info, note, passed_over, restored)
+        if passed_over:
+            raise _nothing_loads(self._storage.url, passed_over)
+        return None
+
+    def _pass_over(
+        self, info: CheckpointInfo, reason: str, passed_over: list[tuple[CheckpointInfo, str]]
+    ) -> None:
+        passed_over.append((info, reason))
+        if self._exchange.rank == 0:
+            _LOGGER.warning("passed over %s: %s", info.path, reason)
+
+    def _go_on_from(
+        self,
+        info: CheckpointInfo,
+        note: ManagerNote,
+        passed_over: Sequence[tuple[CheckpointInfo, str]],
+        restored: resuming.Restored,
+    ) -> Resumed:
+        """Become the run that saved a checkpoint. Collective."""
+        resuming.forget_failures(self._exchange, self._storage, info)
+        self._run = note.run or self._run
+        self._parent = f"{info.path}#{info.save_id}"
+        self._saved_trackers = dict(note.trackers)
+        self._superseded = frozenset(
+            one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
+        )
+        self._saved_step = note.step
+        self._last_save = time.monotonic()
+        if self._exchange.rank == 0:
+            seeded = "" if restored.same_random else "; some random numbers were seeded anew"
+            _LOGGER.info("resumed from %s%s", info.path, seeded)
+        return Resumed(
+            info,
+            note.step,
+            tuple((one.name, reason) for one, reason in passed_over),
+            restored.same_random,
+            note.trackers,
+            restored.report,
+        )
+
+    def _streams(self) -> dict[str, rng.Stream]:
+        return rng.streams_of(self._randomness.generators, is_alone=self._exchange.world_size == 1)
+
+    # -----------------------------------------------------------------------------------------
+    # The end
+    # -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save in flight and give memory and signals back. Collective.
+
+        Raises:
+            RemeshError: Why the last save failed.
+        """
+        self._watch.close()
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._watch.close()
+        # Other ranks may be gone, so nothing collective is done and nobody is waited for long.
+        if self._handle is not None:
+            with suppress(Exception):
+                self._handle.wait(EXIT_SECONDS)
+            self._handle.cancel()
+
+
+def _new_run() -> str:
+    """A name for a run: the launcher's if it has one, and something that no other run has."""
+    return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them: None for what is not a finite number."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def _runs_of(trackers: Mapping[str, object]) -> dict[str, TrackerRun]:
+    """The runs of those trackers that have one at present."""
+    found = {name: run_id_of(tracker) for name, tracker in trackers.items()}
+    return {name: run for name, run in found.items() if run is not None}
+
+
+def _nothing_loads(
+    url: str, passed_over: Sequence[tuple[CheckpointInfo, str]]
+) -> CorruptCheckpointError:
+    lines = "\n".join(f"  {info.name}: {reason}" for info, reason in passed_over)
+    return CorruptCheckpointError(
+        f"{url}: no checkpoint there can be loaded:\n{lines}\nTry `remesh repair`, or begin anew "
+        "in another directory. The state may be partly loaded; do not use it."
+    )

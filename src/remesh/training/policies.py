@@ -1,0 +1,169 @@
+"""When to save: small frozen policies, and one pure function that asks them.
+
+A policy sees numbers that are handed to it and remembers nothing. Those that look at the step alone
+(`EverySteps`) give the same answer on every rank, so nobody has to be asked. What one rank may know
+before the others (its clock, a signal that it got, a file that it sees) becomes a `Note`, and
+`combine` makes the same verdict of the notes of all ranks on each of them. Ranks exchange notes now
+and then and not at each step: `next_look` says when again.
+
+After Orbax, where the decisions to save and to keep are separate values as well.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+LOOK_SECONDS = 1.0
+"""About how often ranks exchange notes. A signal or a request waits no longer than this, or than
+one step if that takes longer."""
+
+MAX_GAP = 1000
+"""Most steps between two exchanges."""
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Save after each step that `num_steps` divides."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"EverySteps({self.num_steps}): give a number of steps, 1 at least")
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Save when so many seconds have passed since the last save began, by the clock of rank 0."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"EverySeconds({self.seconds}): give a time, more than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class OnSignals:
+    """Save and stop when a rank gets one of these signals: the notice before a preemption.
+
+    Their former handlers are put back when the manager is closed.
+    """
+
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class OnRequest:
+    """Save when a rank sees a file.
+
+    `save`, or nothing, in it asks for a save, `save-and-stop` for one after which the training
+    ends. The file is removed once the save has begun.
+    """
+
+    file: str
+
+
+SavePolicy = EverySteps | EverySeconds | OnSignals | OnRequest
+
+
+def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tuple[SavePolicy, ...]:
+    """What the argument `every` of a manager means; a number is that of steps."""
+    match every:
+        case None:
+            return ()
+        case int():
+            return (EverySteps(every),)
+        case EverySteps() | EverySeconds() | OnSignals() | OnRequest():
+            return (every,)
+        case _:
+            return tuple(every)
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What one rank tells the others when notes are exchanged.
+
+    Attributes:
+        reason: Why it wants a save; empty if it does not.
+        stop: Whether the training is to end after that save.
+        failed: Whether a save has failed in its background.
+        next_look: Rank 0's proposal: the step after which notes are exchanged again.
+    """
+
+    reason: str = ""
+    stop: bool = False
+    failed: bool = False
+    next_look: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks make of their notes.
+
+    Attributes:
+        reason: Why to save now; empty for no save.
+        stop: Whether the training is to end.
+        failed: Whether a save has failed in the background of some rank.
+        next_look: The step after which notes are exchanged again.
+    """
+
+    reason: str
+    stop: bool
+    failed: bool
+    next_look: int
+
+
+def combine(notes: Sequence[Note]) -> Verdict:
+    """The same verdict on every rank: one note suffices for a save, a stop or a failure.
+
+    Args:
+        notes: Of all ranks, in rank order.
+    """
+    reasons = [
+        f"{note.reason} (rank {rank})" if len(notes) > 1 else note.reason
+        for rank, note in enumerate(notes)
+        if note.reason
+    ]
+    return Verdict(
+        reasons[0] if reasons else "",
+        any(note.stop for note in notes),
+        any(note.failed for note in notes),
+        notes[0].next_look,
+    )
+
+
+def due_by_step(policies: Sequence[SavePolicy], step: int) -> str:
+    """Why the step alone asks for a save, or nothing."""
+    for policy in policies:
+        if isinstance(policy, EverySteps) and step % policy.num_steps == 0:
+            return f"every {policy.num_steps} steps"
+    return ""
+
+
+def due_by_time(policies: Sequence[SavePolicy], seconds: float) -> str:
+    """Why the time since the last save, in seconds, asks for a save, or nothing."""
+    for policy in policies:
+        if isinstance(policy, EverySeconds) and seconds >= policy.seconds:
+            return f"every {policy.seconds:g} s"
+    return ""
+
+
+def next_look(step: int, step_seconds: float | None, *, last_gap: int, world_size: int) -> int:
+    """The step after which notes are exchanged again.
+
+    Args:
+        step: The step that is done.
+        step_seconds: How long it took; None if that is not known yet.
+        last_gap: Steps since notes were exchanged before. The next gap is at most twice as long,
+            lest one fast step promise too much.
+        world_size: Number of ranks. One alone has nothing to exchange and looks at each step.
+    """
+    if world_size == 1 or step_seconds is None:
+        return step + 1
+    fitting = math.floor(LOOK_SECONDS / max(step_seconds, 1e-6))
+    return step + max(1, min(fitting, 2 * last_gap, MAX_GAP))

@@ -1,0 +1,122 @@
+"""Where a checkpoint comes from: which code, which configuration, which machine, which checkpoint.
+
+The revision of the code is read out of the files of its git repository, so no program is started
+and none needs to be installed. Whether there were uncommitted changes cannot be known that way.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from remesh import values
+from remesh.integrity import hex_digest
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from; of rank 0 where ranks differ.
+
+    Attributes:
+        revision: The commit of the git repository that the training script lies in; empty if it
+            lies in none.
+        config_digest: Digest of the configuration (`digest_of`); empty if none was given.
+        parent: The checkpoint from which the process had resumed, as `path#save id`; empty if it
+            had not.
+        host: Name of the machine.
+        platform: Its operating system and processor.
+        versions: Versions of Python, numpy and, if it is used, torch.
+    """
+
+    revision: str = ""
+    config_digest: str = ""
+    parent: str = ""
+    host: str = ""
+    platform: str = ""
+    versions: dict[str, str] = {}
+
+
+def provenance(config_digest: str, parent: str) -> Provenance:
+    """The provenance of what this process saves; the arguments are fields of the result."""
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    if "torch" in sys.modules:
+        versions["torch"] = str(sys.modules["torch"].__version__)
+    return Provenance(
+        revision=git_revision(_script_directory()),
+        config_digest=config_digest,
+        parent=parent,
+        host=socket.gethostname(),
+        platform=platform.platform(),
+        versions=versions,
+    )
+
+
+def digest_of(config: object) -> str:
+    """A digest of a plain value that does not depend on the order of keys.
+
+    Raises:
+        UnsupportedValueError: If it is not a plain value.
+    """
+    return hex_digest(values.encode(_sorted(config), "config"))
+
+
+def _sorted(value: object) -> object:
+    if type(value) is dict:
+        items = ((key, _sorted(item)) for key, item in value.items())
+        return dict(sorted(items, key=lambda item: repr(item[0])))
+    if type(value) in {list, tuple}:
+        assert isinstance(value, list | tuple)
+        return type(value)(_sorted(item) for item in value)
+    return value
+
+
+def _script_directory() -> Path:
+    """Where the program that runs lies; the working directory if it is not in a file."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path.cwd() if file is None else Path(file).absolute().parent
+
+
+def git_revision(directory: Path) -> str:
+    """The commit that is checked out in the git repository around a directory.
+
+    Returns:
+        Its hex digits; empty if there is no repository, no commit, or the files cannot be read
+        (which must not keep anybody from saving).
+    """
+    for parent in (directory, *directory.parents):
+        if (parent / ".git").exists():
+            try:
+                return _head(_git_directory(parent / ".git"))
+            except (OSError, UnicodeDecodeError):
+                return ""
+    return ""
+
+
+def _git_directory(entry: Path) -> Path:
+    """Where the repository is: `.git` itself, or where it points to (worktrees, submodules)."""
+    if entry.is_dir():
+        return entry
+    target = entry.read_text().removeprefix("gitdir:").strip()
+    return entry.parent / target
+
+
+def _head(git: Path) -> str:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head
+    name = head.removeprefix("ref:").strip()
+    common = git / "commondir"
+    shared = git / common.read_text().strip() if common.exists() else git
+    for place in (git, shared):
+        if (place / name).is_file():
+            return (place / name).read_text().strip()
+    packed = shared / "packed-refs"
+    for line in packed.read_text().splitlines() if packed.exists() else ():
+        commit, _, packed_name = line.partition(" ")
+        if packed_name == name:
+            return commit
+    return ""

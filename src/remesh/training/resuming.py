@@ -1,0 +1,171 @@
+"""The parts of a resume: what can be loaded, loading it, and remembering what could not be.
+
+Everything here is collective. Rank 0 alone looks at the directory and writes to it, and what it
+sees is what all ranks go by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from remesh.checkpoint import RestoreReport, garbage, load
+from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.sharded import ShardedTensor
+from remesh.storage import LocalStorage, Storage
+from remesh.training import catalog, rng
+from remesh.training.catalog import CheckpointInfo, ManagerNote
+from remesh.training.trackers import TrackerRun
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a training goes on from.
+
+    Attributes:
+        info: The checkpoint.
+        step: Steps done.
+        passed_over: Newer checkpoints that could not be used, from the newest on: name and reason.
+        same_random: Whether every random stream goes on exactly where it was; otherwise some were
+            seeded anew (see `remesh.training.rng`).
+        trackers: Name → run of an experiment tracker, as it was saved; see
+            `remesh.training.trackers.resume_arguments`.
+        report: What the load did on this rank.
+    """
+
+    info: CheckpointInfo
+    step: int
+    passed_over: tuple[tuple[str, str], ...]
+    same_random: bool
+    trackers: Mapping[str, TrackerRun]
+    report: RestoreReport
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that was loaded: whether all streams are the same, and this rank's report."""
+
+    same_random: bool
+    report: RestoreReport
+
+
+def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
+    """The checkpoints from the newest to the oldest; what dead processes left is tidied up before.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+
+    def list_them() -> bytes:
+        catalog.finish_removals(storage)
+        _remove_garbage(storage)
+        return msgspec.msgpack.encode(catalog.look(storage))
+
+    data = run_on_one(exchange, list_them)
+    return msgspec.msgpack.decode(data, type=list[CheckpointInfo])[::-1]
+
+
+def _remove_garbage(storage: Storage) -> None:
+    """Remove what saves left that died long ago, where that can be seen."""
+    if not isinstance(storage, LocalStorage):
+        return
+    age = garbage.DEFAULT_AGE
+    try:
+        places = garbage.look(storage)
+    except CheckpointNotFoundError:
+        return  # there is no directory yet
+    for leftover in garbage.decide(places, now=time.time(), older_than=age):
+        if not leftover.kept:
+            garbage.remove(leftover, storage, now=time.time(), older_than=age)
+
+
+def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, reason: str) -> None:
+    """Remember that a checkpoint could not be loaded."""
+
+    def note() -> bytes:
+        # One that has just been removed needs no memory.
+        if any(one.name == info.name for one in catalog.look(storage)):
+            catalog.note_failure(storage, info.name, reason)
+        return b""
+
+    run_on_one(exchange, note)
+
+
+def forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) -> None:
+    """Forget them, since it was loaded after all."""
+
+    def forget() -> bytes:
+        if info.num_failures:
+            catalog.forget_failures(storage, info.name)
+        return b""
+
+    run_on_one(exchange, forget)
+
+
+def restore(
+    exchange: Exchange,
+    place: str,
+    note: ManagerNote,
+    state: MutableMapping[str, Any],
+    *,
+    streams: Mapping[str, rng.Stream],
+    roles: rng.Roles,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Restored:
+    """Load a checkpoint into a state and the random streams.
+
+    Args:
+        exchange: The ranks.
+        place: Path or URL of the checkpoint.
+        note: What its manager recorded.
+        state: Is filled.
+        streams: Are set, or seeded anew if the roles have changed or they were not stored.
+        roles: Of this rank.
+        seed: From which new seeds are derived.
+        options: Further arguments of `remesh.load`.
+
+    Raises:
+        RemeshError: As `remesh.load`.
+    """
+    is_same_grid = note.role_grid == roles.grid
+    stored = {name: s for name, s in streams.items() if is_same_grid and name in note.streams}
+    rows = rng.rows_of(stored, roles, is_empty=True)
+    reports: list[RestoreReport] = []
+    with ExitStack() as marks:
+
+        def hold() -> bytes:
+            marks.enter_context(catalog.hold(place, now=time.time()))
+            return b""
+
+        run_on_one(exchange, hold)
+        target = with_rows(state, rows)
+        full = load(target, place, group=exchange, on_report=reports.append, **options)
+
+    def take() -> bytes:
+        # After all else, for whoever loads may draw random numbers.
+        rng.take_rows(stored, rows)
+        for name in streams.keys() - stored.keys():
+            streams[name].seed(rng.derived_seed(seed, note.step, name, roles.own))
+        return b""
+
+    run_on_all(exchange, take)
+    state.update({key: full[key] for key in state})
+    return Restored(len(stored) == len(streams), reports[0])
+
+
+def with_rows(state: Mapping[str, Any], rows: Mapping[str, ShardedTensor]) -> dict[str, Any]:
+    """The user's state and the states of random numbers, as they are stored together.
+
+    Raises:
+        StateError: If the state uses the manager's name.
+    """
+    if catalog.NOTE_KEY in state:
+        raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
+    return {**state, catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else dict(state)

@@ -1,0 +1,182 @@
+"""What to keep: small frozen policies, and one pure function that asks them.
+
+`decide` gets what is known of each checkpoint in a directory and says of each why it is kept; one
+that nobody gives a reason for is to be removed. Policies are united: a checkpoint stays if any of
+them keeps it. Whatever the policies say, these stay:
+
+* the newest that is not known to be damaged,
+* what somebody pinned, and what somebody is reading at the time,
+* what belongs to another run, and what is known to be damaged (it may be repaired, and counts for
+  no policy).
+
+After Orbax's preservation policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from remesh.training.catalog import CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast:
+    """Keep the newest `num_checkpoints`."""
+
+    num_checkpoints: int
+
+    def __post_init__(self) -> None:
+        if self.num_checkpoints < 1:
+            raise ValueError(f"KeepLast({self.num_checkpoints}): give a number, 1 at least")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery:
+    """Keep those whose step is divided by `num_steps`."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"KeepEvery({self.num_steps}): give a number of steps, 1 at least")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keep the best by a metric; of equal ones the newer. Those without the metric do not count.
+
+    Attributes:
+        metric: Its name, as given to `Manager.step` or `Manager.save`.
+        mode: Whether the smallest (`min`) or the largest (`max`) is best.
+        num_checkpoints: How many.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    num_checkpoints: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in {"min", "max"} or self.num_checkpoints < 1:
+            raise ValueError(f"{self}: mode is min or max, and num_checkpoints 1 at least")
+
+
+KeepPolicy = KeepLast | KeepEvery | KeepBest
+
+
+def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple[KeepPolicy, ...]:
+    """What the argument `keep` of a manager means; a number is that of the last checkpoints.
+
+    None and an empty sequence both mean that nothing is ever removed.
+    """
+    match keep:
+        case None:
+            return ()
+        case int():
+            return (KeepLast(keep),)
+        case KeepLast() | KeepEvery() | KeepBest():
+            return (keep,)
+        case _:
+            return tuple(keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a checkpoint.
+
+    Attributes:
+        info: The checkpoint.
+        reasons: Why it is kept; empty if it is to be removed.
+    """
+
+    info: CheckpointInfo
+    reasons: tuple[str, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays."""
+        return bool(self.reasons)
+
+
+def decide(
+    infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
+) -> list[Fate]:
+    """What becomes of each checkpoint; nothing is touched.
+
+    Args:
+        infos: The checkpoints.
+        policies: What to keep; without any, everything stays.
+        run: Whose checkpoints may be removed (`CheckpointInfo.run`).
+        now: The time, in seconds since the epoch.
+
+    Returns:
+        One fate for each checkpoint, in the order given.
+    """
+    counted = [info for info in infos if info.run == run and not info.problem]
+    reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
+    newest = newest_of([info for info in infos if not info.problem])
+    own_newest = newest_of(counted)
+    for info in {one.name: one for one in (newest, own_newest) if one is not None}.values():
+        reasons[info.name].append("the newest good one")
+    if not policies:
+        for info in infos:
+            reasons[info.name].append("nothing is to be removed")
+    for policy in policies:
+        for info in _kept_by(policy, counted):
+            reasons[info.name].append(_words(policy))
+    return [Fate(info, tuple(reasons[info.name])) for info in infos]
+
+
+def newest_of(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """The one with the highest step; of equal steps the one that was committed later."""
+    return max(infos, key=_age_key, default=None)
+
+
+def _age_key(info: CheckpointInfo) -> tuple[int, str, str]:
+    return info.step, info.created, info.name
+
+
+def _protections(info: CheckpointInfo, run: str, now: float) -> list[str]:
+    facts = (
+        (info.is_pinned, "pinned"),
+        (info.in_use_until > now, "in use"),
+        (info.run != run, f"of another run, {info.run or 'which has no name'}"),
+        (bool(info.problem), f"damaged: {info.problem}"),
+    )
+    return [reason for holds, reason in facts if holds]
+
+
+def _kept_by(policy: KeepPolicy, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    match policy:
+        case KeepLast(count):
+            return sorted(infos, key=_age_key)[-count:]
+        case KeepEvery(num_steps):
+            return [info for info in infos if info.step % num_steps == 0]
+        case KeepBest(metric, mode, count):
+            sign = 1 if mode == "max" else -1
+            value = _metric(metric)
+            known = [info for info in infos if not math.isnan(value(info))]
+            ranked = sorted(known, key=lambda info: (sign * value(info), _age_key(info)))
+            return ranked[-count:]
+
+
+def _metric(name: str) -> Callable[[CheckpointInfo], float]:
+    """A function that gives the metric of a checkpoint, NaN if it has none."""
+
+    def value(info: CheckpointInfo) -> float:
+        found = info.metrics.get(name)
+        return math.nan if found is None else found
+
+    return value
+
+
+def _words(policy: KeepPolicy) -> str:
+    match policy:
+        case KeepLast(count):
+            return f"among the last {count}"
+        case KeepEvery(num_steps):
+            return f"every {num_steps} steps"
+        case KeepBest(metric, mode, count):
+            return f"among the best {count} by {metric}:{mode}"

@@ -1,0 +1,568 @@
+"""The manager: when it saves, what it keeps, how it resumes. Ranks are threads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    StateError,
+    StorageError,
+)
+from remesh.events import Event
+from remesh.exchange import Alone, ThreadExchange
+from remesh.heartbeat import read_heartbeat, read_request, request
+from remesh.storage import open_storage
+from remesh.testing import run_ranks
+from remesh.training import catalog
+from remesh.training.manager import MAX_FAILURES, Manager
+from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals
+from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from remesh.training.rng import Randomness
+
+
+def state_of(step: int, exchange: ThreadExchange | None = None) -> dict[str, Any]:
+    """A tensor of twelve numbers that depend on the step, cut evenly among the ranks."""
+    rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+    size = 12 // world_size
+    rows = np.arange(size, dtype=np.float32) + size * rank + 100 * step
+    return {"w": remesh.ShardedTensor.from_rank_offsets("w", rows, (0, rank, world_size))}
+
+
+def content(state: Mapping[str, Any]) -> list[float]:
+    return state["w"].parts[0].data.tolist()  # type: ignore[no-any-return]
+
+
+def expected(step: int, rank: int = 0, world_size: int = 1) -> list[float]:
+    size = 12 // world_size
+    return [float(n + size * rank + 100 * step) for n in range(size)]
+
+
+def names(root: Path) -> list[str]:
+    """The steps of the checkpoints, by what lies on the disk."""
+    return sorted(path.parent.name.removeprefix("step_0000") for path in root.glob("*/remesh.json"))
+
+
+def flip(path: Path) -> None:
+    """Damage the last byte of a checkpoint's first data file."""
+    (file,) = path.glob("data-*/00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def train(root: Path, last: int, **options: Any) -> None:
+    """Train alone from the newest checkpoint to a step, saving after each."""
+    with Manager(root, every=1, group=Alone(), **options) as manager:
+        resumed = manager.resume(state_of(0))
+        for step in range(0 if resumed is None else resumed.step + 1, last + 1):
+            manager.step(step, state_of(step))
+
+
+# ---------------------------------------------------------------------------------------------
+# Saving and resuming
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_resumes_in_another_world_size(tmp_path: Path, *, background: bool) -> None:
+    def play(exchange: ThreadExchange, last: int) -> tuple[int | None, list[float]]:
+        with Manager(tmp_path, every=4, group=exchange, background=background) as manager:
+            state = state_of(0, exchange)
+            resumed = manager.resume(state)
+            found = None if resumed is None else resumed.step
+            loaded = content(state)
+            for step in range((found or 0) + 1, last + 1):
+                assert manager.step(step, state_of(step, exchange)) == (step % 4 == 0)
+        assert manager.saved_step == last - last % 4
+        return found, loaded
+
+    assert run_ranks(2, play, 6) == [(None, expected(0, r, 2)) for r in range(2)]
+    assert names(tmp_path) == ["0004"]
+    assert run_ranks(3, play, 9) == [(4, expected(4, r, 3)) for r in range(3)]
+    assert names(tmp_path) == ["0004", "0008"]
+    assert run_ranks(1, play, 8) == [(8, expected(8))]
+    assert remesh.Checkpoint(tmp_path / "step_00000008").verify().ok
+
+
+def test_what_is_recorded(tmp_path: Path) -> None:
+    config = {"lr": 0.5, "layers": [1, 2]}
+    for step, loss in ((1, 0.5), (2, float("nan"))):
+        with Manager(tmp_path, config=config) as manager:
+            manager.resume(state_of(0))
+            manager.save(step, state_of(step), metrics={"loss": loss}, metadata={"why": "test"})
+    first, second = manager.checkpoints
+    assert (first.step, first.name, first.world_size) == (1, "step_00000001", 1)
+    assert first.run == second.run == manager.run
+    assert first.metrics == {"loss": 0.5}
+    assert second.metrics == {"loss": None}
+    assert first.note is not None
+    assert second.note is not None
+    assert first.note.provenance.parent == ""
+    assert second.note.provenance.parent == f"{first.path}#{first.save_id}"
+    assert len(first.note.provenance.config_digest) == 32
+    assert first.note.provenance.versions["numpy"] == np.__version__
+    assert manager.latest == second
+    checkpoint = remesh.Checkpoint(second.path)
+    assert checkpoint.metadata["why"] == "test"
+    assert {"w", "manager.rng.python", "manager.rng.numpy"} <= set(checkpoint.index)
+
+
+def test_plain_values_are_replaced_in_the_state_itself(tmp_path: Path) -> None:
+    with Manager(tmp_path, group=Alone()) as manager:
+        manager.save(3, {"epoch": 2, "seen": [1, 2]})
+        state = {"epoch": 0, "seen": []}
+        resumed = manager.resume(state)
+    assert state == {"epoch": 2, "seen": [1, 2]}
+    assert resumed is not None
+    assert {"epoch", "seen"} <= set(resumed.report.restored)
+
+
+def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
+    manager = Manager(tmp_path, group=Alone())
+    with pytest.raises(StateError, match="'manager' is taken"):
+        manager.save(1, {"manager": 1})
+
+
+def test_plain_checkpoints_can_be_resumed_from(tmp_path: Path) -> None:
+    remesh.save(state_of(7), tmp_path / "epoch-7")
+    with Manager(tmp_path, group=Alone()) as manager:
+        state = state_of(0)
+        resumed = manager.resume(state)
+    assert resumed is not None
+    assert (resumed.step, resumed.same_random, resumed.info.run) == (7, False, "")
+    assert content(state) == expected(7)
+
+
+def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    with Manager(tmp_path, group=Alone()) as manager, pytest.raises(CheckpointExistsError):
+        manager.save(1, state_of(5))
+    with Manager(tmp_path, group=Alone()) as manager:
+        state = state_of(0)
+        manager.resume(state)
+    assert content(state) == expected(1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 3)
+    flip(tmp_path / "step_00000003")
+
+    def play(exchange: ThreadExchange) -> tuple[int, list[float]]:
+        with Manager(tmp_path, keep=2, group=exchange) as manager:
+            state = state_of(0, exchange)
+            resumed = manager.resume(state)
+            assert resumed is not None
+            ((name, reason),) = resumed.passed_over
+            assert name == "step_00000003"
+            assert "are not what was written" in reason
+            manager.save(4, state_of(4, exchange))
+        return resumed.step, content(state)
+
+    with caplog.at_level(logging.WARNING, "remesh"):
+        assert run_ranks(2, play) == [(2, expected(2, r, 2)) for r in range(2)]
+    assert sum("passed over" in record.message for record in caplog.records) == 1
+    # What is damaged is kept and counts for nothing: 2 and 4 are the last two good ones.
+    assert names(tmp_path) == ["0002", "0003", "0004"]
+
+    (tmp_path / "step_00000004" / "remesh.json").write_text("{}")
+    with Manager(tmp_path, every=1, keep=2, group=Alone()) as manager:
+        resumed = manager.resume(state_of(0))
+        assert resumed is not None
+        assert resumed.step == 2
+        assert [name for name, _ in resumed.passed_over] == ["step_00000004", "step_00000003"]
+        for step in (3, 4):
+            manager.step(step, state_of(step))
+    for step in (3, 4):
+        assert remesh.Checkpoint(tmp_path / f"step_0000000{step}").verify().ok
+    assert names(tmp_path) == ["0003", "0004"]
+    assert [info.num_failures for info in manager.checkpoints] == [0, 0]
+
+
+def test_what_fails_again_and_again_is_not_tried_any_more(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    flip(tmp_path / "step_00000002")
+    loads: list[str] = []
+
+    def hear(event: Event) -> None:
+        if event.point == "load.opened":
+            loads.append(event.point)
+
+    for number in range(MAX_FAILURES + 2):
+        loads.clear()
+        with Manager(tmp_path, group=Alone(), on_event=hear) as manager:
+            resumed = manager.resume(state_of(0))
+        assert resumed is not None
+        assert resumed.step == 1
+        assert ("not tried" in resumed.passed_over[0][1]) == (number >= MAX_FAILURES)
+        assert len(loads) == (2 if number < MAX_FAILURES else 1)
+        assert manager.checkpoints[-1].num_failures == min(number + 1, MAX_FAILURES)
+
+
+def test_a_checkpoint_that_loads_after_all_is_forgiven(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    for _ in range(2):
+        flip(tmp_path / "step_00000002")
+        with Manager(tmp_path, group=Alone()) as manager:
+            resumed = manager.resume(state_of(0))
+    assert resumed is not None
+    assert (resumed.step, resumed.info.num_failures) == (2, 1)
+    assert [info.num_failures for info in manager.checkpoints] == [0, 0, 0]
+
+
+def test_if_nothing_loads_it_is_an_error_and_not_a_new_beginning(tmp_path: Path) -> None:
+    train(tmp_path, 0)
+    flip(tmp_path / "step_00000000")
+    manager = Manager(tmp_path, group=Alone())
+    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint there can be loaded"):
+        manager.resume(state_of(0))
+
+
+def test_a_mismatch_is_raised_and_hides_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    with Manager(tmp_path, group=Alone()) as manager:
+        with pytest.raises(MismatchError):
+            manager.resume({**state_of(0), "new": np.zeros(2)})
+        resumed = manager.resume({**state_of(0), "new": np.zeros(2)}, missing="keep")
+    assert resumed is not None
+    assert [info.num_failures for info in manager.checkpoints] == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Failures while saving
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_failure_in_the_background_is_raised_once_on_every_rank(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> str:
+        broken = threading.Event()
+
+        def hear(event: Event) -> None:
+            if event.rank == 1 and event.point == "save.file_finished" and not broken.is_set():
+                broken.set()
+                raise StorageError("the disk is on fire")
+
+        with Manager(tmp_path, every=1, group=exchange, on_event=hear) as manager:
+            manager.step(1, state_of(1, exchange))
+            with pytest.raises(StorageError) as caught:
+                manager.step(2, state_of(2, exchange))
+            manager.step(3, state_of(3, exchange))
+        return str(caught.value)
+
+    first, second = run_ranks(2, play)
+    assert "the disk is on fire" in first
+    assert "the disk is on fire" in second
+    assert names(tmp_path) == ["0003"]
+
+
+def test_a_failure_surfaces_without_a_further_save(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> int:
+        def hear(event: Event) -> None:
+            if event.rank == 1 and event.point == "save.file_finished":
+                raise StorageError("the disk is on fire")
+
+        with Manager(tmp_path, group=exchange, on_event=hear) as manager:
+            manager.save(1, state_of(1, exchange))
+            for step in itertools.count(2):
+                try:
+                    manager.step(step, state_of(step, exchange))
+                except StorageError:
+                    return step
+        raise AssertionError
+
+    first, second = run_ranks(2, play)
+    assert first == second > 1
+
+
+def test_a_failure_to_remove_is_raised_and_the_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> bool:
+        raise StorageError("cannot remove")
+
+    monkeypatch.setattr(catalog, "remove", fail)
+
+    def play(exchange: ThreadExchange) -> None:
+        manager = Manager(tmp_path, keep=1, group=exchange)
+        manager.save(1, state_of(1, exchange))
+        manager.save(2, state_of(2, exchange))
+        with pytest.raises(StorageError, match="cannot remove"):
+            manager.close()
+
+    run_ranks(2, play)
+    assert names(tmp_path) == ["0001", "0002"]
+
+
+def test_an_exception_in_the_block_is_not_replaced(tmp_path: Path) -> None:
+    def divide(manager: Manager) -> None:
+        with manager:
+            manager.step(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        divide(Manager(tmp_path, every=1, group=Alone()))
+    assert names(tmp_path) == ["0001"]
+
+
+# ---------------------------------------------------------------------------------------------
+# When
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_clock_of_rank_0_decides_for_all(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> list[int]:
+        with Manager(tmp_path, every=EverySeconds(1e-9), group=exchange) as manager:
+            if exchange.rank == 1:
+                manager._last_save = 1e18  # this one's clock would never say so
+            return [n for n in range(8) if manager.step(n, state_of(n, exchange))]
+
+    first, second = run_ranks(2, play)
+    assert first == second
+    assert first[:2] == [0, 1]
+
+
+def test_a_request_seen_by_one_rank_saves_on_all_and_stops(tmp_path: Path) -> None:
+    root, files = tmp_path / "run", [tmp_path / f"ask-{rank}" for rank in range(3)]
+
+    def play(exchange: ThreadExchange) -> list[int]:
+        saved = []
+        policy = OnRequest(str(files[exchange.rank]))
+        with Manager(root, every=[policy], group=exchange) as manager:
+            for step in itertools.count(1):
+                if step == 5 and exchange.rank == 2:
+                    files[2].write_text("save")
+                if manager.step(step, state_of(step, exchange)):
+                    saved.append(step)
+                    if exchange.rank == 1 and len(saved) == 1:
+                        files[1].write_text("save-and-stop")
+                if manager.should_stop:
+                    break
+        return saved
+
+    first, second, third = run_ranks(3, play)
+    assert first == second == third
+    assert len(first) == 2
+    assert first[0] >= 5
+    assert [info.step for info in Manager(root, group=Alone()).checkpoints] == first
+    assert not any(file.exists() for file in files)
+
+
+def test_signals_save_and_stop_and_are_given_back(tmp_path: Path) -> None:
+    former = signal.getsignal(signal.SIGUSR1)
+    with Manager(tmp_path, every=OnSignals(), group=Alone()) as manager:
+        manager.step(1, state_of(1))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.step(2, state_of(2))
+        stopped = manager.should_stop
+    assert stopped
+    assert names(tmp_path) == ["0002"]
+    assert signal.getsignal(signal.SIGUSR1) == former
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="main thread"):
+        run_ranks(1, lambda _exchange: Manager(tmp_path, every=OnSignals(), group=Alone()))
+
+
+def test_heartbeats_and_requests_of_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = tmp_path / "beat"
+    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(beat))
+    with Manager(tmp_path / "run", group=Alone()) as manager:
+        manager.step(1, state_of(1))
+        first = read_heartbeat(beat)
+        assert first is not None
+        assert (first.step, first.saved_step, first.step_seconds) == (1, None, None)
+        request(beat, "save-and-stop")
+        manager.step(2, state_of(2))
+        assert manager.should_stop
+        assert read_request(beat) is None
+        second = read_heartbeat(beat)
+        assert second is not None
+        assert (second.step, second.saved_step) == (2, 2)
+        assert second.time >= first.time
+        assert second.step_seconds is not None
+    assert names(tmp_path / "run") == ["0002"]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is kept
+# ---------------------------------------------------------------------------------------------
+
+
+def test_policies_are_united(tmp_path: Path) -> None:
+    keep: list[KeepPolicy] = [KeepLast(2), KeepEvery(5), KeepBest("loss", "min")]
+    losses = {1: 9.0, 2: 0.5, 3: 8.0, 4: 7.0, 5: 6.0, 6: 5.0, 7: 4.0, 8: 3.0}
+    with Manager(tmp_path, every=EverySteps(1), keep=keep, group=Alone()) as manager:
+        for step, loss in losses.items():
+            manager.step(step, state_of(step), metrics={"loss": loss})
+        manager.wait()
+        assert names(tmp_path) == ["0002", "0005", "0007", "0008"]
+        reasons = {fate.info.step: fate.reasons for fate in manager.fates()}
+    assert reasons[2] == ("among the best 1 by loss:min",)
+    assert reasons[5] == ("every 5 steps",)
+    assert reasons[8] == ("the newest good one", "among the last 2")
+
+
+def test_pinned_held_and_foreign_checkpoints_stay(tmp_path: Path) -> None:
+    remesh.save(state_of(1), tmp_path / "step_00000001")
+    remesh.save(state_of(2), tmp_path / "backup")
+    with Manager(tmp_path, every=1, keep=1, group=Alone()) as manager:
+        for step in (3, 4, 5):
+            manager.step(step, state_of(step))
+            manager.wait()
+            if step == 3:
+                catalog.pin(tmp_path / "step_00000003")
+        with catalog.hold(tmp_path / "step_00000005", now=0.0, seconds=1e12):
+            manager.save(6, state_of(6))
+            manager.wait()
+        assert names(tmp_path) == ["0001", "0003", "0005", "0006", "backup"]
+        catalog.unpin(tmp_path / "step_00000003")
+        manager.save(7, state_of(7))
+    assert names(tmp_path) == ["0001", "0007", "backup"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "backup", "step_00000001", "step_00000007"
+    ]  # fmt: skip
+
+
+def test_what_was_half_removed_is_finished(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    storage = open_storage(tmp_path)
+    for step in (0, 1):
+        storage.put(f"step_0000000{step}/removing.json", b"{}", overwrite=True)
+    storage.delete("step_00000000/remesh.json")
+    (tmp_path / "step_00000000" / "notes.txt").write_text("mine")
+    with Manager(tmp_path, group=Alone()) as manager:
+        manager.resume(state_of(0))
+    assert names(tmp_path) == ["0001", "0002"]
+    assert [path.name for path in (tmp_path / "step_00000000").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "step_00000001" / "removing.json").exists()
+
+
+def test_what_dead_saves_left_long_ago_goes_when_the_run_resumes(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    old, young = (tmp_path / "step_00000002" / f"data-{n:012x}" for n in (1, 2))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "00000.safetensors").write_bytes(bytes(100))
+    for path in (old / "00000.safetensors", old):
+        os.utime(path, (1e9, 1e9))
+    with Manager(tmp_path, group=Alone()) as manager:
+        manager.resume(state_of(0))
+    assert not old.exists()
+    assert young.exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Random numbers
+# ---------------------------------------------------------------------------------------------
+
+
+def draw(generator: np.random.Generator) -> list[int]:
+    return generator.integers(0, 1 << 40, 4).tolist()  # type: ignore[no-any-return]
+
+
+def test_random_numbers_go_on_by_role_and_not_by_rank(tmp_path: Path) -> None:
+    """Two parts of data, each on two ranks; after the restart ranks have other roles."""
+
+    def play(exchange: ThreadExchange, stride: int, *, resume: bool) -> tuple[int, list[int], bool]:
+        part = exchange.rank // stride % 2
+        generator = np.random.default_rng(part if not resume else 99)
+        randomness = Randomness({"dp": (part, 2)}, {"dropout": generator})
+        with Manager(tmp_path, group=exchange, randomness=randomness) as manager:
+            same = False
+            if resume:
+                resumed = manager.resume(state_of(0, exchange))
+                assert resumed is not None
+                same = resumed.same_random
+            else:
+                draw(generator)
+                manager.save(1, state_of(1, exchange))
+        return part, draw(generator), same
+
+    before = run_ranks(4, lambda exchange: play(exchange, 1, resume=False))
+    after = run_ranks(4, lambda exchange: play(exchange, 2, resume=True))
+    drawn = {part: numbers for part, numbers, _ in before}
+    assert drawn[0] != drawn[1]
+    for part, numbers, same in after:
+        assert numbers == drawn[part]
+        assert same
+    # With six ranks each their own role, everything is derived, differs, and can be repeated.
+    again = [run_ranks(6, _derive, tmp_path) for _ in range(2)]
+    assert again[0] == again[1]
+    assert len({tuple(numbers) for numbers in again[0]}) == 6
+
+
+def _derive(exchange: ThreadExchange, root: Path) -> list[int]:
+    generator = np.random.default_rng()
+    randomness = Randomness(generators={"dropout": generator})
+    with Manager(root, group=exchange, randomness=randomness) as manager:
+        resumed = manager.resume(state_of(0, exchange))
+    assert resumed is not None
+    assert not resumed.same_random
+    return draw(generator)
+
+
+def test_ranks_with_other_axes_are_refused(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> None:
+        role = {"dp": (exchange.rank, 2 + exchange.rank)}
+        with pytest.raises(StateError, match="give the same axes"):
+            Manager(tmp_path, group=exchange, randomness=Randomness(role))
+
+    run_ranks(2, play)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trackers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_runs_of_trackers_are_kept_and_given_back(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "curves"))
+    with Manager(tmp_path / "run", group=Alone()) as manager:
+        manager.trackers["board"] = writer
+        manager.save(1, state_of(1))
+    writer.close()
+    for step in (2, 3):  # the second resume finds what the first one handed on
+        with Manager(tmp_path / "run", group=Alone()) as manager:
+            resumed = manager.resume(state_of(0))
+            assert resumed is not None
+            assert resumed.trackers["board"].run_id == str(tmp_path / "curves")
+            manager.save(step, state_of(step))
+    record = json.loads((tmp_path / "run" / "step_00000003" / "remesh.json").read_text())
+    assert record["record"]["metadata"]["manager"]["trackers"]["board"]["tracker"] == "tensorboard"
+
+
+def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    with Manager(tmp_path / "new", group=Alone()) as manager:
+        assert manager.resume(state_of(0)) is None
+        assert manager.latest is None
+        assert manager.checkpoints == []
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointNotFoundError):
+        catalog.pin(tmp_path / "new")

@@ -1,0 +1,289 @@
+"""The catalog of checkpoints, random streams and provenance, each on its own."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import remesh
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
+from remesh.exchange import Alone
+from remesh.storage import LocalStorage, MemoryStorage, open_storage
+from remesh.testing import run_ranks
+from remesh.training import catalog, rng
+from remesh.training.provenance import digest_of, git_revision
+
+# ---------------------------------------------------------------------------------------------
+# The catalog
+# ---------------------------------------------------------------------------------------------
+
+
+def save(root: Path, name: str) -> Path:
+    remesh.save({"w": np.arange(5.0)}, root / name)
+    return root / name
+
+
+def test_looking_finds_committed_checkpoints_by_their_numbers(tmp_path: Path) -> None:
+    assert catalog.look(open_storage(tmp_path / "none")) == []
+    for name in ("step_00000010", "epoch-9", "final", "step_00000011"):
+        save(tmp_path, name)
+    (tmp_path / "step_00000011" / "remesh.json").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "epoch-9")
+    infos = catalog.look(open_storage(tmp_path))
+    assert [(info.name, info.step) for info in infos] == [("epoch-9", 9), ("step_00000010", 10)]
+    record = remesh.Checkpoint(tmp_path / "epoch-9").record
+    assert infos[0].save_id == record.save_id
+    assert infos[0].num_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "epoch-9").glob("data-*/*")
+    )
+
+
+def test_a_spoiled_record_or_note_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    for step, note in ((1, {"step": "x"}), (2, None), (3, None)):
+        metadata = {} if note is None else {"manager": note}
+        remesh.save({"w": np.arange(5.0)}, tmp_path / f"step_{step}", metadata=metadata)
+    (tmp_path / "step_2" / "remesh.json").write_text("{}")
+    (tmp_path / "step_3" / "failures.json").write_text("{}")
+    first, second, third = catalog.look(open_storage(tmp_path))
+    assert "is not a manager's" in first.problem
+    assert "not a commit record" in second.problem
+    assert third.problem == "failures.json cannot be read"
+
+
+def test_pins(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_1")
+    for change, is_pinned in ((catalog.pin, True), (catalog.unpin, False), (catalog.unpin, False)):
+        change(path)
+        assert [info.is_pinned for info in catalog.look(open_storage(tmp_path))] == [is_pinned]
+    with pytest.raises(CheckpointNotFoundError):
+        catalog.unpin(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_removing_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_1")
+    catalog.pin(path)
+    (path / "notes.txt").write_text("mine")
+    storage = open_storage(tmp_path)
+    assert catalog.remove(storage, "step_1", now=0.0)
+    assert [file.name for file in path.rglob("*")] == ["notes.txt"]
+    assert not catalog.remove(storage, "step_1", now=0.0)
+
+
+def test_in_memory_as_on_disk() -> None:
+    storage = MemoryStorage()
+    at_step = MemoryStorage()
+    remesh.save({"w": np.arange(5.0)}, at_step)
+    for path in at_step.list():
+        storage.put(f"step_4/{path}", at_step.read(path), overwrite=False)
+    assert [info.step for info in catalog.look(storage)] == [4]
+    assert catalog.note_failure(storage, "step_4", "flipped") == 1
+    assert catalog.note_failure(storage, "step_4", "flipped again") == 2
+    (info,) = catalog.look(storage)
+    assert (info.num_failures, info.problem) == (2, "flipped again")
+    assert catalog.remove(storage, "step_4", now=0.0)
+    assert storage.list() == []
+
+
+class DyingError(Exception):
+    """The process dies here."""
+
+
+class Mortal(LocalStorage):
+    """A storage whose process dies after so many changes."""
+
+    def __init__(self, root: Path, num_changes: int) -> None:
+        super().__init__(root)
+        self.left = num_changes
+
+    def _change(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise DyingError
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        self._change()
+        super().put(path, data, overwrite=overwrite)
+
+    def delete(self, path: str) -> None:
+        self._change()
+        super().delete(path)
+
+
+@pytest.mark.parametrize("num_changes", range(8))
+def test_removing_may_die_anywhere(tmp_path: Path, num_changes: int) -> None:
+    path = save(tmp_path, "step_1")
+    save(tmp_path, "step_2")
+    died = False
+    try:
+        assert catalog.remove(Mortal(tmp_path, num_changes), "step_1", now=0.0)
+    except DyingError:
+        died = True
+    assert died == (num_changes < 7)
+    if (path / "remesh.json").exists():
+        assert remesh.Checkpoint(path).verify().ok
+    # Once more from anywhere, and it is gone, or as good as new.
+    catalog.finish_removals(open_storage(tmp_path))
+    assert not (path / "removing.json").exists()
+    if path.exists():
+        assert num_changes <= 1
+        assert remesh.Checkpoint(path).verify().ok
+    assert remesh.Checkpoint(tmp_path / "step_2").verify().ok
+
+
+class Crossing(LocalStorage):
+    """A storage in which a reader comes just when a file is deleted."""
+
+    def __init__(self, root: Path, arrive: Callable[[], None]) -> None:
+        super().__init__(root)
+        self._arriving = [arrive]
+
+    def delete(self, path: str) -> None:
+        if path.endswith("remesh.json") and self._arriving:
+            self._arriving.pop()()
+        super().delete(path)
+
+
+def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_1")
+    reader = catalog.hold(path, now=0.0, seconds=100.0)
+    storage = Crossing(tmp_path, reader.__enter__)
+    assert not catalog.remove(storage, "step_1", now=50.0)
+    assert remesh.Checkpoint(path).verify().ok
+    reader.__exit__(None, None, None)
+    assert sorted(file.name for file in path.iterdir() if file.is_file()) == ["remesh.json"]
+    with catalog.hold(path, now=0.0, seconds=100.0):
+        assert catalog.remove(storage, "step_1", now=150.0), "the mark is too old to count"
+    with pytest.raises(CheckpointNotFoundError), catalog.hold(path, now=0.0):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------
+# Random streams
+# ---------------------------------------------------------------------------------------------
+
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
+
+def numpy_generator(kind: str) -> tuple[object, Callable[[], list[float]]]:
+    generator = np.random.Generator(getattr(np.random, kind)(5))
+    generator.integers(0, 3, 5, dtype=np.uint8)
+    return generator, lambda: generator.normal(size=5).tolist()
+
+
+def own_generators() -> dict[str, tuple[object, Callable[[], list[float]]]]:
+    python, legacy = random.Random(3), np.random.RandomState(3)
+    torch_cpu = torch.Generator().manual_seed(3)
+    python.gauss(0, 1)
+    legacy.normal()
+    return {
+        **{kind: numpy_generator(kind) for kind in BIT_GENERATORS},
+        "python": (python, lambda: [python.gauss(0, 1) for _ in range(5)]),
+        "legacy": (legacy, lambda: legacy.normal(size=5).tolist()),
+        "torch": (torch_cpu, lambda: torch.rand(5, generator=torch_cpu).tolist()),
+    }
+
+
+def test_every_kind_of_generator_goes_on_where_it_was() -> None:
+    own = own_generators()
+    streams = rng.streams_of({name: one for name, (one, _) in own.items()}, is_alone=True)
+    draws = {f"generators.{name}": draw for name, (_, draw) in own.items()}
+    draws["python"] = lambda: [random.gauss(0, 1) for _ in range(5)]
+    draws["numpy"] = lambda: np.random.normal(size=5).tolist()
+    draws["torch"] = lambda: torch.randn(5).tolist()
+    assert set(draws) <= set(streams)
+    roles = rng.Roles({"dp": (1, 2), "tp": (0, 3)}, 0)
+    saved = rng.rows_of(streams, roles)
+    assert saved["torch"].global_shape == (2, 3, rng.ROW_BYTES)
+    assert saved["torch"].parts[0].box.offset == (1, 0, 0)
+    first = {name: draw() for name, draw in draws.items()}
+    rng.take_rows(streams, saved)
+    assert {name: draw() for name, draw in draws.items()} == first
+    # Seeded anew they differ from that and from each other, and repeat themselves.
+    seeded = []
+    for _ in range(2):
+        for name, stream in streams.items():
+            stream.seed(rng.derived_seed(1, 2, name, roles.own))
+        seeded.append({name: draw() for name, draw in draws.items()})
+    assert seeded[0] == seeded[1]
+    assert all(seeded[0][name] != first[name] for name in draws)
+
+
+def test_derived_seeds_are_what_is_documented() -> None:
+    import hashlib
+
+    text = b"7/300/torch/dp=1:4,tp=0:2"
+    expected = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    assert rng.derived_seed(7, 300, "torch", {"dp": (1, 4), "tp": (0, 2)}) == expected
+    seeds = {
+        rng.derived_seed(seed, step, stream, {"dp": (part, 4)})
+        for seed in (0, 1) for step in (1, 2) for stream in ("torch", "numpy") for part in range(4)
+    }  # fmt: skip
+    assert len(seeds) == 32
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+def test_roles_count_their_replicas() -> None:
+    def play(exchange: Any) -> tuple[int, tuple[tuple[str, int], ...]]:
+        roles = rng.agree_on_roles(exchange, {"dp": (exchange.rank % 2, 2)})
+        return roles.replica, roles.grid
+
+    assert run_ranks(6, play) == [(n // 2, (("dp", 2),)) for n in range(6)]
+    default = rng.agree_on_roles(Alone(), None)
+    assert (default.own, default.grid) == ({"rank": (0, 1)}, (("rank", 1),))
+    with pytest.raises(StateError, match="coordinate 2 of 'dp'"):
+        rng.agree_on_roles(Alone(), {"dp": (2, 2)})
+
+
+def test_what_is_no_generator_or_no_state() -> None:
+    with pytest.raises(StateError, match="generator 'x' is a int; give a numpy Generator"):
+        rng.streams_of({"x": 5}, is_alone=True)
+    streams = rng.streams_of({"a": np.random.default_rng(0)}, is_alone=True)
+    rows = rng.rows_of(streams, rng.Roles({}, 0), is_empty=True)
+    for name in streams:
+        with pytest.raises(CorruptCheckpointError, match=f"manager.rng.{name}: not a state"):
+            rng.take_rows(streams, {name: rows[name]})
+
+
+# ---------------------------------------------------------------------------------------------
+# Provenance
+# ---------------------------------------------------------------------------------------------
+
+
+def git(directory: Path, *args: str) -> str:
+    who = ("-c", "user.name=A", "-c", "user.email=a@b")
+    command = ["git", "-C", str(directory), *who, *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_revision_is_what_git_says(tmp_path: Path) -> None:
+    assert git_revision(tmp_path) == ""
+    repository = tmp_path / "code"
+    (repository / "deep" / "er").mkdir(parents=True)
+    git(repository, "init", "-q")
+    assert git_revision(repository) == ""
+    git(repository, "commit", "-q", "--allow-empty", "-m", "one")
+    commit = git(repository, "rev-parse", "HEAD")
+    assert git_revision(repository / "deep" / "er") == commit
+    git(repository, "pack-refs", "--all")
+    assert git_revision(repository) == commit
+    git(repository, "worktree", "add", "-q", "-b", "other", str(tmp_path / "tree"))
+    git(tmp_path / "tree", "commit", "-q", "--allow-empty", "-m", "two")
+    second = git(tmp_path / "tree", "rev-parse", "HEAD")
+    assert git_revision(tmp_path / "tree") == second != commit
+    git(repository, "checkout", "-q", "--detach", second)
+    assert git_revision(repository) == second
+
+
+def test_a_digest_of_a_configuration() -> None:
+    config = {"lr": 0.1, "model": {"dim": 8, "layers": [1, 2]}}
+    same = {"model": {"layers": [1, 2], "dim": 8}, "lr": 0.1}
+    assert digest_of(config) == digest_of(same)
+    assert digest_of(config) != digest_of({**config, "lr": 0.2})
