@@ -28,6 +28,8 @@ _HOMES = {
     "repair": "remesh.cli.repairing",
     "prune": "remesh.cli.pruning",
     "demo": "remesh.cli.demo",
+    "master": "remesh.cli.master",
+    "status": "remesh.cli.master",
 }
 """The module of each command; the command has the same name there."""
 

@@ -210,7 +210,11 @@ class Master:
                 max_restarts=request.max_restarts,
             )
         )
-        reply = await self._until(lambda: join_reply(self._state, node, self._places), request.wait)
+
+        def answer() -> JoinReply | None:
+            return join_reply(self._state, node, self._places)
+
+        reply: JoinReply | None = await self._until(answer, request.wait)
         await self.written()
         # A node that waits here is alive, however long that takes.
         hear(self._live, node.id, node.incarnation, self.clock())

@@ -1,0 +1,165 @@
+"""`remesh master` and `remesh status`: a job's master, and a look at it. Nothing needs torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import ssl
+import sys
+
+import click
+import msgspec
+
+from remesh.cli import output
+from remesh.cli.elastic_options import policy_options, read_token
+from remesh.elastic.client import Client
+from remesh.elastic.job import Policy
+from remesh.elastic.journal import Journal
+from remesh.elastic.status import Status
+from remesh.errors import StorageError
+
+
+class _JsonLines(logging.Formatter):
+    """A line of JSON for each record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        return json.dumps(entry)
+
+
+@click.command(
+    epilog=output.example(
+        "remesh master --state job.sqlite",
+        "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
+    )
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one.")
+@click.option(
+    "--state",
+    default=":memory:",
+    metavar="FILE",
+    help="Keep what must not be forgotten here, so that a restarted master goes on.",
+)
+@click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
+@click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
+@click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
+@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and host.")
+@policy_options
+def master(
+    *,
+    host: str,
+    port: int,
+    state: str,
+    token_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    max_rate: float,
+    policy: Policy,
+) -> None:
+    """Coordinate the nodes of a job: form worlds, rule on failures, show how it goes.
+
+    Needs neither torch nor a GPU. Its URL is printed on stdout; there it shows a page. A master
+    that is killed and started again with the same `--state` goes on where it was.
+    """
+    try:
+        from remesh.elastic.master import Master
+        from remesh.elastic.server import ServerOptions, serve
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the master needs {error.name}: pip install 'remesh[elastic]'"
+        ) from error
+
+    try:
+        options = ServerOptions(
+            host=host,
+            port=port,
+            token=read_token(token_file),
+            tls=_tls_context(tls_cert, tls_key),
+            max_requests_per_second=max_rate,
+        )
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)
+        await serve(Master(policy, Journal(state)), options, click.echo)
+
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(main())
+    except OSError as error:
+        raise StorageError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise click.ClickException(f"the certificate cannot be used: {error}") from error
+    return context
+
+
+@click.command(epilog=output.example("remesh status http://127.0.0.1:29400"))
+@click.argument("url")
+@click.option("--token-file", metavar="FILE", help="The master's token.")
+@click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
+    """Show how the job of a master goes."""
+    now = Client(url, token=read_token(token_file), tls_ca=tls_ca).status()
+    if as_json:
+        output.print_json(msgspec.to_builtins(now))
+    else:
+        _print_status(now)
+
+
+def _print_status(now: Status) -> None:
+    click.echo(f"{now.phase}: {output.printable(now.reason)}")
+    facts = [
+        ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
+        ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
+        ("step", "none reported" if now.step is None else str(now.step)),
+        ("newest checkpoint", "none" if now.saved is None else f"step {now.saved}"),
+        ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
+    ]
+    console = output.stdout_console()
+    output.print_facts(console, facts)
+    rows = [
+        (
+            str(node.id),
+            node.state,
+            "" if node.rank is None else str(node.rank),
+            str(node.num_processes),
+            "" if node.last_heard is None else f"{node.last_heard:.1f} s",
+            str(node.num_charged),
+            output.printable(f"{node.name} {node.reason}".strip()),
+        )
+        for node in now.nodes
+    ]
+    columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged", "<name")
+    output.print_table(console, columns, rows)
+    for failed in now.failures[:3]:
+        first = failed.failures[0]
+        message = first.message.splitlines()[-1] if first.message else ""
+        how = first.signal or f"exit code {first.exit_code}"
+        click.echo(
+            f"round {failed.round}: rank {first.rank} on node {first.node_id}, {how} "
+            + output.printable(message)
+        )
