@@ -8,7 +8,8 @@ Describing never communicates: every rank tells what it holds itself.
 
 What torch objects do not tell, users declare: `build_sharded_state_dict` and `shard_weight` for
 layers that were cut by hand, `NamedModule` and `rename_shards` for layers and experts with global
-numbers, `DescribedOptimizer` for optimizers over other tensors than parameters.
+numbers, `flat_partition` for slices of flattened parameters, `DescribedOptimizer` for optimizers
+over such slices or over copies of parameters.
 docs/parallelism.md shows all of them.
 """
 
@@ -24,6 +25,7 @@ from remesh.adapters.declared import (
     default_sharded_state_dict,
     rename_shards,
 )
+from remesh.adapters.flat import FlatSpan, flat_partition
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
 from remesh.adapters.optimizer import DescribedOptimizer, describe_optimizer
@@ -41,12 +43,14 @@ from remesh.state import Path, Rebuild, Walk
 __all__ = [
     "Block",
     "DescribedOptimizer",
+    "FlatSpan",
     "NamedModule",
     "Split",
     "build_sharded_state_dict",
     "casting_memory_of",
     "default_sharded_state_dict",
     "describe_leaf",
+    "flat_partition",
     "memory_of",
     "rename_shards",
     "shard_weight",

@@ -37,7 +37,7 @@ from remesh.adapters.nested import describe_copy
 from remesh.adapters.tensor import describe_tensor
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
 from remesh.errors import NameCollisionError, UnsupportedValueError
-from remesh.sharded import Part, ShardedTensor, dtype_name
+from remesh.sharded import ArrayLike, Part, ShardedTensor, dtype_name
 from remesh.state import (
     Loaded,
     Path,
@@ -178,9 +178,8 @@ def add_shards(
     assert place.shards is not None
     check_strided(local_of(tensor), name_of(path))
     shape = place.shards.global_shape
-    key = alias_key(local_of(tensor))
-    if key is not None:
-        key = ("shards", key, shape, tuple(part.box for part in parts))
+    views = [(part.box, _alias_key(part.data)) for part in parts]
+    key = ("shards", shape, *views) if views and views[0][1] is not None else None
     name = walk.claim(path)
     dtype = dtype_name(local_of(tensor), name)
     allowed = place.shards.allow_shape_mismatch
@@ -202,3 +201,7 @@ def refuse_fsdp1(module: nn.Module, where: str) -> None:
                 "which flattens parameters and cannot be saved or loaded yet. Shard the module "
                 "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
+
+
+def _alias_key(data: ArrayLike) -> object:
+    return alias_key(data) if isinstance(data, torch.Tensor) else None

@@ -153,6 +153,29 @@ def shard_weight(
     if transposed and weight.ndim != 2:
         raise StateError(f"{name}: only a tensor of 2 dims can be transposed, not {weight.ndim}")
     shape = tuple(reversed(weight.shape)) if transposed else tuple(weight.shape)
+    parts = [_transpose(part) if transposed else part for part in parts_of(weight, name)]
+    return shard_parts(name, shape, parts, splits, replica_id)
+
+
+def shard_parts(
+    name: str,
+    shape: tuple[int, ...],
+    parts: Sequence[Part],
+    splits: Sequence[Split],
+    replica_id: int | tuple[int, ...] | None,
+) -> ShardedTensor:
+    """Describe parts of a shard as parts of the global tensor.
+
+    Args:
+        name: Global name.
+        shape: Shape of the shard.
+        parts: What this rank holds of it.
+        splits: How the global tensor is cut.
+        replica_id: See `ShardedTensor`.
+
+    Raises:
+        StateError: If splits and shape do not fit.
+    """
     global_shape = list(shape)
     segments: list[list[Segment]] = [[(0, extent)] for extent in shape]
     cut = set()
@@ -164,8 +187,7 @@ def shard_weight(
             )
         cut.add(dim)
         global_shape[dim], segments[dim] = split.segments(shape[dim], name)
-    own = [_transpose(part) if transposed else part for part in parts_of(weight, name)]
-    return ShardedTensor(name, tuple(global_shape), _moved(own, segments), replica_id)
+    return ShardedTensor(name, tuple(global_shape), _moved(parts, segments), replica_id)
 
 
 def build_sharded_state_dict(

@@ -1,0 +1,93 @@
+"""Slices of flattened parameters, as ZeRO-style optimizers hold them.
+
+Such an optimizer lays its parameters one after the other into a flat buffer, perhaps with gaps that
+align them and padding at the end, and gives each rank a slice of it, whatever lies there: the end
+of one parameter, several whole ones, the beginning of the next. Megatron's distributed optimizer,
+DeepSpeed's stages 1 and 2 and Paddle's second sharding do this for a group of parameters, FSDP1
+for those of a wrapped module; DeepSpeed's stage 3 does it for each parameter alone.
+
+What a slice is made of follows from where the parameters lie in the buffer (`FlatSpan`) and where
+the slice begins. A range of a flattened tensor is a few boxes of it, each contiguous in the slice
+(`remesh.geometry.boxes_of_flat_range`), so `flat_partition` gives for each parameter that the slice
+touches a `ShardedTensor` of views of it. Gaps and padding belong to no parameter and vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from remesh.adapters.tensor_parallel import Split, shard_parts
+from remesh.errors import StateError
+from remesh.geometry import boxes_of_flat_range
+from remesh.sharded import Part, ShardedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSpan:
+    """Where a parameter lies in a flat buffer.
+
+    Attributes:
+        name: The name of the parameter.
+        shape: Its shape on this rank before it was flattened.
+        offset: Its first element in the buffer.
+        splits: If it is a shard itself, how the global parameter is cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    splits: tuple[Split, ...] = ()
+
+
+def flat_partition(
+    spans: Iterable[FlatSpan],
+    flat: torch.Tensor,
+    *,
+    start: int,
+    replica_id: int | tuple[int, ...] | None = None,
+) -> tuple[ShardedTensor, ...]:
+    """Describe a slice of a flat buffer.
+
+    Args:
+        spans: The parameters in the buffer. They must not overlap.
+        flat: The slice: one dim.
+        start: Where in the buffer it begins, in elements; it ends `len(flat)` further on.
+        replica_id: See `ShardedTensor`. By default copies are compared when they are saved.
+
+    Returns:
+        For each parameter of which the slice has elements its boxes, as views of `flat`.
+
+    Raises:
+        StateError: If spans overlap or the slice is not of one dim.
+    """
+    if flat.ndim != 1:
+        raise StateError(f"a slice of a flat buffer has one dim, not shape {tuple(flat.shape)}")
+    result, done, last = [], 0, ""
+    for span in sorted(spans, key=lambda span: (span.offset, math.prod(span.shape))):
+        size = math.prod(span.shape)
+        if span.offset < done:
+            raise StateError(
+                f"{last} and {span.name} overlap in the flat buffer, where {last} ends at {done} "
+                f"and {span.name} begins at {span.offset}"
+            )
+        done, last = span.offset + size, span.name
+        begin = max(start - span.offset, 0)
+        end = min(start + flat.numel() - span.offset, size)
+        if begin < end:
+            here = flat.detach()[span.offset + begin - start :]
+            parts = _parts_of_range(span.shape, here, begin, end)
+            result.append(shard_parts(span.name, span.shape, parts, span.splits, replica_id))
+    return tuple(result)
+
+
+def _parts_of_range(shape: tuple[int, ...], flat: torch.Tensor, begin: int, end: int) -> list[Part]:
+    """The boxes of a flat range of a tensor, of which `flat` holds the elements in order."""
+    parts, done = [], 0
+    for box in boxes_of_flat_range(shape, begin, end):
+        parts.append(Part(box, flat[done : done + box.size].view(box.shape)))
+        done += box.size
+    return parts

@@ -1,0 +1,273 @@
+"""Optimizers that keep slices of flattened parameters, against ordinary ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import remesh
+from remesh.adapters import DescribedOptimizer, FlatSpan, Split, flat_partition
+from remesh.errors import DivergedReplicaError, MismatchError, StateError
+from remesh.exchange import Exchange
+from remesh.sharded import LocalNonpersistentObject, ShardedTensor
+from remesh.storage import MemoryStorage
+from remesh.testing import run_ranks
+from tests.adapters.parallel_transformer import optimizer_with_state, randomise
+
+SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
+
+
+@given(st.lists(st.tuples(SHAPES, st.integers(0, 3)), min_size=1, max_size=5), st.integers(1, 5))
+def test_slices_of_all_ranks_are_the_parameters(
+    sizes: list[tuple[tuple[int, ...], int]], num_ranks: int
+) -> None:
+    spans, end = [], 0
+    for number, (shape, gap) in enumerate(sizes):
+        spans.append(FlatSpan(f"p{number}", shape, end + gap))
+        end += gap + math.prod(shape)
+    per_rank = -(-end // num_ranks)
+    buffer = torch.arange(per_rank * num_ranks)
+    found = {span.name: np.full(span.shape, -1) for span in spans}
+    for rank in range(num_ranks):
+        own = buffer[rank * per_rank : (rank + 1) * per_rank]
+        for shards in flat_partition(reversed(spans), own, start=rank * per_rank):
+            for part in shards.parts:
+                assert (found[shards.name][part.box.slices] == -1).all()
+                found[shards.name][part.box.slices] = part.data
+    for span in spans:
+        expected = np.arange(span.offset, span.offset + math.prod(span.shape))
+        assert found[span.name].tolist() == expected.reshape(span.shape).tolist()
+
+
+def test_what_is_no_partition_is_refused() -> None:
+    spans = [FlatSpan("a", (2, 2), 0), FlatSpan("b", (3,), 3)]
+    with pytest.raises(StateError, match=r"a and b overlap .* a ends at 4 and b begins at 3"):
+        flat_partition(spans, torch.zeros(7), start=0)
+    with pytest.raises(StateError, match=r"one dim, not shape \(7, 1\)"):
+        flat_partition(spans[:1], torch.zeros(7, 1), start=0)
+
+
+def test_a_slice_of_a_shard_is_a_slice_of_its_global_tensor() -> None:
+    span = FlatSpan("w", (2, 3), 1, (Split(0, 1, 2),))
+    (shards,) = flat_partition([span], torch.arange(2, 6), start=3)
+    assert shards.global_shape == (4, 3)
+    assert [(str(p.box), p.data.reshape((-1,)).tolist()) for p in shards.parts] == [
+        ("[2:3, 2:3]", [2]),
+        ("[3:4, 0:3]", [3, 4, 5]),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Layouts of a job
+# ---------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False), nn.LayerNorm(2))
+
+
+def plain(module: nn.Module, rank: int, num_ranks: int) -> Any:
+    """Every rank keeps all."""
+    return torch.optim.AdamW(module.parameters(), lr=0.5)
+
+
+def by_parameter(module: nn.Module, rank: int, num_ranks: int) -> Any:
+    """Parameters are dealt to ranks whole, as in ZeRO-1 by parameter: nothing to declare."""
+    return torch.optim.AdamW(list(module.parameters())[rank::num_ranks], lr=0.5)
+
+
+def flat_slices(module: nn.Module, rank: int, num_ranks: int) -> Any:
+    """One buffer, aligned and padded, of which every rank has a slice in fp32."""
+    spans, end = [], 0
+    for name, parameter in module.named_parameters():
+        spans.append(FlatSpan(name, tuple(parameter.shape), end))
+        end += -(-parameter.numel() // 4) * 4
+    per_rank = -(-end // num_ranks) + 1
+    flat = nn.Parameter(torch.zeros(per_rank))
+    described = flat_partition(spans, flat, start=rank * per_rank)
+    return DescribedOptimizer(torch.optim.AdamW([flat], lr=0.5), {flat: described})
+
+
+def slices_of_each(module: nn.Module, rank: int, num_ranks: int) -> Any:
+    """Every parameter is cut by itself, as in DeepSpeed's stage 3."""
+    sizes = [-(-p.numel() // num_ranks) for p in module.parameters()]
+    flat = nn.Parameter(torch.zeros(sum(sizes)))
+    described: list[ShardedTensor] = []
+    done = 0
+    for (name, parameter), size in zip(module.named_parameters(), sizes, strict=True):
+        span = FlatSpan(name, tuple(parameter.shape), 0)
+        own = flat.detach()[done : done + size]
+        described += flat_partition([span], own, start=rank * size)
+        done += size
+    return DescribedOptimizer(torch.optim.AdamW([flat], lr=0.5), {flat: described})
+
+
+LAYOUTS = [
+    (plain, 1), (by_parameter, 2), (flat_slices, 2), (flat_slices, 4), (slices_of_each, 3),
+    (plain, 2), (slices_of_each, 2), (flat_slices, 1), (by_parameter, 4), (flat_slices, 3),
+]  # fmt: skip
+
+
+def test_every_layout_to_the_next_and_back_bit_for_bit() -> None:
+    module = model()
+    randomise(module, 1)
+    optimizer = optimizer_with_state(module, 2)
+    optimizer.param_groups[0]["lr"] = 0.125
+    expected = {
+        f"{name}.{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    source = MemoryStorage()
+    remesh.save({"model": module, "optimizer": optimizer}, source)
+    stored = set(remesh.Checkpoint(source).index)
+
+    def move(exchange: Exchange, make: Any, source: MemoryStorage, to: MemoryStorage) -> None:
+        module = model()
+        leaf = make(module, exchange.rank, exchange.world_size)
+        state = {"model": module, "optimizer": leaf}
+        assert remesh.load(state, source, group=exchange, unexpected="error") is state
+        assert state["optimizer"] is leaf
+        inner = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
+        assert inner.param_groups[0]["lr"] == 0.125
+        assert len(inner.param_groups) == 1
+        for own in inner.state.values():
+            assert own.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert own["step"].item() == 2
+        remesh.save(state, to, group=exchange)
+
+    for make, num_ranks in [*LAYOUTS, (plain, 1)]:
+        to = MemoryStorage()
+        run_ranks(num_ranks, move, make, source, to)
+        index = remesh.Checkpoint(to).index
+        assert set(index) == stored, (make, num_ranks)
+        source = to
+    checkpoint = remesh.Checkpoint(source)
+    for name, tensor in expected.items():
+        found = checkpoint.read(f"optimizer.state.{name}")
+        assert torch.equal(found, tensor), name
+    assert checkpoint.values["optimizer.param_groups.0.lr"] == 0.125
+
+
+def test_half_precision_parameters_with_a_flat_master_copy() -> None:
+    def build(rank: int, num_ranks: int) -> tuple[dict[str, Any], torch.Tensor]:
+        module = model().to(torch.bfloat16)
+        leaf = flat_slices(module, rank, num_ranks)
+        leaf = DescribedOptimizer(leaf.optimizer, leaf.stands_for, own_key="master")
+        return {"model": module, "optimizer": leaf}, next(iter(leaf.stands_for))
+
+    state, flat = build(0, 1)
+    randomise(state["model"], 3)
+    with torch.no_grad():
+        flat.copy_(torch.randn(flat.shape))
+    optimizer = state["optimizer"].optimizer
+    flat.grad = torch.randn(flat.shape)
+    optimizer.step()
+    one, two = MemoryStorage(), MemoryStorage()
+    remesh.save(state, one)
+
+    def on_three(exchange: Exchange) -> None:
+        state, flat = build(exchange.rank, 3)
+        remesh.load(state, one, group=exchange, unexpected="error")
+        assert set(state["optimizer"].optimizer.state[flat]) == {"step", "exp_avg", "exp_avg_sq"}
+        remesh.save(state, two, group=exchange)
+
+    run_ranks(3, on_three)
+    first, second = remesh.Checkpoint(one), remesh.Checkpoint(two)
+    assert set(first.index) == set(second.index)
+    assert first.index["optimizer.state.0.weight.master"].shape == (5, 3)
+    assert first.index["model.0.weight"].dtype == "bfloat16"
+    for name in first.index:
+        assert torch.equal(first.read(name), second.read(name)), name
+    again, copy = build(0, 1)
+    remesh.load(again, two)
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    for shards in flat_partition(
+        [FlatSpan(s.name, s.global_shape, 0) for s in again["optimizer"].stands_for[copy][:1]],
+        mask,
+        start=0,
+    ):
+        for part in shards.parts:
+            part.data[...] = True  # type: ignore[index]
+    assert torch.equal(copy[mask], flat[mask])
+    assert mask.sum() == 15
+
+
+def test_copies_of_parameters_in_an_optimizer_of_their_own() -> None:
+    """fp32 copies, each on one rank: whole master weights by parameter."""
+
+    def build(rank: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        module = model().to(torch.bfloat16)
+        named = list(module.named_parameters())[rank::num_ranks]
+        copies = {name: torch.zeros(p.shape) for name, p in named}
+        optimizer = torch.optim.AdamW(copies.values())
+        stands_for = {copies[name]: p for name, p in named}
+        leaf = DescribedOptimizer(optimizer, stands_for, own_key="master")
+        return {"model": LocalNonpersistentObject(module), "optimizer": leaf}, copies
+
+    state, copies = build(0, 1)
+    for number, copy in enumerate(copies.values()):
+        copy.fill_(number + 1.0)
+        state["optimizer"].optimizer.state[copy] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": copy + 0.5,
+        }
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    assert "optimizer.state.2.bias.master" in remesh.Checkpoint(storage).index
+
+    def on_two(exchange: Exchange) -> int:
+        state, own = build(exchange.rank, 2)
+        remesh.load(state, storage, group=exchange)
+        for name, copy in own.items():
+            assert torch.equal(copy, copies[name])
+            moment = state["optimizer"].optimizer.state[copy]["exp_avg"]
+            assert torch.equal(moment, copies[name] + 0.5)
+        return len(own)
+
+    assert sum(run_ranks(2, on_two)) == len(copies)
+
+
+def test_state_that_some_parameters_lack_is_named() -> None:
+    module = model()
+    optimizer = optimizer_with_state(module, 2)
+    del optimizer.state[module.get_parameter("1.weight")]
+    storage = MemoryStorage()
+    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    target = {"model": module, "optimizer": flat_slices(module, 0, 1)}
+    with pytest.raises(MismatchError, match="2 names are not stored") as caught:
+        remesh.load(target, storage)
+    prefix = "optimizer.state.1.weight"
+    assert set(caught.value.missing) == {f"{prefix}.exp_avg", f"{prefix}.exp_avg_sq"}
+    remesh.load(target, storage, missing="keep")
+
+
+def test_steps_that_differ_do_not_fit_one_buffer() -> None:
+    module = model()
+    optimizer = optimizer_with_state(module, 2)
+    optimizer.state[module.get_parameter("1.weight")]["step"] += 1
+    storage = MemoryStorage()
+    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    with pytest.raises(MismatchError, match=r"step .*are tied .*different values"):
+        remesh.load({"model": module, "optimizer": flat_slices(module, 0, 1)}, storage)
+
+
+def test_slices_on_copies_must_be_equal() -> None:
+    def save(exchange: Exchange) -> None:
+        module = model()
+        randomise(module, 0)
+        leaf = flat_slices(module, exchange.rank % 2, 2)
+        (flat,) = leaf.stands_for
+        leaf.optimizer.state[flat] = {"exp_avg": torch.full(flat.shape, float(exchange.rank // 2))}
+        with pytest.raises(DivergedReplicaError, match=r"exp_avg"):
+            remesh.save({"model": module, "optimizer": leaf}, storage, group=exchange)
+
+    storage = MemoryStorage()
+    run_ranks(4, save)
