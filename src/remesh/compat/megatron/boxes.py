@@ -7,8 +7,7 @@ loading and checking need; the engine does the rest. Prepended axes are axes of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,10 +61,10 @@ def engine_tensor(tensor: ShardedTensor) -> EngineTensor:
 
 
 def engine_object(item: ShardedObject) -> EngineObject:
-    """A sharded object as the engine's, with its data packed."""
+    """A sharded object as the engine's."""
     return EngineObject(
         item.key,
-        pack(item.data, item.unique_key),
+        pack(item.data),
         tuple(item.global_shape),
         tuple(item.global_offset),
         item.replica_id,
@@ -124,8 +123,3 @@ def num_elements(tensor: ShardedTensor) -> int:
         return math.prod(tensor.local_shape)
     start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
     return max(stop - start, 0)
-
-
-def by_number(items: Iterable[Any], convert: Callable[[Any], Any]) -> dict[int, Any]:
-    """A state for the engine, of descriptions that have names of their own."""
-    return {number: convert(item) for number, item in enumerate(items)}

@@ -22,7 +22,8 @@ from remesh.errors import (
     RankFailedError,
     StateError,
 )
-from remesh.storage import open_storage
+from remesh.formats.table import Source, place_of
+from remesh.storage import Storage
 
 CONFIG_FNAME = "metadata.json"
 
@@ -66,6 +67,17 @@ def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
     return maybe_load_config(checkpoint_dir) is not None
 
 
+def storage_of(checkpoint_dir: Any) -> Storage:
+    """Where a checkpoint lies: a path, a URL, a storage, or a `remesh.Source` of one."""
+    return place_of(checkpoint_dir).storage
+
+
+def source_of(checkpoint_dir: Any, file_format: str) -> Source:
+    """A checkpoint as the engine opens it, in the format that `metadata.json` says."""
+    place = place_of(checkpoint_dir)
+    return Source(place.storage, file_format, place.allow)
+
+
 def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
     """The config of a checkpoint, or None if there is no distributed checkpoint.
 
@@ -76,7 +88,7 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
     """
     if not checkpoint_dir:
         return None
-    storage = open_storage(checkpoint_dir)
+    storage = storage_of(checkpoint_dir)
     try:
         text = storage.read(CONFIG_FNAME)
     except CheckpointNotFoundError:
@@ -92,5 +104,5 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Any) -> None:
     """Write `metadata.json`, atomically and durably."""
-    storage = open_storage(checkpoint_dir)
+    storage = storage_of(checkpoint_dir)
     storage.put(CONFIG_FNAME, msgspec.json.encode(asdict(config)), overwrite=True)

@@ -1,9 +1,9 @@
-"""Common state and sharded objects as plain values.
+"""Common state and sharded objects as values that are stored without pickle.
 
 What Megatron pickles (arguments, RNG states, extra state of layers) are plain values with tensors,
-numpy arrays and byte streams in between. `remesh.values` encodes plain values without pickle; this
-module replaces the rest by named tuples that it encodes as well, and back. A value that neither
-knows is refused, with its place and type.
+numpy arrays and byte streams in between. `remesh.values` encodes all but the streams; this module
+replaces those by named tuples that it encodes as well, and back. A value that neither knows is
+refused, with its place and type.
 """
 
 from __future__ import annotations
@@ -11,105 +11,57 @@ from __future__ import annotations
 import io
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from remesh import values
-from remesh.errors import CorruptCheckpointError, UnsupportedValueError
-
-
-class PackedTensor(NamedTuple):
-    """A torch tensor: name of its dtype, shape, row-major bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class PackedArray(NamedTuple):
-    """A numpy array: dtype string, shape, row-major bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
+from remesh.compat.megatron.core import CheckpointingException
+from remesh.compat.megatron.dict_utils import dict_list_map_outplace
 
 
 class PackedStream(NamedTuple):
-    """The content of an `io.BytesIO`."""
+    """The content of an `io.BytesIO`, in which layers keep extra state."""
 
     data: bytes
 
 
-def encode_object(value: Any, where: str) -> bytes:
-    """Encode a value, without pickle.
+def pack(value: Any) -> Any:
+    """The value with byte streams replaced by what can be encoded."""
+    return dict_list_map_outplace(
+        lambda leaf: PackedStream(leaf.getvalue()) if isinstance(leaf, io.BytesIO) else leaf, value
+    )
+
+
+def unpack(value: Any, where: str) -> Any:
+    """The inverse of `pack`.
 
     Args:
-        value: Plain values, tensors, arrays and byte streams, nested in dicts, lists and tuples.
-        where: Names the value in errors.
+        value: What was stored, decoded.
+        where: Names it in errors.
+
+    Raises:
+        CheckpointingException: If something in it is of a type that this program does not know, or
+            that may not be unpickled; the message has the type and what to do.
+    """
+    unknown = next(values.unresolved(value), None)
+    if unknown is not None:
+        why = (
+            unknown.payload
+            if unknown.kind == "pickle"
+            else f"this program does not know {unknown.type_name}; import its module first"
+        )
+        raise CheckpointingException(f"{where}: {why}")
+    return dict_list_map_outplace(
+        lambda leaf: io.BytesIO(leaf.data) if isinstance(leaf, PackedStream) else leaf, value
+    )
+
+
+def encode_object(value: Any, where: str) -> bytes:
+    """Encode a value without pickle.
 
     Raises:
         UnsupportedValueError: If something in it has no safe encoding.
     """
-    return values.encode(pack(value, where), where)
+    return values.encode_object(pack(value), where)
 
 
-def pack(value: Any, where: str) -> Any:
-    """The value with tensors, arrays and streams replaced by named tuples."""
-    if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, where)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
-        return PackedArray(value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, io.BytesIO):
-        return PackedStream(value.getvalue())
-    if isinstance(value, dict):
-        return {key: pack(item, f"{where}.{key}") for key, item in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(pack(item, f"{where}.{i}") for i, item in enumerate(value))
-    return value
-
-
-def unpack(value: Any) -> Any:
-    """The inverse of `pack`.
-
-    Raises:
-        CorruptCheckpointError: If a packed tensor or array contradicts itself.
-    """
-    if isinstance(value, PackedTensor | PackedArray):
-        try:
-            return (
-                _unpack_tensor(value) if isinstance(value, PackedTensor) else _unpack_array(value)
-            )
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise CorruptCheckpointError(f"a stored array cannot be decoded: {error}") from error
-    if isinstance(value, PackedStream):
-        return io.BytesIO(value.data)
-    if isinstance(value, dict):
-        return {key: unpack(item) for key, item in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(unpack(item) for item in value)
-    return value
-
-
-def _pack_tensor(tensor: torch.Tensor, where: str) -> PackedTensor:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise UnsupportedValueError(
-            f"{where}: a {tensor.layout} tensor on {tensor.device} cannot be stored as it is"
-        )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
-
-
-def _unpack_tensor(packed: PackedTensor) -> torch.Tensor:
-    dtype = getattr(torch, packed.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch has no dtype {packed.dtype!r}")
-    flat = torch.from_numpy(np.frombuffer(bytearray(packed.data), np.uint8))
-    return flat.view(dtype).reshape(packed.shape)
-
-
-def _unpack_array(packed: PackedArray) -> Any:
-    dtype = np.dtype(packed.dtype)
-    if dtype.hasobject:
-        raise TypeError(f"numpy dtype {packed.dtype!r}")
-    return np.frombuffer(bytearray(packed.data), dtype).reshape(packed.shape)
+def decode_object(data: bytes, where: str) -> Any:
+    """The value of its encoding; errors are those of `unpack`."""
+    return unpack(values.decode(data), where)

@@ -20,6 +20,7 @@ from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
     save_config,
+    storage_of,
 )
 from remesh.compat.megatron.dict_utils import extract_matching_values, merge
 from remesh.compat.megatron.mapping import (
@@ -49,7 +50,6 @@ from remesh.compat.megatron.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from remesh.exchange import run_on_one
-from remesh.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise CheckpointingException(f"{sharded} cannot save beside the training")
     exchange = exchange_of(None)
-    if exchange.rank == 0 and open_storage(checkpoint_dir).list():
+    if exchange.rank == 0 and storage_of(checkpoint_dir).list():
         logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata

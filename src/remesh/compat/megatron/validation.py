@@ -33,12 +33,11 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.objects import encode_object, unpack
+from remesh.compat.megatron.objects import decode_object, encode_object
 from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.integrity import raw_digest
 from remesh.planner import plan_save
-from remesh.values import decode
 
 logger = logging.getLogger(__name__)
 
@@ -267,8 +266,8 @@ def validate_common_state_dict(common_state_dict: Any, group: Any = None) -> Non
         digests = run_on_all(exchange, digest)
         if len(set(digests)) == 1:
             return
-        first = unpack(decode(run_on_one(exchange, lambda: encoded)))
-    only_first, only_here, differing = diff(first, unpack(decode(encoded)))
+        first = decode_object(run_on_one(exchange, lambda: encoded), "common state of rank 0")
+    only_first, only_here, differing = diff(first, decode_object(encoded, "common state"))
     if digests[exchange.rank] != digests[0]:
         logger.warning(
             "rank %d: the common state differs from that of rank 0, which is stored; only on rank "

@@ -16,6 +16,7 @@ The background uses no collective, so the training's own are never disturbed.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -112,7 +113,7 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Preload the request and start it; to be called on all ranks."""
+        """Start a preloaded request; to be called on all ranks."""
 
     @abstractmethod
     def is_alive(self) -> bool:
@@ -190,17 +191,10 @@ class TemporalAsyncCaller(AsyncCaller):
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """See `AsyncCaller`."""
         self.call_idx = async_req.call_idx
-        try:
-            request = async_req.preloaded()
-        except Exception as error:  # noqa: BLE001 - all ranks raise it when they finalize
-            self._error = error
-            return
-        if request.async_fn is None:
-            return
 
         def work() -> None:
             try:
-                request.run()
+                async_req.run()
             except BaseException as error:  # noqa: BLE001 - all ranks raise it when they finalize
                 self._error = error
 
@@ -235,21 +229,21 @@ class PersistentAsyncCaller(AsyncCaller):
     def __init__(self) -> None:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
-        self._pending = 0
+        self._pending = False
         self._error: BaseException | None = None
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """See `AsyncCaller`; waits for the request before, if it still runs."""
         self.wait()
         self.call_idx, self._error = async_req.call_idx, None
+        if async_req.async_fn is None:
+            return
+        call = (async_req.async_fn, async_req.async_fn_args, dict(async_req.async_fn_kwargs))
         try:
-            request = async_req.preloaded()
-            if request.async_fn is not None:
-                self._start().send(
-                    (request.async_fn, request.async_fn_args, dict(request.async_fn_kwargs))
-                )
-                self._pending = 1
-        except Exception as error:  # noqa: BLE001 - all ranks raise it when they finalize
+            self._start().send(call)
+            self._pending = True
+        except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
+            # All ranks raise it when they finalize.
             self._error = error
 
     def _start(self) -> Connection:
@@ -267,7 +261,7 @@ class PersistentAsyncCaller(AsyncCaller):
         """See `AsyncCaller`."""
         if self._pending and self._pipe is not None and self._pipe.poll():
             self._receive()
-        return bool(self._pending)
+        return self._pending
 
     def wait(self) -> None:
         """See `AsyncCaller`."""
@@ -277,7 +271,7 @@ class PersistentAsyncCaller(AsyncCaller):
     def _receive(self) -> None:
         """Take the worker's answer to the request that runs."""
         assert self._pipe is not None
-        self._pending = 0
+        self._pending = False
         try:
             text = self._pipe.recv()
         except EOFError:
@@ -300,7 +294,7 @@ class PersistentAsyncCaller(AsyncCaller):
         self._pipe.close()
         self._process.join()
         self._process = self._pipe = None
-        self._pending = 0
+        self._pending = False
 
 
 def _serve(pipe: Connection) -> None:
@@ -339,6 +333,9 @@ class AsyncCallsQueue:
         """Start a request; returns its number, counted from 0.
 
         Returns when the state is copied out of the trainer's memory.
+
+        Raises:
+            CheckpointingException: On all ranks, if that failed on one; nothing is started then.
         """
         self._call_idx += 1
         request = async_request.freeze()._replace(call_idx=self._call_idx)
@@ -346,7 +343,15 @@ class AsyncCallsQueue:
         if self._persistent is not None and self._active:
             # One process does one thing at a time; the one before is finalized first.
             self.maybe_finalize_async_calls(blocking=True)
-        caller.schedule_async_call(request)
+        preloaded = [request]
+
+        def preload() -> bytes:
+            preloaded[0] = request.preloaded()
+            return b""
+
+        with as_checkpointing_exception():
+            run_on_all(exchange_of(None), preload)
+        caller.schedule_async_call(preloaded[0])
         self._active.append(_ActiveRequest(caller, request))
         return self._call_idx
 

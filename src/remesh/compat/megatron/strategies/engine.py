@@ -8,53 +8,107 @@ allowed. What comes back has the structure of what was asked for, with tensors a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from remesh.checkpoint.loading import load_into, open_shared
+from remesh.checkpoint import Saver, load
+from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import LoadOptions
 from remesh.compat.megatron.boxes import (
     engine_object,
     engine_tensor,
     objects_metadata,
     tensors_metadata,
 )
-from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    source_of,
+    storage_of,
+)
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor, is_main_replica
 from remesh.compat.megatron.objects import unpack
-from remesh.compat.megatron.strategies.base import LoadShardedStrategy
-from remesh.events import emitter, ignore
-from remesh.exchange import Alone, Exchange
-from remesh.storage import open_storage
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest
+from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+from remesh.exchange import Alone, run_on_all
+
+
+class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves through a `remesh.Saver`.
+
+    An instance keeps the plan and the host memory of its last save: as long as the layout stays the
+    same, the ranks only compare fingerprints. Whatever is at the place is replaced.
+
+    Args:
+        backend: Format that is written.
+        version: Its version.
+    """
+
+    def __init__(self, backend: str, version: int = 1) -> None:
+        super().__init__(backend, version)
+        self._saver = Saver()
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects are written with the tensors."""
+        return True
+
+    @property
+    def num_plans_reused(self) -> int:
+        """How many saves used the plan of an earlier one."""
+        return self._saver.num_plans_reused
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Save; returns when the checkpoint is durable. Collective.
+
+        Raises:
+            CheckpointingException: On every rank, if something cannot be stored.
+        """
+        with as_checkpointing_exception():
+            state = state_to_save(sharded_state_dict)
+            self._saver.save(state, storage_of(checkpoint_dir), overwrite=True)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        """Prepare a save: scheduling it stages the state and begins to write. Collective.
+
+        Raises:
+            CheckpointingException: On every rank, if one has nothing to save where it should.
+        """
+        state = state_to_save(sharded_state_dict)
+        storage = storage_of(checkpoint_dir)
+
+        def stage() -> Callable[[], None]:
+            with as_checkpointing_exception():
+                return self._saver.save_async(state, storage, overwrite=True).wait
+
+        return AsyncRequest(_wait, (None, None), [], preload_fn=stage)
+
+
+def _wait(_: None, wait: Callable[[], None]) -> None:
+    """The slow half of a save whose background the saver runs itself."""
+    wait()
 
 
 def state_to_save(sharded_state_dict: Any) -> dict[int, Any]:
     """The main replicas of a state dict as a state for the engine."""
-    leaves = [leaf for leaf in nested_values(sharded_state_dict) if _is_written(leaf)]
-    return dict(enumerate(_described(leaves)))
+    leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
+    for leaf in leaves:
+        if isinstance(leaf, ShardedTensor) and leaf.data is None:
+            raise CheckpointingException(f"{leaf.key}: there is no data to save")
+    return {number: _described(leaf) for number, leaf in enumerate(leaves)}
 
 
-def _is_written(leaf: ShardedBase) -> bool:
-    is_empty = isinstance(leaf, ShardedTensor) and leaf.data is None
-    if is_empty and is_main_replica(leaf.replica_id):
-        raise CheckpointingException(f"{leaf.key}: there is no data to save")
-    return is_main_replica(leaf.replica_id)
-
-
-def _described(leaves: Sequence[Any]) -> list[Any]:
-    return [
-        engine_tensor(leaf) if isinstance(leaf, ShardedTensor) else engine_object(leaf)
-        for leaf in leaves
-    ]
+def _described(leaf: Any) -> Any:
+    return engine_tensor(leaf) if isinstance(leaf, ShardedTensor) else engine_object(leaf)
 
 
 class EngineLoadShardedStrategy(LoadShardedStrategy):
-    """Loads what the engine can open. A backend names itself in `backend`."""
+    """Loads what the engine can open. A backend says its name, and that of its format."""
 
     backend = "remesh"
+    format = "remesh"
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -78,52 +132,62 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         """Load; each rank reads what it needs. Collective."""
-        return self.load_together(sharded_state_dict, checkpoint_dir, Alone())
+        return self._load(sharded_state_dict, checkpoint_dir, group=None, share_reads=False)
 
-    def load_together(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, partners: Exchange
-    ) -> Any:
-        """Load; ranks that need the same bytes read them once. Collective over all ranks.
+    def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, group: Any) -> Any:
+        """Load; the ranks of a group read what several of them need once. Collective over all.
 
         Args:
             sharded_state_dict: What this rank asks for.
             checkpoint_dir: The checkpoint.
-            partners: The ranks that read for each other.
+            group: The ranks that read for each other; every rank is in one such group.
 
         Raises:
             CheckpointingException: On every rank, if something is not stored or does not fit.
         """
-        leaves = list(nested_values(sharded_state_dict))
-        for leaf in leaves:
+        return self._load(sharded_state_dict, checkpoint_dir, group=group, share_reads=True)
+
+    def _load(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool
+    ) -> Any:
+        for leaf in nested_values(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):
                 leaf.init_data("cpu")
-        exchange, storage = exchange_of(None), open_storage(checkpoint_dir)
-        with as_checkpointing_exception():
-            loaded = load_into(
-                dict(enumerate(_described(leaves))),
-                open_shared(exchange, storage),
-                storage,
-                exchange,
-                LoadOptions(keep_missing=False, refuse_unexpected=False, cast=True),
-                transform=None,
-                read=lambda target: target.read(lambda _size: None, partners),
-                emit=emitter(ignore, exchange.rank),
-                on_report=lambda _report: None,
+        # What an object holds does not matter to a load, and might not be storable.
+        leaves = [
+            leaf if isinstance(leaf, ShardedTensor) else leaf.without_data()
+            for leaf in nested_values(sharded_state_dict)
+        ]
+        found: list[Any] = []
+
+        def work() -> bytes:
+            loaded = load(
+                {number: _described(leaf) for number, leaf in enumerate(leaves)},
+                source_of(checkpoint_dir, self.format),
+                cast=True,
+                share_reads=share_reads,
+                group=group,
             )
-        numbers = iter(range(len(leaves)))
+            numbers = iter(range(len(leaves)))
 
-        def result(leaf: ShardedBase) -> Any:
-            number = next(numbers)
-            if isinstance(leaf, ShardedTensor):
-                return None if leaf.data is None else leaf.data.detach()
-            return unpack(loaded[number].data)
+            def result(leaf: ShardedBase) -> Any:
+                number = next(numbers)
+                if isinstance(leaf, ShardedTensor):
+                    return None if leaf.data is None else leaf.data.detach()
+                return unpack(loaded[number].data, f"{checkpoint_dir}: {leaf.key}")
 
-        return dict_list_map_outplace(result, sharded_state_dict)
+            found.append(dict_list_map_outplace(result, sharded_state_dict))
+            return b""
+
+        # On every rank, though groups load apart, and only one may know too little of an object.
+        with as_checkpointing_exception():
+            run_on_all(exchange_of(None), work)
+        return found[0]
 
     def stored_state(self, checkpoint_dir: Any) -> StoredState:
         """The index and values of a checkpoint, read by this process alone."""
         with as_checkpointing_exception():
-            return open_shared(Alone(), open_storage(checkpoint_dir))
+            return open_shared(Alone(), source_of(checkpoint_dir, self.format))
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
         """See `LoadShardedStrategy`."""

@@ -220,9 +220,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         """See `LoadShardedStrategy`. Collective."""
-        partners = exchange_of(self.parallelization_group)
+        group = self.parallelization_group
         if isinstance(self.base_strategy, EngineLoadShardedStrategy):
-            return self.base_strategy.load_together(sharded_state_dict, checkpoint_dir, partners)
+            return self.base_strategy.load_together(sharded_state_dict, checkpoint_dir, group)
+        partners = exchange_of(group)
         if partners.world_size == 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         return self._load_and_pass_on(sharded_state_dict, checkpoint_dir, partners)

@@ -1,0 +1,181 @@
+"""Common state in `common.pt`, and sharded objects in files of their own, as Megatron has them.
+
+Both are files of `torch.save`, because Megatron reads no others. They are written of plain values
+only, tensors and numpy arrays included, and read by remesh's restricted unpickler: what a file may
+not ask for is an error that names it, and `remesh.Source(path, allow=...)` allows it.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from remesh.checkpoint.loading import open_shared
+from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.opened import Checkpoint
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    source_of,
+    storage_of,
+)
+from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
+from remesh.compat.megatron.mapping import ShardedObject, is_main_replica
+from remesh.compat.megatron.objects import encode_object, unpack
+from remesh.compat.megatron.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from remesh.errors import CheckpointNotFoundError
+from remesh.exchange import Alone, run_on_all, run_on_one
+from remesh.formats.archive import read_archive
+from remesh.formats.building import exists
+from remesh.formats.table import place_of
+from remesh.formats.torch_dcp import COMMON_NAME, opaque
+from remesh.state import Path, assemble
+
+
+def torch_bytes(value: Any, where: str) -> bytes:
+    """What `torch.save` writes for a value, if the restricted unpickler will read it again.
+
+    Raises:
+        UnsupportedValueError: If something in it has no safe encoding.
+    """
+    encode_object(value, where)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
+    """The value in a file of `torch.save`, through the restricted unpickler.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        CheckpointingException: If it asks for what is not allowed.
+        CorruptCheckpointError: If it is damaged.
+    """
+    place = place_of(checkpoint_dir)
+    data, where = place.storage.read(path), f"{place.storage.url}/{path}"
+    archive = read_archive(io.BytesIO(data), where, allow=place.allow)
+    return unpack(opaque(archive, data, 0), where)
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):
+    """Writes `common.pt` on rank 0, and an object's file where its main replica is."""
+
+    def __init__(self, backend: str = "torch", version: int = 1) -> None:
+        super().__init__(backend, version)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Each object becomes a file `<key>/shard_<offset>_<shape>.pt`."""
+        return True
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See `SaveCommonStrategy`. Collective.
+
+        Raises:
+            CheckpointingException: On every rank, if something has no safe encoding.
+        """
+
+        def write() -> bytes:
+            data = torch_bytes(common_state_dict, "common state")
+            storage_of(checkpoint_dir).put(COMMON_NAME, data, overwrite=True)
+            return b""
+
+        with as_checkpointing_exception():
+            run_on_one(exchange_of(None), write)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See `SaveCommonStrategy`. Collective.
+
+        Raises:
+            CheckpointingException: On every rank, if something has no safe encoding.
+        """
+        storage = storage_of(checkpoint_dir)
+
+        def write() -> bytes:
+            for item in nested_values(sharded_objects_state_dict):
+                if is_main_replica(item.replica_id):
+                    data = torch_bytes(item.data, item.unique_key)
+                    storage.put(f"{item.unique_key}.pt", data, overwrite=True)
+            return b""
+
+        with as_checkpointing_exception():
+            run_on_all(exchange_of(None), write)
+
+
+class TorchCommonLoadStrategy(LoadCommonStrategy):
+    """Reads what `TorchCommonSaveStrategy` and Megatron write."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Each object is a file `<key>/shard_<offset>_<shape>.pt`."""
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """See `LoadStrategyBase`."""
+        if loaded_backend != "torch":
+            raise CheckpointingException(f"the common state is stored by {loaded_backend!r}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """See `LoadStrategyBase`."""
+        if loaded_version != 1:
+            raise CheckpointingException(f"common state of version {loaded_version} is not known")
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        """See `LoadCommonStrategy`; newer Megatron keeps the common state among the objects."""
+        with as_checkpointing_exception():
+            if exists(storage_of(checkpoint_dir), COMMON_NAME):
+                return read_torch_file(checkpoint_dir, COMMON_NAME)
+            return _common_among_objects(checkpoint_dir)
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """See `LoadCommonStrategy`. Collective.
+
+        Raises:
+            CheckpointingException: On every rank, if an object is not stored or refused.
+        """
+
+        def read(item: ShardedObject) -> Any:
+            try:
+                return read_torch_file(checkpoint_dir, f"{item.unique_key}.pt")
+            except CheckpointNotFoundError as error:
+                raise CheckpointingException(
+                    f"{checkpoint_dir}: no object {item.unique_key} is stored"
+                ) from error
+
+        found: list[Any] = []
+
+        def read_all() -> bytes:
+            found.append(dict_list_map_outplace(read, sharded_objects_state_dict))
+            return b""
+
+        with as_checkpointing_exception():
+            run_on_all(exchange_of(None), read_all)
+        return found[0]
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+        """See `LoadCommonStrategy`."""
+        found: dict[str, ShardedObject] = {}
+        for path in storage_of(checkpoint_dir).list():
+            if path.endswith(".pt") and "/shard_" in path:
+                item = ShardedObject.empty_from_unique_key(path.removesuffix(".pt"))
+                found[item.unique_key] = item
+        return found
+
+
+def _common_among_objects(checkpoint_dir: Any) -> Any:
+    """The common state of newer Megatron, which the engine finds nested: sharded things are not."""
+    source = source_of(checkpoint_dir, "torch_dcp")
+    stored = open_shared(Alone(), source)
+    document = stored.document
+    leaves: dict[Path, object] = {
+        document.path_of(name): unpack(stored.value(name), f"{checkpoint_dir}: {name}")
+        for name in document.values
+    }
+    nested = [name for name in stored.index if document.path_of(name) != (name,)]
+    if nested:
+        checkpoint = Checkpoint(source)
+        leaves.update({document.path_of(name): checkpoint.read(name) for name in nested})
+    return assemble(leaves, stored.sequences)

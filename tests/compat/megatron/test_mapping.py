@@ -1,0 +1,282 @@
+"""The classes that describe shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh.compat.megatron import CheckpointingException
+from remesh.compat.megatron.boxes import boxes_of
+from remesh.compat.megatron.mapping import (
+    LocalNonpersistentObject,
+    LocalNonpersitentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+    is_main_replica,
+)
+
+
+def tensor(**changes: Any) -> ShardedTensor:
+    fields: dict[str, Any] = {
+        "key": "w",
+        "data": torch.zeros(2, 3),
+        "dtype": torch.float32,
+        "local_shape": (2, 3),
+        "global_shape": (4, 6),
+        "global_offset": (2, 3),
+        "axis_fragmentations": (2, 2),
+    }
+    return ShardedTensor(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.bfloat16},
+        {"data": torch.zeros(3, 2)},
+        {"global_offset": (2,)},
+        {"prepend_axis_num": 1},
+        {"global_offset": (1, 0)},
+        {"flattened_range": slice(0, 4)},
+        {"flattened_range": slice(0, 6, 2), "data": torch.zeros(3)},
+        {"flattened_range": slice(4, 8), "data": torch.zeros(4)},
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointingException, match="key='w'"):
+        tensor(**changes)
+
+
+def test_an_irregular_shard_may_begin_anywhere() -> None:
+    shard = tensor(axis_fragmentations=None, global_offset=(1, 2))
+    assert not shard.has_regular_grid
+    assert tensor().has_regular_grid
+
+
+def test_integrity_is_checked_when_asked_after_a_change() -> None:
+    shard = tensor()
+    shard.dtype = torch.int64
+    with pytest.raises(CheckpointingException):
+        shard.validate_metadata_integrity()
+
+
+def test_from_rank_offsets_places_a_shard_in_its_grid() -> None:
+    shard = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(2, 3), (0, 4, 8), (2, 1, 2), replica_id=(0, 1), prepend_axis_num=1
+    )
+    assert shard.global_shape == (8, 2, 6)
+    assert shard.global_offset == (4, 0, 3)
+    assert shard.local_shape == (2, 3)
+    assert shard.axis_fragmentations == (8, 1, 2)
+    assert shard.replica_id == (0, 1)
+    assert shard.global_slice() == (4, slice(0, 2), slice(3, 6))
+    assert shard.local_chunk_offset_in_global() == (4, 0, 1)
+    assert shard.max_allowed_chunks() == (1, 2, 3)
+
+
+def test_the_last_word_on_an_axis_holds() -> None:
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2), (0, 3, 4))
+    assert (shard.global_shape, shard.global_offset) == ((8,), (6,))
+
+
+@pytest.mark.parametrize("offset", [(0, 2, 2), (0, -1, 2), (-1, 0, 2), (2, 0, 2), (0, 0, 0)])
+def test_rank_offsets_that_do_not_exist_are_refused(offset: tuple[int, int, int]) -> None:
+    with pytest.raises(CheckpointingException, match="w: rank offset"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), offset)
+
+
+def test_each_constructor_sends_a_flattened_range_to_the_right_one() -> None:
+    flat: Any = slice(0, 2)
+    with pytest.raises(ValueError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2), flattened_range=flat)
+    with pytest.raises(CheckpointingException, match="needs a flattened_range"):
+        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (2,))
+    with pytest.raises(CheckpointingException, match="data has shape"):
+        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (4,), flattened_range=slice(0, 3))
+
+
+def test_coordinates_of_a_flattened_range() -> None:
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w",
+        torch.zeros(3),
+        (2, 3),
+        (0, 5, 7),
+        (2, 1, 2),
+        flattened_range=slice(2, 5),
+        prepend_axis_num=1,
+    )
+    local = shard.local_coordinates()
+    assert [axis.tolist() for axis in local] == [[0, 1, 1], [2, 0, 1]]
+    whole = np.arange(7 * 2 * 6).reshape(7, 2, 6)
+    assert whole[shard.global_coordinates()].tolist() == [65, 69, 70]
+
+
+def test_only_flattened_ranges_have_coordinates() -> None:
+    for coordinates in (tensor().local_coordinates, tensor().global_coordinates):
+        with pytest.raises(CheckpointingException, match="global_slice"):
+            coordinates()
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
+    st.data(),
+)
+def test_boxes_and_coordinates_of_a_flattened_range_agree(
+    shape: tuple[int, int, int], data: st.DataObject
+) -> None:
+    size = int(np.prod(shape))
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.zeros(stop - start), shape, (1, 2, 3), flattened_range=slice(start, stop)
+    )
+    whole = np.arange(np.prod(shard.global_shape)).reshape(shard.global_shape)
+    by_boxes = [whole[box.slices].reshape(-1) for box in boxes_of(shard)]
+    assert np.concatenate([np.zeros(0, np.int64), *by_boxes]).tolist() == (
+        whole[shard.global_coordinates()].tolist()
+    )
+
+
+def test_a_shard_without_extent_has_a_place_in_the_grid() -> None:
+    shard = tensor(data=torch.zeros(0, 3), local_shape=(0, 3), global_offset=(0, 3))
+    assert shard.local_chunk_offset_in_global() == (0, 1)
+
+
+def test_an_irregular_shard_has_no_chunks() -> None:
+    shard = tensor(axis_fragmentations=None, global_offset=(1, 3))
+    for ask in (shard.local_chunk_offset_in_global, shard.max_allowed_chunks):
+        with pytest.raises(CheckpointingException, match="grid"):
+            ask()
+
+
+def test_chunks_that_do_not_divide_are_refused_unless_shapes_may_differ() -> None:
+    shard = tensor(global_shape=(5, 6))
+    with pytest.raises(CheckpointingException, match="5 cannot be cut into 2"):
+        shard.max_allowed_chunks()
+    assert tensor(global_shape=(5, 6), allow_shape_mismatch=True).max_allowed_chunks() == (2, 3)
+
+
+def test_narrow_shrinks_local_and_global_in_proportion() -> None:
+    data = torch.arange(24).reshape(4, 6)
+    shard = ShardedTensor.from_rank_offsets("w", data, (0, 1, 2), (1, 2, 4), prepend_axis_num=0)
+    (part,) = shard.narrow(1, 2, 3)
+    assert part.data is not None
+    assert torch.equal(part.data, data[:, 2:5])
+    assert part.local_shape == (4, 3)
+    assert (part.global_shape, part.global_offset) == ((8, 12), (4, 6))
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "left", "values"),
+    [
+        (0, 2, slice(2, 6), [0, 1, 2, 3]),
+        (1, 2, slice(0, 5), [1, 2, 3, 4, 5]),
+        (2, 2, slice(0, 2), [4, 5]),
+    ],
+)
+def test_narrow_of_a_flattened_range(
+    start: int, length: int, left: slice, values: list[int]
+) -> None:
+    # Elements 2 to 8 of four rows of three.
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.arange(6), (4, 3), (0, 1, 2), flattened_range=slice(2, 8)
+    )
+    (part,) = shard.narrow(0, start, length)
+    assert part.data is not None
+    assert part.data.tolist() == values
+    assert part.flattened_range == left
+    assert (part.local_shape, part.global_shape) == ((length, 3), (2 * length, 3))
+
+
+def test_nothing_of_a_flattened_range_may_be_left() -> None:
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.arange(3), (4, 3), flattened_range=slice(0, 3)
+    )
+    assert shard.narrow(0, 2, 2) == []
+    with pytest.raises(CheckpointingException, match="dim 0 only"):
+        shard.narrow(1, 0, 2)
+
+
+def test_data_is_made_where_there_is_none() -> None:
+    shard = tensor().without_data()
+    assert shard.data is None
+    shard.init_data("cpu", torch.ones)
+    assert shard.data is not None
+    assert torch.equal(shard.data, torch.ones(2, 3))
+    shard.init_data("cpu", torch.zeros)
+    assert shard.data.sum() == 6
+    flat = tensor(data=None, flattened_range=slice(1, 5))
+    flat.init_data("cpu", torch.ones)
+    assert flat.data is not None
+    assert flat.data.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "is_main"),
+    [(0, True), (1, False), ((0, 0), True), ((0, 2), False), ((), True)],
+)
+def test_the_main_replica(replica_id: int | tuple[int, ...], is_main: bool) -> None:
+    assert is_main_replica(replica_id) is is_main
+
+
+def test_the_unique_key_of_an_object_and_back() -> None:
+    item = ShardedObject("layer.rng", {"a": 1}, (2, 3), (1, 0), replica_id=(0, 1))
+    assert item.unique_key == "layer.rng/shard_1.0_2.3"
+    assert item.without_data() == ShardedObject.empty_from_unique_key(item.unique_key, (0, 1))
+    assert str(item) == "ShardedObject(key='layer.rng')"
+
+
+def test_keys_with_slashes_and_old_keys_can_be_read_back() -> None:
+    item = ShardedObject.empty_from_unique_key("a/b/shard_1_4")
+    assert (item.key, item.global_offset, item.global_shape) == ("a/b", (1,), (4,))
+    assert ShardedObject.empty_from_unique_key("a/shard_1.2_4").global_shape == (4, -1)
+    for wrong in ("a", "a/shard_1", "a/part_1_2", "/shard_0_1", "a/shard_x_1"):
+        with pytest.raises(CheckpointingException, match="not of the form"):
+            ShardedObject.empty_from_unique_key(wrong)
+
+
+def test_offset_and_shape_of_an_object_must_fit() -> None:
+    with pytest.raises(CheckpointingException, match="differ in length"):
+        ShardedObject("o", None, (1, 2), (0,))
+
+
+def test_local_objects_have_both_spellings() -> None:
+    assert LocalNonpersitentObject is LocalNonpersistentObject
+    assert LocalNonpersistentObject([1]).unwrap() == [1]
+
+
+def halves(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+    assert flattened_range is None
+    return [
+        ShardedTensor.from_rank_offsets(f"{key}.{number}", half, replica_id=replica_id)
+        for number, half in enumerate(data.chunk(2))
+    ]
+
+
+def test_factories_build_and_merge() -> None:
+    factory = ShardedTensorFactory("f", torch.arange(4), halves, torch.cat, replica_id=3)
+    state: Any = {"a": [factory, 1], "b": 2}
+    apply_factories(state)
+    assert [part.key for part in state["a"][0]] == ["f.0", "f.1"]
+    assert state["a"][0][0].replica_id == 3
+    loaded: Any = {"a": [[torch.zeros(2), torch.ones(2)], 1], "b": 2}
+    merged = apply_factory_merges(loaded, {"a": {0: factory.without_data()}})
+    assert merged is loaded
+    assert merged["a"][0].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "loaded", [{}, {"a": []}, {"a": 3}, {"a": {}}], ids=["key", "position", "leaf", "inner key"]
+)
+def test_merging_what_was_not_loaded_is_refused(loaded: Any) -> None:
+    factory = ShardedTensorFactory("f", None, halves, torch.cat)
+    with pytest.raises(ValueError, match="loaded"):
+        apply_factory_merges(loaded, {"a": {0: factory}})
