@@ -1,0 +1,91 @@
+"""The master's page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.test_master import ask, beat, join_all, speaker, start
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+
+
+def browse(url: str, tmp_path: Path, *options: str) -> str:
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'browser'}",
+            "--virtual-time-budget=2500",
+            *options,
+            url,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+def text_of(document: str) -> str:
+    """What a reader sees, without the script."""
+    body = re.sub(r"<(script|style).*?</\1>", "", document, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", " ", body))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    with start(tmp_path, heartbeat_timeout=60.0) as server:
+        join_all(server.url, [0, 1, 2])
+        beat(server.url, 0, 1, **{"0": {"step": 41, "age": 0.1, "saved_step": 40}})
+        failures = [
+            {
+                "node_id": 1,
+                "round": 1,
+                "rank": rank,
+                "local_rank": rank - 2,
+                "exit_code": exit_code,
+                "time": 10.0 - rank,
+                "message": message,
+                "log_tail": "the last words",
+            }
+            for rank, exit_code, message in (
+                (2, -9, "ValueError: <script>document.title='taken'</script>"),
+                (3, 1, "RuntimeError: Connection closed by peer"),
+            )
+        ]
+        ask(server.url, "failed", speaker(1, 1) | {"failures": failures})
+        document = browse(server.url, tmp_path, "--dump-dom")
+    assert "<title>remesh: running</title>" in document
+    seen = " ".join(text_of(document).split())
+    for part in (
+        "round 1 on 3 of 3 nodes",
+        "newest checkpoint 40",
+        "host-1",
+        "rank 2 (local rank 0) on node 1: SIGKILL",
+        "ValueError: <script>document.title='taken'</script>",
+        "1 more failed after it",
+        "round 1: nodes 0, 1, 2",
+    ):
+        assert part in seen, part
+    # The root cause stands before what it caused, though its clock says it came later.
+    assert seen.index("SIGKILL") < seen.index("Connection closed by peer")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_asks_for_the_token(tmp_path: Path) -> None:
+    from remesh.elastic.server import ServerOptions
+
+    with start(tmp_path, ServerOptions(token="secret")) as server:
+        document = browse(server.url, tmp_path, "--dump-dom")
+    assert '<form id="login">' in document
+    assert "the token is missing or wrong" in text_of(document)
