@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from remesh.errors import MismatchError as MismatchError
     from remesh.errors import NameCollisionError as NameCollisionError
     from remesh.errors import NoSpaceError as NoSpaceError
+    from remesh.errors import PickleRefusedError as PickleRefusedError
     from remesh.errors import RankFailedError as RankFailedError
     from remesh.errors import RemeshError as RemeshError
     from remesh.errors import StateError as StateError
     from remesh.errors import StorageError as StorageError
     from remesh.errors import TransformError as TransformError
     from remesh.errors import UnsupportedValueError as UnsupportedValueError
+    from remesh.formats.table import Source as Source
     from remesh.geometry import Box as Box
     from remesh.index import Index as Index
     from remesh.resharding import reshard as reshard
@@ -68,6 +70,7 @@ _HOMES = {
         "MismatchError",
         "NameCollisionError",
         "NoSpaceError",
+        "PickleRefusedError",
         "RankFailedError",
         "RemeshError",
         "StateError",
@@ -75,6 +78,7 @@ _HOMES = {
         "TransformError",
         "UnsupportedValueError",
     ),
+    "remesh.formats.table": ("Source",),
     "remesh.geometry": ("Box",),
     "remesh.index": ("Index",),
     "remesh.resharding": ("reshard",),

@@ -14,7 +14,8 @@
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)
     │   ├── CorruptCheckpointError         bytes differ from what was written
-    │   └── FormatVersionError             written by a newer remesh
+    │   ├── FormatVersionError             written by a newer remesh
+    │   └── PickleRefusedError             a foreign pickle asks for a class that is not allowed
     ├── StorageError (OSError)             storage refused or failed
     │   └── NoSpaceError                   too little room, found before writing or while writing
     ├── ExchangeError (RuntimeError)       ranks could not talk to each other
@@ -109,6 +110,18 @@ class CorruptCheckpointError(CheckpointError):
 
 class FormatVersionError(CheckpointError):
     """The checkpoint was written in a format version that this remesh does not know."""
+
+
+class PickleRefusedError(CheckpointError):
+    """A pickle of another system asks for a class or function that is not on the allowed list.
+
+    Attributes:
+        type_name: The qualified name that was asked for.
+    """
+
+    def __init__(self, message: str, type_name: str = "") -> None:
+        super().__init__(message)
+        self.type_name = type_name
 
 
 class StorageError(RemeshError, OSError):

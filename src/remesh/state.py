@@ -323,7 +323,7 @@ class Walk:
         return lambda _loaded: node
 
     def _visit_sharded_object(self, path: Path, node: ShardedObject) -> Rebuild:
-        values.encode(node.data, name_of(path))
+        values.encode_object(node.data, name_of(path))
         self.description.objects.append(node)
 
         def rebuild(loaded: Loaded) -> ShardedObject:

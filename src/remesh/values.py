@@ -8,6 +8,10 @@ Decoding never imports a module and never calls what the file names. An enum mem
 a namedtuple is looked up in modules that the program has imported already, and torch's own values
 need a program that has imported torch. What cannot be resolved comes back as an `UnresolvedValue`,
 so that a checkpoint can always be inspected.
+
+Arrays are not plain: in a state they are tensors with names of their own. Only inside an opaque
+object (`remesh.ShardedObject`, or what another system pickled) do they travel as values;
+`encode_object` takes such objects.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, UnsupportedValueError
 
 _INT64 = range(-(2**63), 2**63)
@@ -75,6 +81,41 @@ def encode(value: object, where: str = "value") -> bytes:
         raise UnsupportedValueError(
             f"{where}: a value of type {_type_name(value)} is nested too deeply or holds itself"
         ) from error
+
+
+def encode_object(value: object, where: str = "value") -> bytes:
+    """Encode an opaque object: a plain value in which numpy arrays and torch tensors may stand.
+
+    Args and errors are those of `encode`.
+    """
+    return encode(_with_arrays(value, 0), where)
+
+
+def _with_arrays(value: object, depth: int) -> object:
+    """The value with arrays in the form in which they are stored."""
+    if depth > _MAX_DEPTH:
+        return value  # `encode` says what is wrong with it
+    if isinstance(value, np.ndarray) and value.dtype.name in BY_NAME and value.dtype.isnative:
+        return UnresolvedValue(
+            "numpy.ndarray", "numpy.ndarray", [value.dtype.name, [*value.shape], value.tobytes()]
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        if name in BY_NAME and value.layout == torch.strided:
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            payload = [name, [*value.shape], flat.view(torch.uint8).numpy().tobytes()]
+            return UnresolvedValue("torch.Tensor", "torch.Tensor", payload)
+    if type(value) is list:
+        return [_with_arrays(item, depth + 1) for item in value]
+    if type(value) is tuple:
+        return tuple(_with_arrays(item, depth + 1) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _with_arrays(item, depth + 1) for key, item in value.items()}
+    return value
+
+
+_MAX_DEPTH = 100
 
 
 def decode(data: bytes) -> object:
@@ -140,6 +181,8 @@ def _encode(value: object, where: str) -> object:
         return _tagged("path", str(value))
     if type(value).__module__ == "torch" and type(value).__name__ in _TORCH_KINDS:
         return _TORCH_KINDS[type(value).__name__](value)
+    if isinstance(value, UnresolvedValue):
+        return _encode_unresolved(value, where)
     if isinstance(value, Mapping):
         return _encode_mapping(value, where)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -150,6 +193,17 @@ def _encode(value: object, where: str) -> object:
         "and load_state_dict(), turn it into plain values (for instance dataclasses.asdict), or "
         "wrap it in remesh.LocalNonpersistentObject to leave it out of the checkpoint."
     )
+
+
+def _encode_unresolved(value: UnresolvedValue, where: str) -> object:
+    """What could not be resolved is stored again as it was."""
+    if value.kind == "namedtuple":
+        assert isinstance(value.payload, list)
+        items = [_encode(item, where) for item in value.payload]
+        return _tagged(value.kind, [value.type_name, items])
+    if value.kind in {"enum", "pickle"}:
+        return _tagged(value.kind, [value.type_name, value.payload])
+    return _tagged(value.kind, value.payload)
 
 
 def _encode_int(value: object, _where: str) -> object:
@@ -279,6 +333,21 @@ def _decode_numpy(payload: tuple[str, bytes]) -> object:
     return np.frombuffer(data, dtype=dtype)[0] if data else dtype.type()
 
 
+def _decode_array(payload: tuple[str, list[int], bytes]) -> object:
+    name, shape, data = payload
+    return np.frombuffer(data, BY_NAME[name].carrier).reshape(shape).copy()
+
+
+def _decode_tensor(torch: Any, payload: object) -> object:
+    if not isinstance(payload, list):
+        raise TypeError(f"torch.Tensor of {payload!r}")
+    name, shape, data = payload
+    dtype = getattr(torch, BY_NAME[name].name)
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
 def _known_type(name: str) -> object:
     """The type of a qualified name, if its module is imported already; else None."""
     parts = name.split(".")
@@ -314,6 +383,8 @@ def _decode_torch(kind: str, payload: object) -> object:
     torch = sys.modules.get("torch")
     if torch is None:
         return UnresolvedValue(kind, kind, payload)
+    if kind == "torch.Tensor":
+        return _decode_tensor(torch, payload)
     if kind == "torch.Size":
         if not isinstance(payload, list):
             raise TypeError(f"torch.Size of {payload!r}")
@@ -342,6 +413,8 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "time": dt.time.fromisoformat,
     "timedelta": lambda payload: dt.timedelta(*payload),
     "numpy": _decode_numpy,
+    "numpy.ndarray": _decode_array,
+    "pickle": lambda payload: UnresolvedValue("pickle", payload[0], payload[1]),
     "enum": _decode_enum,
     "namedtuple": _decode_namedtuple,
     "argparse.Namespace": lambda payload: _with_attributes(argparse.Namespace(), payload),

@@ -250,7 +250,7 @@ def test_there_is_nothing(tmp_path: Path) -> None:
 
 def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK")
-    (tmp_path / ".metadata").write_bytes(b"x")
+    (tmp_path / "notes.txt").write_bytes(b"x")
     with pytest.raises(remesh.CheckpointNotFoundError, match="not a remesh checkpoint") as caught:
         remesh.load({"a": 1}, tmp_path)
     assert "model.pt" in str(caught.value)
@@ -260,7 +260,7 @@ def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
 
 
 def test_the_path_is_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.pt"
+    file = tmp_path / "model.zip"
     file.write_bytes(b"PK")
     with pytest.raises(remesh.CheckpointNotFoundError, match="or a file"):
         remesh.load({"a": 1}, file)

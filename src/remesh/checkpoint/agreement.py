@@ -347,7 +347,8 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
     )
     for element in description.objects:
         if element.is_main_replica:
-            name, value = element.unique_name, values.encode(element.data, element.unique_name)
+            name = element.unique_name
+            value = values.encode_object(element.data, name)
             stored = native.ObjectElement(
                 element.name, element.global_shape, element.global_offset, msgspec.Raw(value)
             )

@@ -30,8 +30,10 @@ from remesh.checkpoint.transformed import TransformedTarget
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
-from remesh.formats import native
-from remesh.storage import Storage, open_storage
+from remesh.formats.native import ValuesDocument
+from remesh.formats.table import Place, place_of, read_encoded
+from remesh.index import Index
+from remesh.storage import Storage
 from remesh.transform import Transform
 
 
@@ -55,7 +57,8 @@ def load(
 
     Args:
         state: The target, built like the state that was saved. Only what it names is read.
-        path: Directory of a committed checkpoint.
+        path: Directory of a committed checkpoint, of remesh or of another system that it reads;
+            or a `remesh.Source`.
         missing: What to do about names that the state has and the checkpoint lacks.
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
@@ -85,9 +88,10 @@ def load(
     """
     started = time.monotonic()
     exchange = exchange_of(group)
-    storage = open_storage(path)
+    place = place_of(path)
+    storage = place.storage
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
-    stored = open_shared(exchange, storage)
+    stored = open_shared(exchange, place)
     emit("load.opened")
     partners = exchange if share_reads else Alone()
     return load_into(
@@ -177,23 +181,24 @@ def load_into(
     return result
 
 
-def open_shared(exchange: Exchange, storage: Storage) -> StoredState:
-    """Open a checkpoint on every rank; only rank 0 reads.
+def open_shared(exchange: Exchange, source: Any) -> StoredState:
+    """Open a checkpoint of any format on every rank; only rank 0 reads.
+
+    Args:
+        exchange: The ranks.
+        source: A path, URL, storage or `Source`, or a `Place`.
 
     Raises:
         CheckpointError: If there is none or its small files are damaged.
+        StateError: If it is not clear which format it has.
     """
-
-    def read() -> bytes:
-        files = native.read_small_files(storage)
-        record = native.encode_record(files.record)
-        return msgspec.msgpack.encode((record, files.index_bytes, files.values_bytes))
-
-    record, index_bytes, values_bytes = msgspec.msgpack.decode(
-        run_on_one(exchange, read), type=tuple[bytes, bytes, bytes]
+    place = source if isinstance(source, Place) else place_of(source)
+    index, document = msgspec.msgpack.decode(
+        run_on_one(exchange, lambda: msgspec.msgpack.encode(read_encoded(place))),
+        type=tuple[bytes, bytes],
     )
-    files = native.NativeFiles(native.decode_record(record, storage.url), index_bytes, values_bytes)
-    return StoredState.decode(files, storage.url)
+    where = place.storage.url
+    return StoredState(Index.decode(index, where), ValuesDocument.decode(document, where))
 
 
 def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:

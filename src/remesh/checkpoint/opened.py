@@ -13,13 +13,15 @@ from remesh import values
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.errors import StateError
 from remesh.formats import native
+from remesh.formats.building import exists
+from remesh.formats.table import place_of, read_contents
 from remesh.geometry import Box
 from remesh.index import Index, StoredTensor
-from remesh.integrity import Damage, find_damage
+from remesh.integrity import Damage, find_damage, names_in_range
 from remesh.memory import CarrierArray
 from remesh.pipeline.workers import run_workers
 from remesh.state import Path, assemble
-from remesh.storage import Buffer, open_storage
+from remesh.storage import Buffer
 
 VERIFY_BYTES = 8 << 20
 """Bytes read at a time when everything is verified."""
@@ -33,11 +35,14 @@ class VerifyReport:
         num_files: Data files.
         num_bytes: Their bytes.
         damages: Everything that is not as it was written; empty for a sound checkpoint.
+        has_digests: Whether there was anything to compare with. Without, `ok` only says that all
+            files could be read and have their sizes.
     """
 
     num_files: int
     num_bytes: int
     damages: tuple[Damage, ...]
+    has_digests: bool = True
 
     @property
     def ok(self) -> bool:
@@ -49,10 +54,11 @@ class Checkpoint:
     """A committed checkpoint, opened for reading. Not collective: any one process may open it.
 
     Opening reads the commit record, the index and the values, each checked against its digest.
-    Tensors are read when they are asked for, and only the bytes that are needed.
+    Tensors are read when they are asked for, and only the bytes that are needed. Checkpoints of
+    other systems open the same way, without digests.
 
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or a `remesh.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -61,10 +67,10 @@ class Checkpoint:
     """
 
     def __init__(self, path: Any) -> None:
-        self._storage = open_storage(path)
-        files = native.read_small_files(self._storage)
-        self._record = files.record
-        self._stored = StoredState.decode(files, self._storage.url)
+        place = place_of(path)
+        self._storage = place.storage
+        self._contents = read_contents(place)
+        self._stored = StoredState(self._contents.index, self._contents.document)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._storage.url!r})"
@@ -75,14 +81,29 @@ class Checkpoint:
         return self._stored.index
 
     @property
+    def format(self) -> str:
+        """Name of the format: `remesh`, or that of another system."""
+        return self._contents.format
+
+    @property
     def record(self) -> native.CommitRecord:
-        """What the commit record says: when and by how many ranks it was saved, its files."""
-        return self._record
+        """What the commit record says: when and by how many ranks it was saved, its files.
+
+        Raises:
+            StateError: If another system wrote the checkpoint; those have no such record.
+        """
+        if self._contents.record is None:
+            raise StateError(
+                f"{self._storage.url}: in format {self.format}, which has no commit record; ask "
+                "for index, values and objects instead"
+            )
+        return self._contents.record
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """What the user recorded with `save(metadata=...)`."""
-        return MappingProxyType(self._record.metadata)
+        """What the user recorded with `save(metadata=...)`; empty for other systems' formats."""
+        record = self._contents.record
+        return MappingProxyType({} if record is None else record.metadata)
 
     @property
     def values(self) -> dict[str, object]:
@@ -162,6 +183,9 @@ class Checkpoint:
     def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with its digest.
 
+        Checkpoints of other systems have no digests: then this finds files that cannot be read or
+        have another size than when the checkpoint was opened, and nothing else.
+
         Args:
             on_progress: Called with the number of bytes that were checked, from several threads.
 
@@ -172,7 +196,7 @@ class Checkpoint:
             StorageError: If the storage fails.
         """
         index, storage = self.index, self._storage
-        damages = native.check_files(storage, self.record, index)
+        damages = self._check_sizes()
         incomplete = {damage.path for damage in damages}
         spans = [
             (number, start, min(start + VERIFY_BYTES, file.num_bytes))
@@ -192,4 +216,17 @@ class Checkpoint:
         run_workers(4, len(spans), VERIFY_BYTES, check)
         num_bytes = sum(file.num_bytes for file in index.files)
         in_order = sorted(damages, key=lambda damage: (damage.path, damage.start))
-        return VerifyReport(len(index.files), num_bytes, tuple(in_order))
+        return VerifyReport(len(index.files), num_bytes, tuple(in_order), bool(index.block_size))
+
+    def _check_sizes(self) -> list[Damage]:
+        """Data files that are missing or have another size, without reading them."""
+        if self._contents.record is not None:
+            return native.check_files(self._storage, self._contents.record, self.index)
+        damages = []
+        for number, file in enumerate(self.index.files):
+            size = self._storage.size(file.path) if exists(self._storage, file.path) else 0
+            if size != file.num_bytes:
+                start, stop = sorted((size, file.num_bytes))
+                names = tuple(names_in_range(self.index, number, start, stop))
+                damages.append(Damage(file.path, start, stop, names))
+        return damages

@@ -38,18 +38,6 @@ class StoredState:
     def __post_init__(self) -> None:
         self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
 
-    @classmethod
-    def decode(cls, files: native.NativeFiles, where: str) -> StoredState:
-        """From the small files of a checkpoint.
-
-        Raises:
-            CorruptCheckpointError: If they do not hold what they should.
-        """
-        return cls(
-            Index.decode(files.index_bytes, f"{where}/{files.record.index.path}"),
-            native.ValuesDocument.decode(files.values_bytes, f"{where}/{files.record.values.path}"),
-        )
-
     def names(self) -> Iterator[str]:
         """Every stored name: tensors and their aliases, values, lists, elements of objects."""
         yield from self.index
@@ -79,8 +67,15 @@ class StoredState:
         return values.decode(bytes(self.document.values[name]))
 
     def merged_list(self, name: str) -> list[str] | None:
-        """A stored list of names, or None."""
-        return self.document.lists.get(name)
+        """A stored list of names, or None.
+
+        Other systems store such a list as a plain value.
+        """
+        if name not in self.document.values:
+            return self.document.lists.get(name)
+        found = self.value(name)
+        is_names = isinstance(found, list) and all(isinstance(item, str) for item in found)
+        return found if is_names else None  # type: ignore[return-value]
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """Path and name of every stored tensor, value and list whose path begins with `path`."""

@@ -1,4 +1,5 @@
-"""Directories on disk ↔ index and values: one file for each format.
+"""Checkpoints on disk: what their files hold, and how each becomes an index and values.
 
-`native` is remesh's own, specified in `docs/format.md`.
+`native` is remesh's own format; the others belong to other systems. `table` knows them all and
+finds out which one is at a place.
 """

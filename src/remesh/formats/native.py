@@ -394,11 +394,12 @@ def read_record(storage: Storage) -> CommitRecord:
     try:
         text = storage.read(RECORD_NAME)
     except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(_what_is_there(storage)) from None
+        raise CheckpointNotFoundError(what_is_there(storage)) from None
     return decode_record(text, where)
 
 
-def _what_is_there(storage: Storage) -> str:
+def what_is_there(storage: Storage) -> str:
+    """What to say about a place without a commit record."""
     found = storage.list()
     if not found:
         return f"{storage.url}: no checkpoint there (no such directory, an empty one, or a file)"

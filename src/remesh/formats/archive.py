@@ -1,0 +1,302 @@
+"""The archives of `torch.save`: where in the file each storage lies, without torch.
+
+An archive is a zip file whose entries are stored, not compressed: `<root>/data.pkl`, a pickle that
+describes everything and names storages, and `<root>/data/<key>`, the bytes of each storage. So the
+elements of a tensor are a range of the file. Each entry begins with a header of its own, whose
+length differs because torch aligns the bytes behind it; therefore headers are read, not guessed.
+
+Checksums in archives are not looked at: torch itself does not look at them and can be told not to
+write them.
+
+A tensor need not lie row by row: torch keeps the strides. `row_major_pieces` cuts such a tensor
+into boxes that do lie row by row, which is what an index holds.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+
+from remesh.dtypes import BY_NAME
+from remesh.errors import CorruptCheckpointError, FormatVersionError
+from remesh.formats import restricted_pickle
+from remesh.formats.restricted_pickle import ArchivedTensor
+from remesh.geometry import IntArray, strides_of
+from remesh.storage import Storage
+from remesh.values import UnresolvedValue, decode, encode
+
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+LOCAL_MAGIC = b"PK\x03\x04"
+DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_HAS_DESCRIPTOR = 0x8
+MAX_PIECES = 1 << 20
+"""Row-major pieces of one strided tensor; with more, its elements lie almost singly."""
+
+
+class RangeFile(io.RawIOBase):
+    """Bytes [start, stop) of a file in a storage, as a file that can be read and sought."""
+
+    def __init__(self, storage: Storage, path: str, start: int, stop: int) -> None:
+        super().__init__()
+        self._storage = storage
+        self._path = path
+        self._start = start
+        self._size = stop - start
+        self._at = 0
+
+    def readable(self) -> bool:
+        """See `io.IOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.IOBase`."""
+        return True
+
+    def tell(self) -> int:
+        """See `io.IOBase`."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.IOBase`."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        stop = min(self._at + len(buffer), self._size)
+        data = self._storage.read(self._path, self._start + self._at, self._start + stop)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What an archive holds.
+
+    Attributes:
+        where: What to call it in messages.
+        root: What was saved, with `ArchivedTensor`s and `Record`s in it.
+        storages: Position in the file and size in bytes of each storage.
+    """
+
+    where: str
+    root: Any
+    storages: Mapping[str, tuple[int, int]]
+
+    def position(self, tensor: ArchivedTensor) -> int:
+        """The byte of the file at which a tensor begins.
+
+        Raises:
+            CorruptCheckpointError: If the tensor leaves its storage.
+        """
+        position, size = self.storages.get(tensor.key, (0, -1))
+        return position + check_extent(tensor, size, self.where)
+
+
+def check_extent(tensor: ArchivedTensor, num_bytes: int, where: str) -> int:
+    """The byte of its storage at which a tensor begins, if it lies in so many bytes.
+
+    Raises:
+        CorruptCheckpointError: If it does not.
+    """
+    itemsize = BY_NAME[tensor.dtype].itemsize
+    is_sound = (
+        len(tensor.shape) == len(tensor.strides)
+        and min((*tensor.shape, *tensor.strides, tensor.offset, num_bytes), default=0) >= 0
+    )
+    if is_sound and 0 not in tensor.shape:
+        steps = zip(tensor.shape, tensor.strides, strict=True)
+        last = tensor.offset + sum((extent - 1) * stride for extent, stride in steps)
+        is_sound = (last + 1) * itemsize <= num_bytes
+    if not is_sound:
+        raise CorruptCheckpointError(
+            f"{where}: a tensor of shape {tensor.shape} leaves its storage of {num_bytes} bytes; "
+            "the file is damaged. Load another checkpoint, or restore this file from a copy."
+        )
+    return tensor.offset * itemsize
+
+
+def read_archive(
+    file: IO[bytes],
+    where: str,
+    *,
+    base: int = 0,
+    allow: Collection[str] = (),
+) -> Archive:
+    """Read what an archive describes; the storages stay where they are.
+
+    What its pickle may not name stands in it as `restricted_pickle.Refused`.
+
+    Args:
+        file: The archive.
+        where: What to call it in messages.
+        base: Byte of the outer file at which the archive begins.
+        allow: See `restricted_pickle.loads`.
+
+    Raises:
+        CorruptCheckpointError: If it is not such an archive.
+        FormatVersionError: If it is compressed, big-endian, or of torch before 1.6.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        file.seek(0)
+        if file.read(2) in {b"\x80\x02", b"\x80\x03", b"\x80\x04"}:
+            raise FormatVersionError(
+                f"{where}: a pickle without an archive around it, as torch wrote before 1.6; load "
+                "and save it again with a later torch"
+            ) from error
+        raise CorruptCheckpointError(
+            f"{where}: not an archive of torch.save, or cut short ({error}). Load another "
+            "checkpoint, or restore this file from a copy."
+        ) from error
+    names = {entry.filename: entry for entry in entries}
+    pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise CorruptCheckpointError(
+            f"{where}: a zip file, but not one of torch.save (no data.pkl)"
+        )
+    root = pickles[0].removesuffix("data.pkl")
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise FormatVersionError(f"{where}: compressed; save it again without compression")
+    if (
+        f"{root}byteorder" in names
+        and _content(file, names[f"{root}byteorder"], where) != b"little"
+    ):
+        raise FormatVersionError(f"{where}: written on a big-endian machine; convert it there")
+    storages = {
+        name.removeprefix(f"{root}data/"): (base + _data_start(file, entry, where), entry.file_size)
+        for name, entry in names.items()
+        if name.startswith(f"{root}data/")
+    }
+    data = _content(file, names[pickles[0]], where)
+    saved = restricted_pickle.loads(data, where, allow=allow, lenient=True)
+    return Archive(where, saved, storages)
+
+
+def _data_start(file: IO[bytes], entry: zipfile.ZipInfo, where: str) -> int:
+    """Where the bytes of an entry begin."""
+    file.seek(entry.header_offset)
+    header = file.read(LOCAL_HEADER.size)
+    if len(header) < LOCAL_HEADER.size or not header.startswith(LOCAL_MAGIC):
+        raise CorruptCheckpointError(f"{where}: the archive's entry {entry.filename} is damaged")
+    *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
+    return int(entry.header_offset + LOCAL_HEADER.size + name_length + extra_length)
+
+
+def _content(file: IO[bytes], entry: zipfile.ZipInfo, where: str) -> bytes:
+    file.seek(_data_start(file, entry, where))
+    data = file.read(entry.file_size)
+    if len(data) < entry.file_size:
+        raise CorruptCheckpointError(f"{where}: ends in its entry {entry.filename}")
+    return data
+
+
+def scan_head(head: bytes) -> tuple[bytes, int] | None:
+    """The pickle of an archive of one tensor, and where its only storage begins, from its head.
+
+    Reading the first kilobyte of an archive instead of its directory at the end saves a request
+    for each of many tensors.
+
+    Returns:
+        None if the head does not show both; then `read_archive` must say what is there.
+    """
+    at, found = 0, None
+    while at + LOCAL_HEADER.size <= len(head) and head.startswith(LOCAL_MAGIC, at):
+        _, _, flags, method, _, _, _, _, size, name_length, extra_length = LOCAL_HEADER.unpack_from(
+            head, at
+        )
+        start = at + LOCAL_HEADER.size + name_length + extra_length
+        name = head[at + LOCAL_HEADER.size :][:name_length]
+        if method or start > len(head):
+            return None
+        if name.endswith(b"/data/0"):
+            return None if found is None else (found, start)
+        if flags & _HAS_DESCRIPTOR:
+            stop = head.find(DESCRIPTOR_MAGIC, start)
+            if stop < 0 or head[stop + 8 : stop + 12] != struct.pack("<I", stop - start):
+                return None
+            at = stop + 16
+        else:
+            stop = at = start + size
+        if name.endswith(b"/data.pkl"):
+            found = head[start:stop]
+        if name.endswith(b"/byteorder") and head[start:stop] != b"little":
+            return None
+    return None
+
+
+def row_major_pieces(
+    shape: Sequence[int], strides: Sequence[int], where: str
+) -> tuple[IntArray, tuple[int, ...], IntArray]:
+    """Cut a strided tensor into boxes that lie row by row, without gaps.
+
+    Args:
+        shape: Extents, all positive.
+        strides: Elements between neighbours in memory, dim by dim.
+        where: The tensor, for the error message.
+
+    Returns:
+        Offsets of the boxes, a row each; their common shape; the element at which each begins.
+
+    Raises:
+        FormatVersionError: If there would be more than `MAX_PIECES`.
+    """
+    inside: list[int] = []
+    step = 1
+    for dim in sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d]):
+        if strides[dim] != step or (inside and dim > min(inside)):
+            break
+        inside.append(dim)
+        step *= shape[dim]
+    outside = [d for d in range(len(shape)) if shape[d] > 1 and d not in inside]
+    counts = [shape[d] for d in outside]
+    if math.prod(counts) > MAX_PIECES:
+        raise FormatVersionError(
+            f"{where}: its {math.prod(shape)} elements lie with strides {tuple(strides)}, almost "
+            "singly; save it again after contiguous()"
+        )
+    places = np.indices(counts, dtype=np.int64).reshape(len(counts), -1)
+    offsets = np.zeros((places.shape[1], len(shape)), dtype=np.int64)
+    offsets[:, outside] = places.T
+    box = tuple(shape[d] if d in inside else 1 for d in range(len(shape)))
+    return offsets, box, offsets @ np.array(strides, dtype=np.int64)
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements lie row by row, without gaps."""
+    expected = strides_of(shape)
+    return all(
+        extent == 1 or stride == wanted
+        for extent, stride, wanted in zip(shape, strides, expected, strict=True)
+    )
+
+
+def tensor_value(tensor: ArchivedTensor, data: bytes, position: int) -> object:
+    """A tensor inside an opaque object: torch's own where torch is loaded.
+
+    Args:
+        tensor: What the pickle says of it.
+        data: Bytes that hold its storage.
+        position: Byte of `data` at which the tensor begins.
+    """
+    dtype = BY_NAME[tensor.dtype]
+    view = np.ndarray(
+        tensor.shape,
+        dtype.carrier,
+        data,
+        position if 0 not in tensor.shape else 0,
+        tuple(stride * dtype.itemsize for stride in tensor.strides),
+    )
+    payload = [tensor.dtype, [*tensor.shape], view.tobytes()]
+    return decode(encode(UnresolvedValue("torch.Tensor", "torch.Tensor", payload)))

@@ -1,0 +1,295 @@
+"""What readers of foreign formats build: an index and a values document, piece by piece.
+
+A reader finds tensors, pieces and values in whatever order its files have them, and tells an
+`IndexBuilder`. Nested values are taken apart as `remesh.state` takes a state apart, so that a
+checkpoint of another system has the names that the same state would have in one of remesh.
+
+A value that cannot be had (its class is refused, or it has no encoding) is kept as an unresolved
+one that says why. It is an error for whoever asks for it, and for nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from remesh import values
+from remesh.dtypes import BY_NAME
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NameCollisionError,
+    PickleRefusedError,
+    UnsupportedValueError,
+)
+from remesh.formats.archive import Archive, is_row_major, row_major_pieces
+from remesh.formats.native import ObjectElement, ValuesDocument
+from remesh.formats.restricted_pickle import ArchivedTensor, resolved
+from remesh.geometry import Box, IntArray, pad_dims
+from remesh.index import BoxTable, Index, StoredFile, TensorTable, checked
+from remesh.state import Path, Rebuild, Walk
+from remesh.storage import Storage
+from remesh.values import UnresolvedValue
+
+NUM_THREADS = 16
+"""Requests at a time: the ranges are small, so what counts is how long a request takes."""
+GAP_BYTES = 32 << 10
+"""Bytes between two ranges that are read rather than skipped."""
+MAX_READ_BYTES = 8 << 20
+"""Bytes of a request that unites several ranges."""
+
+Range = tuple[str, int, int]
+"""A file, the first byte and one past the last."""
+
+
+def exists(storage: Storage, path: str) -> bool:
+    """Whether a storage has a file."""
+    try:
+        storage.size(path)
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
+    """Read many small ranges; near ones with one request, several requests at a time.
+
+    Returns:
+        The bytes of each range; fewer if the file ends before.
+    """
+    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+    groups: list[list[int]] = []
+    reach = 0
+    for number in order:
+        path, start, stop = ranges[number]
+        first = ranges[groups[-1][0]] if groups else None
+        is_near = first is not None and first[0] == path and start - reach <= GAP_BYTES
+        if first is not None and is_near and stop - first[1] <= MAX_READ_BYTES:
+            groups[-1].append(number)
+            reach = max(reach, stop)
+        else:
+            groups.append([number])
+            reach = stop
+    found = [b""] * len(ranges)
+
+    def read(group: list[int]) -> None:
+        path, start, _ = ranges[group[0]]
+        data = storage.read(path, start, max(ranges[number][2] for number in group))
+        for number in group:
+            _, first, last = ranges[number]
+            found[number] = data[first - start : last - start]
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(read, groups))
+    return found
+
+
+@dataclass(slots=True)
+class IndexBuilder:
+    """Tensors, pieces and values as they are found.
+
+    Attributes:
+        storage: Where the checkpoint is.
+        document: The values so far.
+    """
+
+    storage: Storage
+    document: ValuesDocument = field(default_factory=ValuesDocument)
+    _tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _files: dict[str, int] = field(default_factory=dict)
+    _sizes: list[int] = field(default_factory=list)
+    _tensor: list[int] = field(default_factory=list)
+    _offsets: list[Sequence[int]] = field(default_factory=list)
+    _extents: list[Sequence[int]] = field(default_factory=list)
+    _file: list[int] = field(default_factory=list)
+    _position: list[int] = field(default_factory=list)
+    _strided: list[tuple[int, int, int, IntArray, tuple[int, ...], IntArray]] = field(
+        default_factory=list
+    )
+
+    def add_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> int:
+        """Add a tensor; returns its row.
+
+        Raises:
+            CorruptCheckpointError: If there is one of this name.
+        """
+        if name in self._names:
+            raise CorruptCheckpointError(f"{self.storage.url}: two tensors are called {name}")
+        self._names.add(name)
+        self._tensors.append((name, dtype, tuple(shape)))
+        return len(self._tensors) - 1
+
+    def size_of(self, path: str) -> int:
+        """Bytes of a file of the checkpoint.
+
+        Raises:
+            CorruptCheckpointError: If it is missing.
+        """
+        return self._sizes[self._file_row(path)]
+
+    def _file_row(self, path: str) -> int:
+        row = self._files.get(path)
+        if row is None:
+            try:
+                self._sizes.append(self.storage.size(path))
+            except CheckpointNotFoundError:
+                raise CorruptCheckpointError(
+                    f"{self.storage.url}/{path}: missing, though the checkpoint names it. Load "
+                    "another checkpoint, or restore this file from a copy."
+                ) from None
+            row = self._files[path] = len(self._files)
+        return row
+
+    def add_piece(self, row: int, box: Box, path: str, position: int) -> None:
+        """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none."""
+        if box.size:
+            self._tensor.append(row)
+            self._offsets.append(box.offset)
+            self._extents.append(box.shape)
+            self._file.append(self._file_row(path))
+            self._position.append(position)
+
+    def add_strided(
+        self, row: int, box: Box, path: str, position: int, strides: Sequence[int]
+    ) -> None:
+        """Add a box of a tensor whose elements lie with strides.
+
+        Raises:
+            FormatVersionError: If they lie almost singly.
+        """
+        if not box.size or is_row_major(box.shape, strides):
+            self.add_piece(row, box, path, position)
+            return
+        name, dtype, _ = self._tensors[row]
+        offsets, shape, starts = row_major_pieces(box.shape, strides, name)
+        starts = position + starts * BY_NAME[dtype].itemsize
+        offsets = offsets + np.array(box.offset, dtype=np.int64)
+        self._strided.append((row, self._file_row(path), len(starts), offsets, shape, starts))
+
+    def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive, path: str) -> None:
+        """Add a whole tensor that lies in an archive of `torch.save`."""
+        row = self.add_tensor(name, tensor.dtype, tensor.shape)
+        position = archive.position(tensor)
+        self.add_strided(row, Box.whole(tensor.shape), path, position, tensor.strides)
+
+    def add_value(self, name: str, value: object) -> None:
+        """Add an opaque value; one without an encoding is kept as its own error."""
+        self.document.values[name] = msgspec.Raw(encoded(value, f"{self.storage.url}: {name}"))
+
+    def add_object(
+        self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], value: object
+    ) -> None:
+        """Add an element of a grid of values."""
+        unique = f"{name}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+        raw = msgspec.Raw(encoded(value, f"{self.storage.url}: {unique}"))
+        self.document.objects[unique] = ObjectElement(name, shape, offset, raw)
+        self.document.set_path(unique, (unique,))
+
+    def add_nested(self, path: Path, archive: Archive, file: str) -> None:
+        """Take apart a nested value that lies in an archive.
+
+        Args:
+            path: Its place in the state.
+            archive: What was saved.
+            file: The file in which the archive is.
+        """
+        tensors: list[tuple[str, ArchivedTensor]] = []
+
+        def describe_leaf(walk: Walk, at: Path, node: Any) -> Rebuild | None:
+            if isinstance(node, ArchivedTensor):
+                tensors.append((walk.claim(at), node))
+            elif _is_container(node, at):
+                return None
+            else:
+                name = walk.claim(at)
+                self.add_value(name, node)
+            return lambda _loaded: node
+
+        try:
+            root = resolved(archive.root, archive.where)
+        except PickleRefusedError as error:
+            root = refused(error.type_name, str(error))
+        walk = Walk(root, describe_leaf, None)
+        # What is not a dict has no names of its own.
+        walk.visit(path if path or isinstance(root, dict) else ("value",), root)
+        for name, tensor in tensors:
+            self.add_archived(name, tensor, archive, file)
+        for name, at in walk.description.paths.items():
+            self.set_path(name, at)
+        self.set_sequences(walk.description.sequences)
+
+    def set_path(self, name: str, path: Path) -> None:
+        """Record the place of a name."""
+        self.document.set_path(name, path)
+
+    def set_sequences(self, sequences: Mapping[Path, str]) -> None:
+        """Record which containers are lists or tuples."""
+        self.document.sequences += [(list(path), kind) for path, kind in sequences.items()]
+
+    def build(self) -> Index:
+        """The index of all that was added.
+
+        Raises:
+            CorruptCheckpointError: If a piece leaves its tensor or its file.
+        """
+        tensors = TensorTable.of(self._tensors)
+        num_dims = tensors.shapes.shape[1]
+        offsets = [pad_dims(self._offsets, num_dims, 0)]
+        extents = [pad_dims(self._extents, num_dims, 1)]
+        tensor = [np.array(self._tensor, dtype=np.int64)]
+        file = [np.array(self._file, dtype=np.int64)]
+        position = [np.array(self._position, dtype=np.int64)]
+        for row, file_row, count, some_offsets, shape, starts in self._strided:
+            missing = num_dims - len(shape)
+            offsets.append(np.pad(some_offsets, ((0, 0), (0, missing))))
+            extents.append(np.repeat(pad_dims([shape], num_dims, 1), count, axis=0))
+            tensor.append(np.full(count, row))
+            file.append(np.full(count, file_row))
+            position.append(starts)
+        order = np.argsort(np.concatenate(tensor), kind="stable")
+        boxes = BoxTable(
+            tensors,
+            np.concatenate(tensor)[order],
+            np.concatenate(offsets)[order],
+            np.concatenate(extents)[order],
+        )
+        files = tuple(
+            StoredFile(path, size) for path, size in zip(self._files, self._sizes, strict=True)
+        )
+        both = self._names.intersection(self.document.values)
+        if both:
+            raise NameCollisionError(
+                f"{self.storage.url}: {min(both)} is both a tensor and a value; read them by name "
+                "with the system that wrote them"
+            )
+        return checked(
+            Index(boxes, np.concatenate(file)[order], np.concatenate(position)[order], files),
+            self.storage.url,
+        )
+
+
+def _is_container(node: object, path: Path) -> bool:
+    """Whether the walk of a state takes this apart."""
+    if isinstance(node, Mapping):
+        is_path = all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
+        return is_path and bool(node or not path)
+    return isinstance(node, list | tuple) and bool(node) and not values.is_plain(node)
+
+
+def encoded(value: object, where: str) -> bytes:
+    """An opaque value, or in its place why it cannot be had."""
+    try:
+        return values.encode_object(value, where)
+    except (UnsupportedValueError, TypeError) as error:
+        return values.encode(refused(type(value).__qualname__, str(error)))
+
+
+def refused(type_name: str, why: str) -> UnresolvedValue:
+    """What stands in place of a value that cannot be had."""
+    return UnresolvedValue("pickle", type_name, why)

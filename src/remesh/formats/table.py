@@ -1,0 +1,184 @@
+"""The formats that remesh reads, and which of them is at a place.
+
+A format is one module that can tell whether a place holds a checkpoint of it, and read what it
+holds into `Contents`: an index of byte ranges in the files as they are, and a values document.
+Everything above (loading into any layout, transformations, inspection) works on these alone. The
+next format is one more module and one more row below.
+
+A place is asked for the marks of every format. None, or several, is an error that says what was
+looked for; a `Source` that names the format settles it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.formats import native, torch_dcp, torch_file
+from remesh.formats.building import exists
+from remesh.formats.contents import Contents
+from remesh.index import Index
+from remesh.storage import Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place to load from, with what cannot be seen from the place itself.
+
+    Stands for the path in `remesh.load` and `remesh.Checkpoint`.
+
+    Attributes:
+        path: A path, URL or storage, as everywhere.
+        format: Name of the format, if the place could be read as several.
+        allow: Qualified names (`package.module.Class`) that a pickle in the checkpoint may import
+            and call. Whoever can write such a checkpoint can then do with this process what these
+            names can do.
+    """
+
+    path: Any
+    format: str | None = None
+    allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A source that has been opened.
+
+    Attributes:
+        storage: Where the checkpoint is.
+        format: Name of its format, or None to look.
+        allow: See `Source`.
+        file: The file, if the source is a single one.
+    """
+
+    storage: Storage
+    format: str | None = None
+    allow: tuple[str, ...] = ()
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A row of the table.
+
+    Attributes:
+        name: What a user calls it.
+        looks_for: What marks a place that holds it, for messages.
+        recognise: Whether a place has the mark.
+        read: Reads what a place holds.
+    """
+
+    name: str
+    looks_for: str
+    recognise: Callable[[Place], bool]
+    read: Callable[[Place], Contents]
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        native.FORMAT_NAME,
+        f"{native.RECORD_NAME} (remesh)",
+        lambda place: not place.file and exists(place.storage, native.RECORD_NAME),
+        lambda place: _read_native(place.storage),
+    ),
+    Format(
+        torch_dcp.NAME,
+        torch_dcp.LOOKS_FOR,
+        lambda place: not place.file and torch_dcp.recognise(place.storage),
+        lambda place: torch_dcp.read(place.storage, allow=place.allow),
+    ),
+    Format(
+        torch_file.NAME,
+        torch_file.LOOKS_FOR,
+        lambda place: bool(place.file) or torch_file.recognise(place.storage),
+        lambda place: torch_file.read(
+            place.storage, place.file or place.storage.list()[0], allow=place.allow
+        ),
+    ),
+)
+
+
+def place_of(source: Any) -> Place:
+    """Open what a caller named: a path, a URL, a storage or a `Source`.
+
+    Raises:
+        StateError: If the source names a format that there is none of.
+        StorageError: If the place cannot be opened.
+    """
+    if isinstance(source, Source):
+        place = place_of(source.path)
+        names = [row.name for row in FORMATS]
+        if source.format is not None and source.format not in names:
+            raise StateError(f"no format {source.format!r}; known are {', '.join(names)}")
+        return Place(place.storage, source.format, tuple(source.allow), place.file)
+    if isinstance(source, str | os.PathLike):
+        text = os.fspath(source)
+        folder, _, name = text.rpartition("/")
+        if name.endswith(torch_file.SUFFIXES) and not os.path.isdir(text):
+            return Place(open_storage(folder or ("/" if text.startswith("/") else ".")), file=name)
+    return Place(open_storage(source))
+
+
+def format_at(place: Place) -> Format:
+    """The format of what is at a place.
+
+    Raises:
+        CheckpointNotFoundError: If nothing is recognised.
+        StateError: If several formats are.
+    """
+    if place.format is not None:
+        return next(row for row in FORMATS if row.name == place.format)
+    # The last row takes a listing, so it is asked only if all others fail.
+    found = [row for row in FORMATS[:-1] if row.recognise(place)]
+    found = found or [row for row in FORMATS[-1:] if row.recognise(place)]
+    if not found:
+        looked = "; ".join(row.looks_for for row in FORMATS)
+        raise CheckpointNotFoundError(
+            f"{native.what_is_there(place.storage)}. Looked for: {looked}."
+        )
+    if len(found) > 1:
+        marks = " and ".join(row.looks_for for row in found)
+        raise StateError(
+            f"{place.storage.url}: holds {marks}; say which to read: "
+            f"remesh.Source(path, format={found[0].name!r})"
+        )
+    return found[0]
+
+
+def read_contents(place: Place) -> Contents:
+    """Read what a place holds, in whatever format; tensors stay where they are.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or it is damaged.
+        StateError: If it is not clear which format it has.
+    """
+    return format_at(place).read(place)
+
+
+def _read_native(storage: Storage) -> Contents:
+    files = native.read_small_files(storage)
+    record, where = files.record, storage.url
+    return Contents(
+        native.FORMAT_NAME,
+        Index.decode(files.index_bytes, f"{where}/{record.index.path}"),
+        native.ValuesDocument.decode(files.values_bytes, f"{where}/{record.values.path}"),
+        record,
+    )
+
+
+def read_encoded(place: Place) -> tuple[bytes, bytes]:
+    """Index and values document of a place in stored form, to be sent to other ranks.
+
+    Raises:
+        CheckpointError: As `read_contents`.
+        StateError: As `read_contents`.
+    """
+    row = format_at(place)
+    if row.name == native.FORMAT_NAME:
+        files = native.read_small_files(place.storage)
+        return files.index_bytes, files.values_bytes
+    contents = row.read(place)
+    return contents.index.encode(), contents.document.encode()

@@ -1,0 +1,45 @@
+"""Files of `torch.save`: one archive with a nested state in it, read as it lies.
+
+Names are the keys on the way to each tensor or value, joined by dots. A tensor that shares its
+storage with another, whole or in part, is a range of the same bytes. What is not a dict is called
+`value`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection
+
+from remesh.formats.archive import Archive, RangeFile, read_archive
+from remesh.formats.building import IndexBuilder
+from remesh.formats.contents import Contents
+from remesh.storage import Storage
+
+NAME = "torch_file"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+LOOKS_FOR = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
+
+
+def recognise(storage: Storage) -> bool:
+    """Whether a place holds one such file and nothing else."""
+    found = storage.list()
+    return len(found) == 1 and found[0].endswith(SUFFIXES)
+
+
+def read(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Contents:
+    """Read what such a file holds; its tensors stay where they are.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        CorruptCheckpointError: If it is damaged or cut short.
+        FormatVersionError: If it cannot be read in place (compressed, or of an old torch).
+    """
+    builder = IndexBuilder(storage)
+    builder.add_nested((), open_archive(storage, path, allow=allow), path)
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def open_archive(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Archive:
+    """The archive that a whole file is."""
+    raw = RangeFile(storage, path, 0, storage.size(path))
+    return read_archive(io.BufferedReader(raw, 1 << 16), f"{storage.url}/{path}", allow=allow)
