@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats import native, torch_dcp, torch_file
+from remesh.formats import flat_param, native, paddle, torch_dcp, torch_file
 from remesh.formats.building import exists
 from remesh.formats.contents import Contents
 from remesh.index import Index
@@ -69,12 +69,14 @@ class Format:
         looks_for: What marks a place that holds it, for messages.
         recognise: Whether a place has the mark.
         read: Reads what a place holds.
+        lists: Whether recognising it takes a listing; then it is asked only if all others fail.
     """
 
     name: str
     looks_for: str
     recognise: Callable[[Place], bool]
     read: Callable[[Place], Contents]
+    lists: bool = False
 
 
 FORMATS: tuple[Format, ...] = (
@@ -97,6 +99,21 @@ FORMATS: tuple[Format, ...] = (
         lambda place: torch_file.read(
             place.storage, place.file or place.storage.list()[0], allow=place.allow
         ),
+        lists=True,
+    ),
+    Format(
+        paddle.NAME,
+        paddle.LOOKS_FOR,
+        lambda place: not place.file and paddle.recognise(place.storage),
+        lambda place: paddle.read(place.storage, place.file),
+        lists=True,
+    ),
+    Format(
+        flat_param.NAME,
+        flat_param.LOOKS_FOR,
+        lambda place: not place.file and flat_param.recognise(place.storage),
+        lambda place: flat_param.read(place.storage),
+        lists=True,
     ),
 )
 
@@ -117,8 +134,11 @@ def place_of(source: Any) -> Place:
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         folder, _, name = text.rpartition("/")
+        folder = folder or ("/" if text.startswith("/") else ".")
         if name.endswith(torch_file.SUFFIXES) and not os.path.isdir(text):
-            return Place(open_storage(folder or ("/" if text.startswith("/") else ".")), file=name)
+            return Place(open_storage(folder), file=name)
+        if paddle.METADATA_NAME.fullmatch(name):
+            return Place(open_storage(folder), format=paddle.NAME, file=name)
     return Place(open_storage(source))
 
 
@@ -131,9 +151,8 @@ def format_at(place: Place) -> Format:
     """
     if place.format is not None:
         return next(row for row in FORMATS if row.name == place.format)
-    # The last row takes a listing, so it is asked only if all others fail.
-    found = [row for row in FORMATS[:-1] if row.recognise(place)]
-    found = found or [row for row in FORMATS[-1:] if row.recognise(place)]
+    found = [row for row in FORMATS if not row.lists and row.recognise(place)]
+    found = found or [row for row in FORMATS if row.lists and row.recognise(place)]
     if not found:
         looked = "; ".join(row.looks_for for row in FORMATS)
         raise CheckpointNotFoundError(

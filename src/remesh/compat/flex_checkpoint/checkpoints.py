@@ -1,0 +1,197 @@
+"""`save_state_dict` and `load_state_dict`: numbered checkpoints in one directory.
+
+Flex Checkpoint keeps several checkpoints in a directory and tells them apart by a number, the
+`unique_id`. Here each of them is a checkpoint of remesh in a directory of its own below that one,
+`<path>/<unique_id>`, and exists completely or not at all. Without a number, saving takes the next
+free one and loading the last committed one.
+
+Directories that Paddle itself has written are loaded as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from remesh.checkpoint import Saver, load
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.flex_checkpoint.files import compatible_names
+from remesh.compat.flex_checkpoint.options import check_coordinator, transform_of
+from remesh.compat.flex_checkpoint.shards import engine_state
+from remesh.compat.flex_checkpoint.weights import is_sharded_state_dict
+from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.exchange import Exchange, run_on_one
+from remesh.formats import native, paddle
+from remesh.storage import open_storage
+
+_NUMBERED = re.compile(rf"(\d+)/{re.escape(native.RECORD_NAME)}")
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: bool = False,
+) -> None:
+    """Save a state dict as a numbered checkpoint. Collective.
+
+    Args:
+        state_dict: `ShardedWeight`s by name, or whatever `remesh.save` takes: tensors, DTensors,
+            modules, optimizers, nested.
+        path: Directory of the checkpoints.
+        process_group: The ranks that take part: a torch process group or an `Exchange`; by default
+            torch's default group, or this process alone.
+        coordinator_rank: A rank of the group; which one makes no difference.
+        unique_id: Number of the checkpoint; one of that number is replaced. By default the number
+            after the last.
+        async_save: Return as soon as the state may change again, and write in the background.
+            What fails there is raised by the next save in this group, or by
+            `clear_async_save_task_queue`.
+
+    Raises:
+        StateError: If the state dict cannot be saved, or a number or rank is impossible.
+        RemeshError: As `remesh.save`; also why an asynchronous save before this one failed.
+    """
+    exchange = exchange_of(process_group)
+    check_coordinator(exchange, coordinator_rank)
+    saver = _saver_of(process_group)
+    saver.wait()
+    number = _next_number(exchange, path) if unique_id is None else _checked(unique_id)
+    state = _state_of(state_dict, {})
+    place = _place(path, number)
+    if async_save:
+        saver.save_async(state, place, overwrite=unique_id is not None)
+    else:
+        saver.save(state, place, overwrite=unique_id is not None)
+
+
+def clear_async_save_task_queue(process_group: Any = None) -> None:
+    """Wait for the asynchronous save of a group, and raise its failure if it failed.
+
+    Args:
+        process_group: As it was given to `save_state_dict`.
+    """
+    _saver_of(process_group).wait()
+
+
+@functools.cache
+def _saver_of(process_group: Any) -> Saver:
+    """What saves of a group have in common: the plan, and the save in flight."""
+    return Saver(group=process_group)
+
+
+def load_state_dict(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    offload: bool = False,
+    *,
+    mw_name_compatibility: bool = True,
+    aoa_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Load a numbered checkpoint into a state dict, in place. Collective.
+
+    Args:
+        state_dict: What is filled: `ShardedWeight`s by name, or whatever `remesh.load` fills.
+        path: Directory of the checkpoints of `save_state_dict`, one of Paddle itself, or one
+            checkpoint of `remesh.save`.
+        process_group: See `save_state_dict`.
+        coordinator_rank: See `save_state_dict`.
+        unique_id: Number of the checkpoint; by default the last.
+        offload: Makes no difference: what is read always goes through host memory, in bounded
+            pieces.
+        mw_name_compatibility: Find a master weight of a checkpoint that Paddle wrote also under
+            the name that the other of Paddle's modes (dynamic, static graph) gives it.
+        aoa_config: What the stored tensors become on their way: `aoa_statements` in the language
+            that docs/transform.md specifies, and `aoa_config_reverse`.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such checkpoint.
+        MismatchError: If state dict and checkpoint do not fit. Nothing was changed.
+        RemeshError: As `remesh.load`.
+    """
+    del offload
+    exchange = exchange_of(process_group)
+    check_coordinator(exchange, coordinator_rank)
+    transform = transform_of(aoa_config)
+    place, of_paddle = _find(exchange, path, unique_id)
+    names: dict[str, str] = {}
+    if mw_name_compatibility and of_paddle:
+        names = compatible_names(state_dict.keys() - of_paddle, of_paddle)
+    load(_state_of(state_dict, names), place, transform=transform, group=exchange)
+
+
+def _state_of(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> Any:
+    """A state dict as the engine takes it, some entries under other names."""
+    if is_sharded_state_dict(state_dict):
+        return engine_state(state_dict, names)
+    if not names:
+        return state_dict
+    return {names.get(key, key): value for key, value in state_dict.items()}
+
+
+def _place(path: str | os.PathLike[str], name: int | str) -> str:
+    return f"{os.fspath(path).rstrip('/')}/{name}"
+
+
+def _checked(number: int) -> int:
+    if number < 0:
+        raise StateError(f"unique_id={number} is no number of a checkpoint; they begin at 0")
+    return number
+
+
+def _next_number(exchange: Exchange, path: str | os.PathLike[str]) -> int:
+    """The number after the last, as rank 0 sees it."""
+
+    def look() -> bytes:
+        return str(max(_numbers(open_storage(path).list()), default=-1) + 1).encode()
+
+    return int(run_on_one(exchange, look))
+
+
+def _numbers(files: Iterable[str]) -> list[int]:
+    """Numbers of the committed checkpoints among the files below a directory."""
+    found = map(_NUMBERED.fullmatch, files)
+    return [int(name[1]) for name in found if name is not None]
+
+
+def _find(
+    exchange: Exchange, path: str | os.PathLike[str], unique_id: int | None
+) -> tuple[str, set[str]]:
+    """Where the checkpoint is that a number means, as rank 0 sees it.
+
+    Returns:
+        Its place; and if Paddle wrote it, the names of its tensors.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+    """
+
+    def look() -> bytes:
+        storage = open_storage(path)
+        files = storage.list()
+        if unique_id is None and native.RECORD_NAME in files:
+            return msgspec.msgpack.encode((os.fspath(path), ()))
+        numbers, of_paddle = _numbers(files), paddle.checkpoint_numbers(files)
+        if unique_id in numbers or (unique_id is None and numbers):
+            number = max(numbers) if unique_id is None else unique_id
+            return msgspec.msgpack.encode((_place(path, number), ()))
+        if unique_id in of_paddle or (unique_id is None and of_paddle):
+            number = max(of_paddle) if unique_id is None else unique_id
+            file = paddle.metadata_name(number)
+            names = tuple(paddle.read_metadata(storage, file).state_dict_metadata)
+            return msgspec.msgpack.encode((_place(path, file), names))
+        wanted = "no checkpoint" if unique_id is None else f"no checkpoint {unique_id}"
+        listed = ", ".join(map(str, sorted({*numbers, *of_paddle}))) or "none"
+        raise CheckpointNotFoundError(f"{storage.url}: {wanted} is there; there are: {listed}")
+
+    return msgspec.msgpack.decode(run_on_one(exchange, look), type=tuple[str, set[str]])

@@ -1,0 +1,266 @@
+"""What all ranks hold, checked, and what one rank holds as the engine knows it.
+
+Every rank tells for each of its weights where it lies (`ShardInfo`), and gets to know that of all
+ranks. From this follow the checks of Flex Checkpoint.
+
+A `ShardedWeight` says nothing of copies on other ranks, so the engine is told that nobody counts
+them, and compares samples of them. A shard that nobody declared is found that way. A weight that is
+all of its tensor is handed over as the bare tensor, for tied tensors to be recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from remesh.compat.flex_checkpoint.weights import ShardedWeight, merge_shard_info_list
+from remesh.errors import CoverageError, MismatchError, StateError
+from remesh.exchange import Exchange, run_on_all
+from remesh.geometry import Box, boxes_of_flat_range, uncovered
+from remesh.sharded import Part, ShardedTensor, dtype_name
+
+
+class ShardInfo(NamedTuple):
+    """Where one weight lies.
+
+    Attributes:
+        global_offset: See `ShardedWeight`.
+        local_shape: See `ShardedWeight`.
+        dtype: Name of the element type.
+        global_shape: See `ShardedWeight`.
+        is_flattened: See `ShardedWeight`.
+        flattened_range: First and one past the last element of the range, or None.
+    """
+
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    global_shape: tuple[int, ...]
+    is_flattened: bool
+    flattened_range: tuple[int, int] | None = None
+
+
+ShardInfos = Mapping[str, Sequence[ShardInfo]]
+"""Where all weights of each tensor lie, on all ranks."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Telling
+# ---------------------------------------------------------------------------------------------
+
+
+def shard_info_of(weight: ShardedWeight) -> ShardInfo:
+    """Where a weight lies.
+
+    Raises:
+        StateError: If it is flattened and its range does not fit.
+    """
+    flat = None
+    if weight.is_flattened:
+        size = Box.whole(weight.local_shape).size
+        if weight.flattened_range is None:
+            raise StateError(f"{weight.key}: a flattened weight needs its flattened_range")
+        start, stop, step = weight.flattened_range.indices(size)
+        if step != 1 or tuple(weight.local_tensor.shape) != (max(stop - start, 0),):
+            raise StateError(
+                f"{weight.key}: the range {weight.flattened_range} of a box of {size} elements "
+                f"does not fit a tensor of shape {tuple(weight.local_tensor.shape)}"
+            )
+        flat = (start, max(start, stop))
+    return ShardInfo(
+        tuple(weight.global_offset),
+        tuple(weight.local_shape),
+        dtype_name(weight.local_tensor, weight.key),
+        tuple(weight.global_shape),
+        weight.is_flattened,
+        flat,
+    )
+
+
+def gather_shard_infos(
+    exchange: Exchange, weights: Mapping[str, ShardedWeight]
+) -> dict[str, list[ShardInfo]]:
+    """Where the weights of all ranks lie, by name and in rank order. Collective.
+
+    Raises:
+        StateError: If a weight of any rank is no `ShardedWeight`, stands under another key than
+            its own, or is flattened and does not fit its range.
+    """
+
+    def tell() -> bytes:
+        return msgspec.msgpack.encode({key: _checked_info(key, weights[key]) for key in weights})
+
+    replies = run_on_all(exchange, tell)
+    infos = [msgspec.msgpack.decode(reply, type=dict[str, ShardInfo]) for reply in replies]
+    return merge_shard_info_list({key: [info] for key, info in own.items()} for own in infos)
+
+
+def _checked_info(key: str, weight: object) -> ShardInfo:
+    if not isinstance(weight, ShardedWeight):
+        raise StateError(f"{key}: expected a ShardedWeight, got {type(weight).__qualname__}")
+    if weight.key != key:
+        raise StateError(
+            f"{key}: the weight under this key calls itself {weight.key!r}; give it one name"
+        )
+    return shard_info_of(weight)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checking
+# ---------------------------------------------------------------------------------------------
+
+
+def check_src_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
+    """Check the source of a reshard: its shards together are whole tensors.
+
+    Raises:
+        StateError: If shards of a tensor differ in dtype or global shape, or a shard is flattened
+            and its range is not known.
+        CoverageError: If a part of a tensor is in no shard, or a shard leaves its tensor.
+    """
+    for key, infos in _as_infos(state_dict_shard_info).items():
+        _check_dtypes(key, infos)
+        whole = Box.whole(infos[0].global_shape)
+        boxes = set()
+        for info in infos:
+            _check_form(key, info)
+            if info.global_shape != whole.shape:
+                raise StateError(
+                    f"{key}: shards disagree about the global shape, {whole.shape} and "
+                    f"{info.global_shape}"
+                )
+            boxes.update(_boxes_of(info))
+        outside = [box for box in boxes if not whole.contains(box)]
+        if outside:
+            raise CoverageError(f"{key}: a shard holds {outside[0]} of shape {whole.shape}")
+        holes = uncovered(whole, sorted(boxes))
+        if holes:
+            listed = ", ".join(map(str, holes[:4]))
+            raise CoverageError(f"{key}: no shard holds {listed} of shape {whole.shape}")
+
+
+def check_dst_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
+    """Check the target of a reshard: its shards lie inside their tensors.
+
+    Raises:
+        StateError: If shards of a tensor differ in dtype, are flattened without a known range, or
+            have offsets or extents that are out of bounds.
+    """
+    for key, infos in _as_infos(state_dict_shard_info).items():
+        _check_dtypes(key, infos)
+        for info in infos:
+            _check_form(key, info)
+            bounds = zip(info.global_offset, info.local_shape, info.global_shape, strict=True)
+            for axis, (offset, extent, limit) in enumerate(bounds):
+                if not 0 <= offset < limit:
+                    raise StateError(
+                        f"{key}: offset {offset} in axis {axis} is not in [0, {limit})"
+                    )
+                if extent <= 0:
+                    raise StateError(f"{key}: extent {extent} in axis {axis} is not positive")
+                if offset + extent > limit:
+                    raise StateError(
+                        f"{key}: offset {offset} and extent {extent} in axis {axis} exceed the "
+                        f"global shape {info.global_shape}"
+                    )
+
+
+def check_src_dst_state_dict_validity(
+    src_state_dict_shard_info: ShardInfos, dst_state_dict_shard_info: ShardInfos
+) -> None:
+    """Check that a source has what a target wants.
+
+    Raises:
+        MismatchError: If the source lacks tensors of the target, or has them in another global
+            shape.
+    """
+    sources = _as_infos(src_state_dict_shard_info)
+    targets = _as_infos(dst_state_dict_shard_info)
+    missing = sorted(targets.keys() - sources.keys())
+    if missing:
+        raise MismatchError(
+            f"the source lacks {len(missing)} tensors of the target: {', '.join(missing[:10])}",
+            missing=tuple(missing),
+        )
+    conflicts = [
+        f"{key}: the source has shape {sources[key][0].global_shape}, the target wants "
+        f"{infos[0].global_shape}"
+        for key, infos in targets.items()
+        if infos[0].global_shape != sources[key][0].global_shape
+    ]
+    if conflicts:
+        raise MismatchError("\n".join(conflicts[:10]), conflicts=tuple(conflicts))
+
+
+def _as_infos(infos: ShardInfos) -> dict[str, list[ShardInfo]]:
+    """Plain tuples of five are infos too, as programs for Flex Checkpoint make them."""
+    return {key: [ShardInfo(*info) for info in of_key] for key, of_key in infos.items()}
+
+
+def _check_dtypes(key: str, infos: Sequence[ShardInfo]) -> None:
+    dtypes = sorted({info.dtype for info in infos})
+    if len(dtypes) > 1:
+        raise StateError(f"{key}: shards differ in dtype: {', '.join(dtypes)}")
+
+
+def _check_form(key: str, info: ShardInfo) -> None:
+    if not len(info.global_offset) == len(info.local_shape) == len(info.global_shape):
+        raise StateError(
+            f"{key}: offset {info.global_offset}, local shape {info.local_shape} and global shape "
+            f"{info.global_shape} differ in their number of axes"
+        )
+    if info.is_flattened and info.flattened_range is None:
+        raise StateError(f"{key}: a flattened shard without its range cannot be resharded")
+
+
+def _boxes_of(info: ShardInfo) -> list[Box]:
+    """The boxes of the global tensor that a shard holds."""
+    if info.flattened_range is None:
+        return [Box(info.global_offset, info.local_shape)]
+    flat = boxes_of_flat_range(info.local_shape, *info.flattened_range)
+    return [box.shift(info.global_offset) for box in flat]
+
+
+# ---------------------------------------------------------------------------------------------
+# Handing over to the engine
+# ---------------------------------------------------------------------------------------------
+
+
+def engine_state(
+    weights: Mapping[str, ShardedWeight], names: Mapping[str, str] | None = None
+) -> dict[str, ShardedTensor | torch.Tensor]:
+    """This rank's weights as a state to save or to load into.
+
+    Args:
+        weights: This rank's weights.
+        names: What some of them are called in the checkpoint, by key.
+
+    Raises:
+        StateError: If a weight stands under another key than its own, or its numbers do not fit.
+    """
+    renamed = names or {}
+    state = {}
+    for key, weight in weights.items():
+        name = renamed.get(key, key)
+        state[name] = _as_engine_knows_it(weight, _checked_info(key, weight), name)
+    return state
+
+
+def _as_engine_knows_it(
+    weight: ShardedWeight, info: ShardInfo, name: str
+) -> ShardedTensor | torch.Tensor:
+    tensor = weight.local_tensor
+    if not info.is_flattened and info.local_shape == info.global_shape == tuple(tensor.shape):
+        return tensor
+    _check_form(weight.key, info)
+    parts, done = [], 0
+    for box in _boxes_of(info):
+        data = tensor
+        if info.is_flattened:
+            data = tensor[done : done + box.size].view(box.shape)
+            done += box.size
+        parts.append(Part(box, data))
+    return ShardedTensor(name, info.global_shape, tuple(parts), replica_id=None)

@@ -1,0 +1,265 @@
+"""`ShardedWeight` and the functions that make, describe and copy them.
+
+A `ShardedWeight` is one box of a named global tensor, as the engine's `ShardedTensor` is, but it
+says less: nothing of other ranks that hold the same box. So it becomes a `ShardedTensor` only when
+all ranks have told what they hold (`remesh.compat.flex_checkpoint.shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.flex_checkpoint.slices import get_overlap_region
+from remesh.errors import MismatchError, StateError
+
+V = TypeVar("V")
+
+
+# Neither frozen nor slotted: programs written for Flex Checkpoint rename weights by assigning to
+# `key` (pipeline stages) and hang attributes of their own on them (expert numbers).
+@dataclass(eq=False, repr=False)
+class ShardedWeight:
+    """One rank's box of a named global tensor.
+
+    Attributes:
+        key: Name of the global tensor, the same on every rank that holds a part of it.
+        local_tensor: The elements: a tensor of shape `local_shape`, or, if flattened, one dim
+            with the elements of `flattened_range`.
+        local_shape: Shape of the box.
+        global_shape: Shape of the global tensor.
+        global_offset: Offset of the box in the global tensor, in elements.
+        is_flattened: Whether the rank holds only a range of the flattened box, as optimizers do
+            that cut flattened tensors (sharding V2).
+        flattened_range: That range, in elements of the flattened box.
+    """
+
+    key: str
+    local_tensor: torch.Tensor
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    is_flattened: bool = False
+    flattened_range: slice | None = None
+
+    def __str__(self) -> str:
+        return (
+            "ShardedWeight(\n"
+            f"  key={self.key},\n"
+            f"  local_tensor={type(self.local_tensor).__name__}"
+            f"(shape={list(self.local_tensor.shape)}),\n"
+            f"  local_shape={self.local_shape},\n"
+            f"  global_shape={self.global_shape},\n"
+            f"  global_offset={self.global_offset},\n"
+            f"  flattened_range={self.flattened_range}\n"
+            ")"
+        )
+
+    __repr__ = __str__
+
+
+ShardedTensor = ShardedWeight
+"""The older name of `ShardedWeight`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWeightDesc:
+    """A `ShardedWeight` without its elements.
+
+    Attributes:
+        key: See `ShardedWeight`.
+        local_shape: See `ShardedWeight`.
+        global_shape: See `ShardedWeight`.
+        global_offset: See `ShardedWeight`.
+    """
+
+    key: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+
+
+def shard_weight(key: str, weight: torch.Tensor, axis: int, group: Any = None) -> ShardedWeight:
+    """Describe this rank's shard of a tensor that a group of ranks cuts evenly along an axis.
+
+    Args:
+        key: Name of the global tensor.
+        weight: This rank's shard.
+        axis: The axis along which the tensor is cut.
+        group: The ranks that hold the shards, in order: a torch process group or an `Exchange`;
+            by default torch's default group.
+
+    Raises:
+        ValueError: If the tensor has no such axis.
+    """
+    if not 0 <= axis < weight.ndim:
+        raise ValueError(
+            f"{key}: there is no axis {axis} in a tensor of shape {tuple(weight.shape)}"
+        )
+    exchange = exchange_of(group)
+    local_shape = tuple(weight.shape)
+    global_shape, offset = list(local_shape), [0] * weight.ndim
+    global_shape[axis] *= exchange.world_size
+    offset[axis] = exchange.rank * local_shape[axis]
+    return ShardedWeight(key, weight, local_shape, tuple(global_shape), tuple(offset))
+
+
+def make_tp_sharded_weight_for_checkpoint(
+    key: str, tensor: torch.Tensor, tensor_parallel_axis: int, group: Any = None
+) -> ShardedWeight:
+    """Describe this rank's shard of a tensor-parallel parameter.
+
+    Args:
+        key: Name of the global tensor.
+        tensor: This rank's shard.
+        tensor_parallel_axis: The axis along which the parameter is cut.
+        group: The tensor-parallel ranks; see `shard_weight`.
+
+    Raises:
+        ValueError: If the tensor has no such axis.
+    """
+    return shard_weight(key, tensor, tensor_parallel_axis, group)
+
+
+def make_replicated_sharded_weight(key: str, tensor: torch.Tensor) -> ShardedWeight:
+    """Describe a tensor that is the same on every rank that has it."""
+    shape = tuple(tensor.shape)
+    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+make_tp_sharded_tensor_for_checkpoint = make_tp_sharded_weight_for_checkpoint
+"""The older name of `make_tp_sharded_weight_for_checkpoint`."""
+
+make_replicated_sharded_tensor = make_replicated_sharded_weight
+"""The older name of `make_replicated_sharded_weight`."""
+
+
+def build_sharded_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    shard_rules: Mapping[str, int] | None = None,
+    prefix: str = "",
+    *,
+    group: Any = None,
+) -> dict[str, ShardedWeight]:
+    """Describe the tensors of one layer's state dict.
+
+    Tensors without a rule are described as replicated. Whether they really are is checked when
+    they are saved or resharded: ranks that hold different elements under one name are an error.
+
+    Args:
+        state_dict: The layer's tensors by name.
+        shard_rules: Along which axis tensors are cut, by name; rules for tensors that the layer
+            does not have (a bias, say) are no error.
+        prefix: What the names in the checkpoint begin with.
+        group: The tensor-parallel ranks; see `shard_weight`.
+
+    Returns:
+        The descriptions, by `prefix` and name.
+
+    Raises:
+        ValueError: If a tensor does not have the axis that its rule names.
+    """
+    rules = shard_rules or {}
+    weights = {}
+    for name, tensor in state_dict.items():
+        key = f"{prefix}{name}"
+        if name in rules:
+            weights[key] = make_tp_sharded_weight_for_checkpoint(key, tensor, rules[name], group)
+        else:
+            weights[key] = make_replicated_sharded_weight(key, tensor)
+    return weights
+
+
+def is_sharded_state_dict(o: object) -> bool:
+    """Whether something is a dict of `ShardedWeight`s; an empty dict is not.
+
+    Raises:
+        TypeError: If some values are `ShardedWeight`s and others are not.
+    """
+    if not isinstance(o, dict):
+        return False
+    others = [key for key, value in o.items() if not isinstance(value, ShardedWeight)]
+    if others and len(others) < len(o):
+        raise TypeError(
+            "a state dict holds either ShardedWeights only or none; not one of them are "
+            f"{', '.join(map(repr, others[:10]))}"
+        )
+    return bool(o) and not others
+
+
+def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
+    """A weight without its elements."""
+    return ShardedWeightDesc(
+        val.key, tuple(val.local_shape), tuple(val.global_shape), tuple(val.global_offset)
+    )
+
+
+def merge_shard_info_list(
+    list_of_dicts: Iterable[Mapping[str, Iterable[V]]],
+) -> dict[str, list[V]]:
+    """Lists by name, each the lists of that name of several dicts, one after the other."""
+    merged: dict[str, list[V]] = {}
+    for infos in list_of_dicts:
+        for key, values in infos.items():
+            merged.setdefault(key, []).extend(values)
+    return merged
+
+
+def assign_sharded_slice(
+    src_desc: ShardedWeightDesc,
+    src_shard: ShardedWeight,
+    dst_desc: ShardedWeightDesc,
+    dst_shard: ShardedWeight,
+) -> None:
+    """Copy from one shard into another what two descriptions say.
+
+    The descriptions name a region each, in the coordinates of the tensors that the shards are of;
+    the two regions correspond to each other. What the source shard holds of the source region
+    goes to where the target shard holds the target region.
+
+    Args:
+        src_desc: The region in the source tensor.
+        src_shard: What is read.
+        dst_desc: The region in the target tensor.
+        dst_shard: What is written.
+
+    Raises:
+        StateError: If a shard does not touch its region, the two parts differ in shape, or a
+            shard is flattened.
+        MismatchError: If the shards differ in dtype.
+    """
+    source, source_shape = _part_of(src_desc, src_shard)
+    target, target_shape = _part_of(dst_desc, dst_shard)
+    where = f"{src_shard.key} -> {dst_shard.key}"
+    if source_shape != target_shape:
+        raise StateError(
+            f"{where}: the source shard holds {source_shape} elements of its region, the target "
+            f"shard {target_shape} of its own"
+        )
+    if source.dtype != target.dtype:
+        raise MismatchError(f"{where}: {source.dtype} does not fit into {target.dtype}")
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _part_of(desc: ShardedWeightDesc, shard: ShardedWeight) -> tuple[torch.Tensor, list[int]]:
+    """The view of a shard that lies in a region, and its shape."""
+    if shard.is_flattened:
+        raise StateError(
+            f"{shard.key}: a flattened shard has no slices; use reshard_sharded_state_dict"
+        )
+    _, _, shape, _, starts = get_overlap_region(
+        desc.global_offset, desc.local_shape, shard.global_offset, shard.local_shape
+    )
+    if shape is None or starts is None:
+        raise StateError(
+            f"{shard.key}: the shard at {tuple(shard.global_offset)} of shape "
+            f"{tuple(shard.local_shape)} holds nothing of the region at {desc.global_offset} of "
+            f"shape {desc.local_shape}"
+        )
+    place = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
+    return shard.local_tensor[place], shape

@@ -1,0 +1,347 @@
+"""Directories of ATorch's FSDP checkpoints: flat parameters and optimizer state, rank by rank.
+
+Model and optimizer are two families of files in one directory or in two:
+
+* `flat_param.RRRRR-WWWWW`: for rank R of W, a safetensors file with its shard of the flattened
+  parameter of each FSDP unit, by the unit's name. `flat_meta.RRRRR-WWWWW` says for each parameter
+  which range of which shard holds a part of it. Parts follow each other in the order of ranks.
+* `buffers`: a safetensors file. `ckpt_meta`: the version and the number of ranks.
+* `optim_param.RRRRR-WWWWW`: a safetensors file of optimizer state in one dim, by
+  `<parameter>-<state>`. Parts follow each other likewise; a state without dims is the same on
+  every rank. `optim_meta`: the parameter groups.
+
+ATorch writes the meta files as pickles, remesh as JSON (`remesh.compat.atorch`); both are read
+here. What is found has the names of the state `{"model": model, "optimizer": optimizer}`, and
+parameters their own shapes, so it loads into any layout.
+
+The layout was read off ATorch's source (dlrover, atorch/utils/fsdp_save_util.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from remesh.dtypes import BY_NAME, DTYPES
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from remesh.formats import restricted_pickle
+from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.contents import Contents
+from remesh.geometry import boxes_of_flat_range
+from remesh.safetensors_file import decode_header, header_length
+from remesh.storage import Storage
+from remesh.values import UnresolvedValue
+
+NAME = "flat_param"
+LOOKS_FOR = "files flat_param.RRRRR-WWWWW or optim_param.RRRRR-WWWWW (ATorch's FSDP checkpoints)"
+MODEL_META = "ckpt_meta"
+OPTIMIZER_META = "optim_meta"
+BUFFERS = "buffers"
+VERSION = 1
+
+_FILE = re.compile(r"(flat_param|flat_meta|optim_param)\.(\d+)-(\d+)")
+_DTYPE_OF_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES if not dtype.pairs}
+_PICKLE = b"\x80"
+_NOT_OPTIONS = frozenset({"params_names", "params_ep_size"})
+
+
+def file_name(family: str, rank: int, world_size: int) -> str:
+    """Name of a rank's file."""
+    return f"{family}.{rank:05d}-{world_size:05d}"
+
+
+def recognise(storage: Storage) -> bool:
+    """Whether a directory holds such a checkpoint."""
+    return any(_FILE.fullmatch(path) for path in storage.list())
+
+
+def read(storage: Storage) -> Contents:
+    """Read what a directory holds; its tensors stay where they are.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such checkpoint.
+        PickleRefusedError: If a meta file asks for more than plain values.
+        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
+        FormatVersionError: If the checkpoint is of a kind that is not read.
+    """
+    files = storage.list()
+    builder = IndexBuilder(storage)
+    model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
+    optimizer = _family(storage, files, "optim_param")
+    if not model and not optimizer:
+        raise CheckpointNotFoundError(f"{storage.url}: {LOOKS_FOR} are not there")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if model:
+        if len(metas) != len(model):
+            raise CorruptCheckpointError(
+                f"{storage.url}: {len(model)} files flat_param, but {len(metas)} flat_meta"
+            )
+        shapes = _add_model(builder, model, metas)
+    if optimizer:
+        _add_optimizer(builder, optimizer, shapes)
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def _family(storage: Storage, files: Sequence[str], family: str) -> list[str]:
+    """The files of a family, in the order of ranks.
+
+    Raises:
+        CorruptCheckpointError: If some are missing, or several checkpoints lie in one directory.
+    """
+    found = [match for path in files if (match := _FILE.fullmatch(path)) and match[1] == family]
+    ranks = sorted(int(match[2]) for match in found)
+    sizes = {int(match[3]) for match in found}
+    if found and (len(sizes) > 1 or ranks != list(range(*sizes))):
+        raise CorruptCheckpointError(
+            f"{storage.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}; some "
+            "are missing, or several checkpoints were saved here"
+        )
+    return [match[0] for match in sorted(found, key=lambda match: int(match[2]))]
+
+
+# ---------------------------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """The part of a parameter that a rank has, as a flat meta file describes it.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        unit: Name of the FSDP unit.
+        start: First element of the part in the rank's shard of the unit.
+        stop: One past its last element.
+    """
+
+    shape: tuple[int, ...]
+    unit: str
+    start: int
+    stop: int
+
+
+def _add_model(
+    builder: IndexBuilder, files: Sequence[str], meta_files: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Add parameters and buffers; returns the shapes of the parameters."""
+    storage = builder.storage
+    _check_version(storage)
+    units = [_arrays_of(storage, path) for path in files]
+    parts: dict[str, list[_Part]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, path in enumerate(meta_files):
+        for name, own in _read_slices(storage, path).items():
+            where = f"{storage.url}/{path}: {name}"
+            if shapes.setdefault(name, own.shape) != own.shape:
+                raise CorruptCheckpointError(
+                    f"{where}: shape {own.shape}, on other ranks {shapes[name]}"
+                )
+            if own.unit not in units[rank]:
+                raise CorruptCheckpointError(f"{where}: {files[rank]} has no unit {own.unit!r}")
+            parts.setdefault(name, []).append(
+                units[rank][own.unit].part(own.start, own.stop, where)
+            )
+    for name, shape in shapes.items():
+        _add_parts(builder, f"model.{name}", shape, parts[name])
+    if exists(storage, BUFFERS):
+        for name, array in _arrays_of(storage, BUFFERS).items():
+            whole = array.part(0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
+            _add_parts(builder, f"model.{name}", array.shape, [whole])
+    return shapes
+
+
+def _check_version(storage: Storage) -> None:
+    """Early checkpoints have no version; later ones say that they are of version 1."""
+    if not exists(storage, MODEL_META):
+        return
+    version = _plain(storage, MODEL_META).get("version")
+    if version not in {0, VERSION}:
+        raise FormatVersionError(
+            f"{storage.url}/{MODEL_META}: version {version}; known are 0 and {VERSION}"
+        )
+
+
+def _read_slices(storage: Storage, path: str) -> dict[str, ParameterSlice]:
+    """What a flat meta file says.
+
+    Raises:
+        FormatVersionError: If the rank held experts of its own.
+    """
+    where = f"{storage.url}/{path}"
+    document = _plain(storage, path)
+    try:
+        if any("expert_ranks" in unit for unit in document.get("flat_param_meta", {}).values()):
+            raise FormatVersionError(
+                f"{where}: the checkpoint was saved with expert parallelism, in which ranks have "
+                "different tensors of one name; this is not read"
+            )
+        return {
+            name: ParameterSlice(
+                _shape(meta["param_shapes"]),
+                str(meta["striped_fsdp_name"]),
+                *map(int, meta["param_offsets"]),
+            )
+            for name, meta in document.get("param_meta", document).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{where}: not a flat meta file: {error!r}") from error
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """A shape; pickled ones are of a class of torch, which may not be there."""
+    numbers: Any = value.payload if isinstance(value, UnresolvedValue) else value
+    return tuple(map(int, numbers))
+
+
+# ---------------------------------------------------------------------------------------------
+# Optimizer
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_optimizer(
+    builder: IndexBuilder, files: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Add the state and the groups of the optimizer.
+
+    State in one dim gets the shape of its parameter, if that is known and as large.
+    """
+    storage = builder.storage
+    parts: dict[str, list[_Part]] = {}
+    for path in files:
+        for key, array in _arrays_of(storage, path).items():
+            name, _, state = key.rpartition("-")
+            full = f"optimizer.state.{name}.{state}"
+            where = f"{storage.url}/{path}: {key}"
+            if len(array.shape) == 1:
+                parts.setdefault(full, []).append(array.part(0, array.shape[0], where))
+            elif full not in parts:
+                parts[full] = [array.part(0, math.prod(array.shape), where)]
+                _add_parts(builder, full, array.shape, parts[full])
+    sizes = {full: sum(part.num_elements for part in found) for full, found in parts.items()}
+    for full, found in parts.items():
+        parameter = full.removeprefix("optimizer.state.").rpartition(".")[0]
+        shape = shapes.get(parameter, ())
+        if found[0].is_flat:
+            fits = shape and math.prod(shape) == sizes[full]
+            _add_parts(builder, full, shape if fits else (sizes[full],), found)
+    groups = _plain(storage, OPTIMIZER_META)
+    if not isinstance(groups, list):
+        raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: holds no list of groups")
+    for number, group in enumerate(groups):
+        for option, value in group.items():
+            if option not in _NOT_OPTIONS:
+                builder.add_value(f"optimizer.param_groups.{number}.{option}", value)
+    builder.set_sequences({("optimizer", "param_groups"): "list"})
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a flattened tensor that lie next to each other in a file."""
+
+    path: str
+    position: int
+    num_elements: int
+    dtype: str
+    is_flat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """A tensor of a safetensors file."""
+
+    path: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def part(self, start: int, stop: int, where: str) -> _Part:
+        """A range of its elements.
+
+        Raises:
+            CorruptCheckpointError: If it has no such range.
+        """
+        if not 0 <= start <= stop <= math.prod(self.shape):
+            raise CorruptCheckpointError(
+                f"{where}: the range [{start}, {stop}) is not in a tensor of shape {self.shape}"
+            )
+        position = self.position + start * BY_NAME[self.dtype].itemsize
+        return _Part(self.path, position, stop - start, self.dtype, len(self.shape) == 1)
+
+
+def _arrays_of(storage: Storage, path: str) -> dict[str, _Array]:
+    """The tensors of a safetensors file, from its header alone.
+
+    Raises:
+        CorruptCheckpointError: If it is no such file.
+    """
+    where = f"{storage.url}/{path}"
+    length = header_length(storage.read(path, 0, 8), where)
+    header = decode_header(storage.read(path, 0, 8 + length), where)
+    arrays = {}
+    for name, entry in header.entries.items():
+        if entry.dtype not in _DTYPE_OF_CODE:
+            raise FormatVersionError(f"{where}: {name}: element type {entry.dtype} is not known")
+        start, stop = entry.data_offsets
+        array = _Array(
+            path, header.data_start + start, tuple(entry.shape), _DTYPE_OF_CODE[entry.dtype]
+        )
+        if stop - start != math.prod(array.shape) * BY_NAME[array.dtype].itemsize:
+            raise CorruptCheckpointError(f"{where}: {name}: {stop - start} bytes of {array.shape}")
+        arrays[name] = array
+    return arrays
+
+
+def _add_parts(
+    builder: IndexBuilder, name: str, shape: tuple[int, ...], parts: Sequence[_Part]
+) -> None:
+    """Add a tensor whose flattened elements are those of some parts, one after the other.
+
+    Raises:
+        CorruptCheckpointError: If they are too few, too many, or differ in dtype.
+    """
+    found = sum(part.num_elements for part in parts)
+    dtypes = sorted({part.dtype for part in parts})
+    if found != math.prod(shape) or len(dtypes) != 1:
+        raise CorruptCheckpointError(
+            f"{builder.storage.url}: {name}: the files have {found} elements of {dtypes} for shape "
+            f"{shape}"
+        )
+    row = builder.add_tensor(name, dtypes[0], shape)
+    start = 0
+    for part in parts:
+        position = part.position
+        for box in boxes_of_flat_range(shape, start, start + part.num_elements):
+            builder.add_piece(row, box, part.path, position)
+            position += box.size * BY_NAME[part.dtype].itemsize
+        start += part.num_elements
+
+
+def _plain(storage: Storage, path: str) -> Any:
+    """The content of a meta file: a pickle of plain values, or JSON.
+
+    Raises:
+        PickleRefusedError: If a pickle asks for more than plain values.
+        CorruptCheckpointError: If it is missing or neither.
+    """
+    where = f"{storage.url}/{path}"
+    try:
+        data = storage.read(path)
+    except CheckpointNotFoundError:
+        raise CorruptCheckpointError(f"{where}: missing") from None
+    if data[:1] == _PICKLE:
+        return restricted_pickle.resolved(restricted_pickle.loads(data, where), where)
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"{where}: neither a pickle nor JSON: {error}") from error

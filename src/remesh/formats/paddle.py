@@ -1,0 +1,467 @@
+"""Directories of Paddle's Flex Checkpoint.
+
+A checkpoint with number `<id>` is one file `<id>.metadata` and data files `<rank>_<id>.distcp`. All
+of them are pickles:
+
+* The metadata says for each tensor which boxes it is cut into (`LocalTensorMetadata`) and in which
+  data file each of them lies (`LocalTensorIndex` → file). A box may be flattened: then only a range
+  of its elements, in row-major order, is stored, in one dim.
+* A data file is a dict of numpy arrays by name. Which rank wrote it says nothing: copies of a
+  tensor are stored once, in any of the files.
+
+Reading a data file only to find out where its arrays begin would read everything. So its pickle is
+walked opcode by opcode, skipping over the bytes of arrays, and copied on the way with each byte
+string replaced by its position (`_skeleton`). What is left is small, and is read by the restricted
+unpickler like any pickle. Tensors are then read by ranges, as from remesh's own files.
+
+bfloat16 is stored as uint16; the metadata says what it is.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remesh.dtypes import BY_NAME
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
+from remesh.formats import restricted_pickle
+from remesh.formats.building import IndexBuilder
+from remesh.formats.contents import Contents
+from remesh.formats.restricted_pickle import Record, record_type
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.storage import Storage
+
+NAME = "paddle"
+LOOKS_FOR = "a file <number>.metadata (Paddle's Flex Checkpoint)"
+
+METADATA_NAME = re.compile(r"(\d+)\.metadata")
+"""Name of a metadata file; the group is the checkpoint's number."""
+
+_HOMES = (
+    "paddle.distributed.flex_checkpoint.dcp.metadata",
+    "paddle.distributed.checkpoint.metadata",
+)
+_NOT_TENSORS = frozenset({"StructuredToParameterName@@"})
+_SPAN = struct.Struct("<QQ")
+_BYTES_OPCODES = {b"B", b"C", b"\x8e"}
+_READ_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensorMetadata:
+    """A box into which a tensor is cut.
+
+    Attributes:
+        global_offset: Its offset in the tensor, in elements.
+        local_shape: Its shape.
+        dtype: Name of the element type.
+        global_shape: Shape of the tensor; None in checkpoints of early versions.
+        is_flattened: Whether only a range of the flattened box is stored.
+        flattened_range: That range, in elements.
+    """
+
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    global_shape: tuple[int, ...] | None = None
+    is_flattened: bool = False
+    flattened_range: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensorIndex:
+    """Names a stored box.
+
+    Attributes:
+        tensor_key: Name of the tensor.
+        global_offset: See `LocalTensorMetadata`.
+        is_flattened: See `LocalTensorMetadata`.
+        flattened_range: See `LocalTensorMetadata`.
+        replica_id: Number of the copy if copies are stored, counted from 0; else None.
+        local_shape: See `LocalTensorMetadata`; None in checkpoints of early versions.
+    """
+
+    tensor_key: str
+    global_offset: tuple[int, ...]
+    is_flattened: bool = False
+    flattened_range: tuple[int, int] | None = None
+    replica_id: int | None = None
+    local_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a metadata file says.
+
+    Attributes:
+        state_dict_metadata: The boxes of each tensor.
+        storage_metadata: The data file of each stored box.
+        flat_mapping: The keys that lead to each tensor in the nested state that was saved.
+    """
+
+    state_dict_metadata: Mapping[str, list[LocalTensorMetadata]]
+    storage_metadata: Mapping[LocalTensorIndex, str]
+    flat_mapping: Mapping[str, tuple[str, ...]] | None = None
+
+
+# ---------------------------------------------------------------------------------------------
+# Metadata
+# ---------------------------------------------------------------------------------------------
+
+
+def read_metadata(storage: Storage, path: str) -> Metadata:
+    """Read a metadata file.
+
+    Args:
+        storage: The directory.
+        path: Name of the file in it.
+
+    Raises:
+        PickleRefusedError: If it asks for anything but the classes of metadata.
+        CorruptCheckpointError: If it is no such file.
+    """
+    where = f"{storage.url}/{path}"
+    kinds = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
+    also = {f"{home}.{kind}": record_type(f"{home}.{kind}") for home in _HOMES for kind in kinds}
+    found = restricted_pickle.loads(storage.read(path), where, also=also)
+    try:
+        return Metadata(
+            {
+                str(key): [_box_of(record) for record in records]
+                for key, records in found.field("state_dict_metadata").items()
+            },
+            {
+                _index_of(record): str(file)
+                for record, file in found.field("storage_metadata").items()
+            },
+            {
+                str(name): tuple(map(str, keys))
+                for name, keys in (found.field("flat_mapping") or {}).items()
+            },
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{where}: not metadata of Paddle: {error}") from error
+
+
+def _box_of(record: Record) -> LocalTensorMetadata:
+    return LocalTensorMetadata(
+        tuple(map(int, record.field("global_offset"))),
+        tuple(map(int, record.field("local_shape"))),
+        str(record.field("dtype")).rpartition(".")[2],
+        _numbers(record.field("global_shape")),
+        bool(record.field("is_flattened")),
+        _range(record.field("flattened_range")),
+    )
+
+
+def _index_of(record: Record) -> LocalTensorIndex:
+    replica = record.field("replica_id")
+    return LocalTensorIndex(
+        str(record.field("tensor_key")),
+        tuple(map(int, record.field("global_offset"))),
+        bool(record.field("is_flattened")),
+        _range(record.field("flattened_range")),
+        None if replica is None else int(replica),
+        _numbers(record.field("local_shape")),
+    )
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    return None if value is None else tuple(map(int, value))
+
+
+def _range(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    start, stop = (value.start, value.stop) if isinstance(value, slice) else value
+    return int(start), int(stop)
+
+
+# ---------------------------------------------------------------------------------------------
+# Data files
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """Where the elements of an array lie in a data file.
+
+    Attributes:
+        position: First byte.
+        num_bytes: Their bytes.
+        itemsize: Bytes of an element.
+    """
+
+    position: int
+    num_bytes: int
+    itemsize: int
+
+
+def find_arrays(storage: Storage, path: str) -> dict[str, StoredArray]:
+    """Where the arrays of a data file lie; what is between them is all that is read.
+
+    Raises:
+        PickleRefusedError: If the file asks for anything but numpy arrays.
+        CorruptCheckpointError: If it is no such file.
+    """
+    where = f"{storage.url}/{path}"
+    found = restricted_pickle.loads(_skeleton(storage, path), where)
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{where}: not a data file of Paddle: it holds no dict")
+    return {
+        str(name): _stored_array(array, f"{where}: {name}")
+        for name, array in found.items()
+        if name not in _NOT_TENSORS
+    }
+
+
+def _stored_array(array: Any, where: str) -> StoredArray:
+    try:
+        _, shape, dtype, is_fortran, span = array.state
+        position, num_bytes = _SPAN.unpack(span)
+        numpy_dtype = dtype.resolve()
+    except (AttributeError, TypeError, ValueError, struct.error) as error:
+        raise CorruptCheckpointError(f"{where}: not an array: {error}") from error
+    if is_fortran or numpy_dtype.byteorder == ">":
+        raise CorruptCheckpointError(
+            f"{where}: an array of shape {shape} is not row-major and little-endian"
+        )
+    return StoredArray(position, num_bytes, numpy_dtype.itemsize)
+
+
+def _skeleton(storage: Storage, path: str) -> bytes:
+    """The pickle of a file with every byte string replaced by its position and length.
+
+    Frames are left out, as their lengths no longer hold; they only help a reader to read ahead.
+
+    Raises:
+        CorruptCheckpointError: If the file is not a pickle.
+    """
+    reader = _Reader(storage, path)
+    copied = []
+    try:
+        for opcode, argument, _ in pickletools.genops(reader):  # type: ignore[arg-type]
+            raw = reader.take()
+            if raw[:1] in _BYTES_OPCODES:
+                length = len(argument)  # type: ignore[arg-type]
+                copied.append(
+                    b"C" + bytes([_SPAN.size]) + _SPAN.pack(reader.tell() - length, length)
+                )
+            elif opcode.name != "FRAME":
+                copied.append(raw)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{storage.url}/{path}: not a pickle: {error}") from error
+    return b"".join(copied)
+
+
+class _Gap:
+    """Bytes that were not read."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _Reader:
+    """A file as `pickletools.genops` reads it, skipping over long byte strings."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._size = storage.size(path)
+        self._position = 0
+        self._start = 0
+        self._block = b""
+        self._taken = b""
+
+    def tell(self) -> int:
+        """How far the file is read."""
+        return self._position
+
+    def take(self) -> bytes:
+        """What was read since the last call, skipped bytes left out: one opcode."""
+        taken, self._taken = self._taken, b""
+        return taken
+
+    def read(self, length: int) -> bytes | _Gap:
+        """The next bytes; fewer at the end of the file."""
+        if length > _READ_AT_ONCE and self._taken[:1] in _BYTES_OPCODES:
+            length = min(length, self._size - self._position)
+            self._position += length
+            return _Gap(length)
+        data = self._peek(length)
+        self._advance(data)
+        return data
+
+    def readline(self) -> bytes:
+        """The next line; names in old pickles are lines."""
+        line, newline, _ = self._peek(_READ_AT_ONCE).partition(b"\n")
+        self._advance(line + newline)
+        return line + newline
+
+    def _advance(self, data: bytes) -> None:
+        self._position += len(data)
+        self._taken += data
+
+    def _peek(self, length: int) -> bytes:
+        begin = self._position - self._start
+        if not 0 <= begin <= begin + length <= len(self._block):
+            stop = self._position + max(length, _READ_AT_ONCE)
+            self._start, begin = self._position, 0
+            self._block = self._storage.read(self._path, self._position, min(stop, self._size))
+        return self._block[begin : begin + length]
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+def checkpoint_numbers(files: Iterable[str]) -> list[int]:
+    """The numbers of the checkpoints in a directory, in order.
+
+    Args:
+        files: Names of the files in it.
+    """
+    names = map(METADATA_NAME.fullmatch, files)
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def metadata_name(number: int) -> str:
+    """Name of the metadata file of a checkpoint."""
+    return f"{number}.metadata"
+
+
+def recognise(storage: Storage) -> bool:
+    """Whether a directory holds checkpoints of Paddle."""
+    return bool(checkpoint_numbers(storage.list()))
+
+
+def read(storage: Storage, path: str = "") -> Contents:
+    """Read what a checkpoint holds; its tensors stay where they are.
+
+    Args:
+        storage: The directory.
+        path: Name of the metadata file; by default that with the largest number.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such checkpoint.
+        PickleRefusedError: If a file asks for what a checkpoint does not need.
+        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
+    """
+    if not path:
+        numbers = checkpoint_numbers(storage.list())
+        if not numbers:
+            raise CheckpointNotFoundError(f"{storage.url}: {LOOKS_FOR} is not there")
+        path = metadata_name(numbers[-1])
+    metadata = read_metadata(storage, path)
+    builder = IndexBuilder(storage)
+    rows = {}
+    for name, boxes in metadata.state_dict_metadata.items():
+        dtype, shape = _tensor_of(f"{storage.url}/{path}: {name}", boxes)
+        rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
+        keys = (metadata.flat_mapping or {}).get(name)
+        builder.set_path(name, keys or (name,))
+    arrays = _Arrays(storage)
+    for index, file in metadata.storage_metadata.items():
+        where = f"{storage.url}/{file}: {index.tensor_key}"
+        if index.tensor_key not in rows:
+            raise CorruptCheckpointError(f"{where}: stored, but {path} does not describe it")
+        if index.replica_id not in {None, 0}:
+            continue
+        row, itemsize = rows[index.tensor_key]
+        boxes_of_array = _boxes_of(metadata, index, where)
+        array = arrays.find(file, index.tensor_key)
+        _check_array(array, itemsize, sum(box.size for box in boxes_of_array), where)
+        position = array.position
+        for box in boxes_of_array:
+            builder.add_piece(row, box, file, position)
+            position += box.size * itemsize
+    return Contents(NAME, builder.build(), builder.document)
+
+
+@dataclass(slots=True)
+class _Arrays:
+    """The arrays of data files; each file is looked into once."""
+
+    storage: Storage
+    known: dict[str, dict[str, StoredArray]] = field(default_factory=dict)
+
+    def find(self, path: str, name: str) -> StoredArray:
+        """Where an array lies.
+
+        Raises:
+            CorruptCheckpointError: If the file is missing, damaged, or does not hold it.
+        """
+        if path not in self.known:
+            try:
+                self.known[path] = find_arrays(self.storage, path)
+            except CheckpointNotFoundError:
+                raise CorruptCheckpointError(
+                    f"{self.storage.url}/{path}: missing, though the metadata name it"
+                ) from None
+        if name not in self.known[path]:
+            raise CorruptCheckpointError(
+                f"{self.storage.url}/{path}: {name} is missing, though the metadata name it"
+            )
+        return self.known[path][name]
+
+
+def _tensor_of(where: str, boxes: list[LocalTensorMetadata]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and global shape of a tensor.
+
+    Raises:
+        CorruptCheckpointError: If its boxes disagree, or the dtype is none that is known.
+    """
+    found = {(box.dtype, _global_shape(boxes, box)) for box in boxes}
+    dtype, shape = min(found, default=("", ()))
+    if len(found) != 1 or dtype not in BY_NAME:
+        raise CorruptCheckpointError(
+            f"{where}: not one shape and known dtype, but {sorted(found) or 'none'}"
+        )
+    return dtype, shape
+
+
+def _global_shape(boxes: list[LocalTensorMetadata], box: LocalTensorMetadata) -> tuple[int, ...]:
+    """The shape of a tensor; early metadata do not say it, so it is as far as its boxes reach."""
+    if box.global_shape is not None:
+        return box.global_shape
+    ends = [Box(other.global_offset, other.local_shape).end for other in boxes]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _boxes_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> list[Box]:
+    """The boxes of a tensor whose elements a stored array has, in order."""
+    shape = index.local_shape
+    if shape is None:
+        at_offset = [
+            box.local_shape
+            for box in metadata.state_dict_metadata[index.tensor_key]
+            if box.global_offset == index.global_offset
+        ]
+        if len(set(at_offset)) != 1:
+            raise CorruptCheckpointError(f"{where}: no single box at {index.global_offset}")
+        shape = at_offset[0]
+    if not index.is_flattened:
+        return [Box(index.global_offset, shape)]
+    if index.flattened_range is None:
+        raise CorruptCheckpointError(f"{where}: flattened, but no range is given")
+    try:
+        flat = boxes_of_flat_range(shape, *index.flattened_range)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from error
+    return [box.shift(index.global_offset) for box in flat]
+
+
+def _check_array(array: StoredArray, itemsize: int, num_elements: int, where: str) -> None:
+    if (array.itemsize, array.num_bytes) != (itemsize, itemsize * num_elements):
+        raise CorruptCheckpointError(
+            f"{where}: {array.num_bytes} bytes in elements of {array.itemsize} are stored, the "
+            f"metadata say {num_elements} elements of {itemsize}"
+        )

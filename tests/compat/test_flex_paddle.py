@@ -1,0 +1,259 @@
+"""Checkpoints that Paddle wrote (3.3.1, two ranks), loaded as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import remesh
+from remesh.compat.flex_checkpoint import (
+    load_state_dict,
+    make_replicated_sharded_weight,
+)
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    PickleRefusedError,
+)
+from remesh.exchange import Exchange
+from remesh.formats import paddle
+from remesh.storage import MemoryStorage, open_storage
+from remesh.testing import run_ranks
+from tests.compat.flex_layouts import Weights, cut, emptied, flat
+
+DATA = Path(__file__).parents[1] / "data" / "paddle"
+CONTENT: dict[str, dict[str, Any]] = json.loads((DATA / "EXPECTED.json").read_text())
+DIRECTORIES = ["two_rank", "flat3d"]
+
+
+def expected(directory: str) -> dict[str, torch.Tensor]:
+    """The tensors that a directory holds."""
+    found = {}
+    for name, spec in CONTENT[directory].items():
+        dtype = getattr(torch, spec["dtype"])
+        size = math.prod(spec["shape"])
+        values = spec.get("values") or range(spec["start"], spec["start"] + size)
+        found[name] = torch.tensor(list(values), dtype=dtype).reshape(spec["shape"])
+    return found
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> Weights:
+    return {name: make_replicated_sharded_weight(name, tensor) for name, tensor in tensors.items()}
+
+
+def loaded(path: Path, wanted: Weights, **options: Any) -> Weights:
+    target = {key: emptied(weight) for key, weight in wanted.items()}
+    load_state_dict(target, path, **options)
+    return target
+
+
+def check(target: Weights, wanted: Weights) -> None:
+    for key, weight in wanted.items():
+        assert torch.equal(target[key].local_tensor, weight.local_tensor), key
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_every_tensor_alone(directory: str) -> None:
+    wanted = whole(expected(directory))
+    check(loaded(DATA / directory, wanted), wanted)
+    check(loaded(DATA / directory, wanted, unique_id=0), wanted)
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_as_a_format_of_the_engine(directory: str) -> None:
+    checkpoint = remesh.Checkpoint(DATA / directory)
+    assert checkpoint.format == "paddle"
+    tensors = expected(directory)
+    assert sorted(checkpoint.index) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+    assert not checkpoint.verify().has_digests
+    assert checkpoint.state().keys() == tensors.keys()
+
+
+def _other_layouts(exchange: Exchange) -> None:
+    rank, tensors = exchange.rank, expected("two_rank")
+    wanted = {
+        "col.weight": cut("col.weight", tensors["col.weight"], 0, rank, 2),
+        "row.weight": cut("row.weight", tensors["row.weight"], 1, rank, 2),
+        "col.bias": make_replicated_sharded_weight("col.bias", tensors["col.bias"]),
+        "norm2.weight.moment1_0": flat(
+            make_replicated_sharded_weight(
+                "norm2.weight.moment1_0", tensors["norm2.weight.moment1_0"]
+            ),
+            *[(0, 13), (13, 24)][rank],
+        ),
+    }
+    if rank:
+        wanted |= whole({"stage1.weight": tensors["stage1.weight"]})
+    check(loaded(DATA / "two_rank", wanted, process_group=exchange), wanted)
+    moment = make_replicated_sharded_weight("m", expected("flat3d")["m"])
+    ranges = {"m": flat(moment, *[(3, 7), (9, 23)][rank])}
+    check(loaded(DATA / "flat3d", ranges, process_group=exchange), ranges)
+
+
+def test_other_layouts() -> None:
+    run_ranks(2, _other_layouts)
+
+
+def test_statements() -> None:
+    tensors = expected("two_rank")
+    wanted = whole({"both": torch.cat([tensors["row.weight"], tensors["row.weight"]])})
+    statements = ["row.weight, row.weight -> both, axis=0"]
+    check(loaded(DATA / "two_rank", wanted, aoa_config={"aoa_statements": statements}), wanted)
+
+
+def test_what_is_not_there() -> None:
+    wanted = whole(expected("two_rank"))
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 1 is there; there are: 0"):
+        loaded(DATA / "two_rank", wanted, unique_id=1)
+    with pytest.raises(MismatchError, match="other") as caught:
+        loaded(DATA / "two_rank", whole({"other": torch.zeros(2)}))
+    assert caught.value.missing == ("other",)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DATA / "two_rank", tmp_path / "two_rank"))
+
+
+def test_a_later_number_counts_unless_another_is_asked_for(copied: Path) -> None:
+    shutil.copy(DATA / "flat3d" / "0.metadata", copied / "12.metadata")
+    for file in DATA.joinpath("flat3d").glob("*.distcp"):
+        shutil.copy(file, copied / file.name.replace("_0.", "_12."))
+    data = (copied / "12.metadata").read_bytes()
+    for rank in range(2):
+        data = data.replace(_string(f"{rank}_0.distcp"), _string(f"{rank}_12.distcp"))
+    (copied / "12.metadata").write_bytes(_without_frame(data))
+    check(loaded(copied, whole(expected("flat3d"))), whole(expected("flat3d")))
+    wanted = whole(expected("two_rank"))
+    check(loaded(copied, wanted, unique_id=0), wanted)
+
+
+def test_master_weights_of_the_other_mode(copied: Path) -> None:
+    for path in copied.iterdir():
+        grown = path.read_bytes().replace(_string("norm.weight"), _string("opt.w_fp32_master_0"))
+        path.write_bytes(_without_frame(grown))
+    tensor = expected("two_rank")["norm.weight"]
+    wanted = whole({"opt.master_weights.w": tensor})
+    check(loaded(copied, wanted), wanted)
+    with pytest.raises(MismatchError, match=r"opt\.master_weights\.w"):
+        loaded(copied, wanted, mw_name_compatibility=False)
+
+
+def _string(text: str) -> bytes:
+    """A short string in a pickle."""
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def _without_frame(data: bytes) -> bytes:
+    """A small pickle without its one frame, whose length no longer holds."""
+    return data[:2] + data[11:]
+
+
+class _Touch:
+    """Pickles into a program that makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("file", ["0.metadata", "0_0.distcp"])
+def test_a_pickle_that_runs_something_is_refused(copied: Path, tmp_path: Path, file: str) -> None:
+    evil = {"col.weight": _Touch(tmp_path / "ran")}
+    (copied / file).write_bytes(pickle.dumps(evil, protocol=4))
+    with pytest.raises(PickleRefusedError, match="system"):
+        loaded(copied, whole(expected("two_rank")))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damage(copied: Path) -> None:
+    wanted = whole(expected("two_rank"))
+    data = (copied / "1_0.distcp").read_bytes()
+    for length in (0, 1, 100, len(data) // 2, len(data) - 1):
+        (copied / "1_0.distcp").write_bytes(data[:length])
+        with pytest.raises(CorruptCheckpointError, match=r"1_0\.distcp"):
+            loaded(copied, wanted)
+    (copied / "1_0.distcp").write_bytes(pickle.dumps([1, 2], protocol=4))
+    with pytest.raises(CorruptCheckpointError, match="holds no dict"):
+        loaded(copied, wanted)
+    other = {"norm.weight": np.zeros(5, np.float32)}
+    (copied / "1_0.distcp").write_bytes(pickle.dumps(other, protocol=4))
+    with pytest.raises(CorruptCheckpointError, match="the metadata"):
+        loaded(copied, wanted)
+    (copied / "1_0.distcp").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"1_0\.distcp: missing"):
+        loaded(copied, wanted)
+    (copied / "0.metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CorruptCheckpointError, match="not metadata of Paddle"):
+        loaded(copied, wanted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.dictionaries(st.text(min_size=1), st.sampled_from([0, 1, 63, 64, 70_000, 300_000])),
+    protocol=st.sampled_from([3, 4]),
+    dtype=st.sampled_from([np.float32, np.uint16, np.int8, np.float64]),
+)
+def test_arrays_are_found_in_place(sizes: dict[str, int], protocol: int, dtype: Any) -> None:
+    """Also those that are longer than what is read at once, and skipped."""
+    arrays = {name: np.arange(size).astype(dtype) for name, size in sizes.items()}
+    data = pickle.dumps({**arrays, "StructuredToParameterName@@": {"a": "b"}}, protocol=protocol)
+    storage = MemoryStorage()
+    storage.put("file", data, overwrite=False)
+    found = paddle.find_arrays(storage, "file")
+    assert found.keys() == arrays.keys() - {"StructuredToParameterName@@"}
+    for name, array in found.items():
+        assert array.itemsize == np.dtype(dtype).itemsize
+        stored = data[array.position : array.position + array.num_bytes]
+        assert np.array_equal(np.frombuffer(stored, dtype), arrays[name])
+
+
+def test_arrays_that_do_not_lie_row_by_row() -> None:
+    storage = MemoryStorage()
+    fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    storage.put("fortran", pickle.dumps({"w": fortran}, protocol=4), overwrite=False)
+    storage.put("big", pickle.dumps({"w": np.zeros(2, ">f4")}, protocol=4), overwrite=False)
+    for path in ("fortran", "big"):
+        with pytest.raises(CorruptCheckpointError, match="not row-major and little-endian"):
+            paddle.find_arrays(storage, path)
+
+
+def test_only_what_lies_between_arrays_is_read() -> None:
+    class Counting(MemoryStorage):
+        num_bytes = 0
+
+        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+            found = super().read(path, start, stop)
+            self.num_bytes += len(found)
+            return found
+
+    storage = Counting()
+    arrays = {str(n): np.zeros(1 << 20, np.float32) for n in range(4)}
+    storage.put("file", pickle.dumps(arrays, protocol=4), overwrite=False)
+    assert len(paddle.find_arrays(storage, "file")) == 4
+    assert storage.num_bytes <= 6 << 16
+
+
+def test_metadata_says_what_the_data_files_hold() -> None:
+    metadata = paddle.read_metadata(open_storage(DATA / "flat3d"), "0.metadata")
+    first, second = metadata.state_dict_metadata["m"]
+    assert (first.flattened_range, second.flattened_range) == ((0, 14), (14, 24))
+    assert first.local_shape == first.global_shape == (2, 3, 4)
+    assert sorted(metadata.storage_metadata.values()) == ["0_0.distcp", "1_0.distcp"]
+    assert metadata.flat_mapping == {"m": ("m",)}

@@ -1,0 +1,113 @@
+"""Indices, flat ranges and overlaps: the examples of the documentation, and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remesh.compat.flex_checkpoint import (
+    flat_range_in_min_slice,
+    get_overlap_region,
+    minimal_nd_slice,
+    ravel_index,
+    unravel_index,
+)
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
+
+
+@st.composite
+def shape_and_range(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    start = draw(st.integers(0, math.prod(shape) - 1))
+    return shape, start, draw(st.integers(start + 1, math.prod(shape)))
+
+
+def bounding_slices(shape: tuple[int, ...], start: int, end: int) -> list[tuple[int, int]]:
+    """The smallest slices around a range, by looking at each element."""
+    indices = [np.unravel_index(flat, shape) for flat in range(start, end)]
+    return [
+        (min(int(i[axis]) for i in indices), max(int(i[axis]) for i in indices) + 1)
+        for axis in range(len(shape))
+    ]
+
+
+def check_range(shape: tuple[int, ...], start: int, end: int) -> None:
+    slices, first, last = minimal_nd_slice(shape, start, end)
+    assert slices == bounding_slices(shape, start, end)
+    assert (ravel_index(first, shape), ravel_index(last, shape)) == (start, end - 1)
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    inside = whole[tuple(slice(a, b) for a, b in slices)].reshape(-1)
+    begin, stop = flat_range_in_min_slice(shape, slices, start, end)
+    assert inside[begin:stop].tolist() == list(range(start, end))
+
+
+def test_documented_indices() -> None:
+    assert ravel_index((1, 2, 3), (2, 3, 4)) == 23
+    assert unravel_index(23, (2, 3, 4)) == (1, 2, 3)
+
+
+def test_documented_minimal_slice() -> None:
+    assert minimal_nd_slice((4, 3), 5, 8) == ([(1, 3), (0, 3)], (1, 2), (2, 1))
+
+
+def test_documented_range_in_the_minimal_slice() -> None:
+    assert flat_range_in_min_slice((4, 3), [(1, 3), (0, 3)], 5, 8) == (2, 5)
+
+
+def test_documented_overlap() -> None:
+    found = get_overlap_region((0, 0), (4, 4), (2, 2), (4, 4))
+    assert found == (True, [2, 2], [2, 2], [2, 2], [0, 0])
+
+
+def test_no_overlap() -> None:
+    assert get_overlap_region((0, 0), (2, 4), (2, 0), (2, 4)) == (False, None, None, None, None)
+
+
+def test_every_range_of_three_dims() -> None:
+    """The listing that is in common use is wrong for 42 of these 300."""
+    ranges = list(itertools.combinations(range(25), 2))
+    assert len(ranges) == 300
+    for start, end in ranges:
+        check_range((2, 3, 4), start, end)
+
+
+@given(shape_and_range())
+def test_any_range_of_any_shape(case: tuple[tuple[int, ...], int, int]) -> None:
+    check_range(*case)
+
+
+@given(shape_and_range())
+def test_a_range_in_a_slice_that_is_larger_than_needed(
+    case: tuple[tuple[int, ...], int, int],
+) -> None:
+    shape, start, end = case
+    slices = [(0, n) for n in shape]
+    assert flat_range_in_min_slice(shape, slices, start, end) == (start, end)
+
+
+@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.integers(0, 5**5))))
+def test_indices_are_numpys(case: tuple[tuple[int, ...], int]) -> None:
+    shape, flat = case
+    flat %= math.prod(shape)
+    index = unravel_index(flat, shape)
+    assert index == tuple(map(int, np.unravel_index(flat, shape)))
+    assert ravel_index(index, shape) == flat
+
+
+def test_what_is_outside_is_refused() -> None:
+    for wrong in ((2, 0, 0), (0, 3, 0), (-1, 0, 0), (0, 0)):
+        with pytest.raises(ValueError, match="there is no element"):
+            ravel_index(wrong, (2, 3, 4))
+    for flat in (-1, 24):
+        with pytest.raises(ValueError, match="there is no element number"):
+            unravel_index(flat, (2, 3, 4))
+    with pytest.raises(ValueError, match="empty"):
+        minimal_nd_slice((2, 3, 4), 5, 5)
+    with pytest.raises(ValueError, match="does not hold all of"):
+        flat_range_in_min_slice((4, 3), [(1, 3), (0, 2)], 4, 8)
