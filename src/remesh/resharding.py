@@ -32,7 +32,7 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats import native
 from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.pipeline import Dealer, FileLayout, deal_to_owners
+from remesh.pipeline import Dealer, FileLayout, Patience, deal_to_owners
 from remesh.planner import files_of_windows
 from remesh.storage import Buffer, MemoryStorage
 from remesh.transform import Transform
@@ -99,7 +99,10 @@ def reshard(
         LoadOptions(missing == "keep", unexpected == "error", cast),
         transform=transform,
         read=lambda target: target.read(
-            lambda size: emit("load.run_read", size), exchange, _dealer_to(owners, target)
+            lambda size: emit("load.run_read", size),
+            exchange,
+            _dealer_to(owners, target),
+            Patience(),
         ),
         check=lambda target: _refuse_overlap(mine.layout, target),
         emit=emit,

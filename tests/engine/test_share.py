@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 import remesh
 from remesh.exchange import Exchange
 from remesh.geometry import Box
-from remesh.pipeline.share import MAX_SHARERS, ROUND_WINDOWS, deal
+from remesh.pipeline import (
+    LOCAL_EXCHANGE_COST,
+    REMOTE_EXCHANGE_COST,
+    deal,
+    deal_if_it_pays,
+    deal_to_owners,
+)
+from remesh.pipeline.dealing import (
+    MAX_SHARERS,
+    ROUND_WINDOWS,
+    SHARING_BYTES,
+    Share,
+    Touched,
+    sharing_pays,
+)
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.testing import (
     FaultyStorage,
@@ -51,11 +65,19 @@ def storage() -> MemoryStorage:
     return stored_by_rows()
 
 
-def load_box(exchange: Exchange, storage: Storage, box: Box) -> remesh.RestoreReport:
+def load_box(
+    exchange: Exchange, storage: Storage, box: Box, *, share_reads: bool | None = True
+) -> remesh.RestoreReport:
     part = np.full(box.shape, -1.0)
     tensor = remesh.ShardedTensor.at_offset("w", part, SHAPE, box.offset)
     reports: list[remesh.RestoreReport] = []
-    remesh.load({"w": tensor}, storage, group=exchange, share_reads=True, on_report=reports.append)
+    remesh.load(
+        {"w": tensor},
+        storage,
+        group=exchange,
+        share_reads=share_reads,
+        on_report=reports.append,
+    )
     np.testing.assert_array_equal(part, truth()[box.slices])
     return reports[0]
 
@@ -81,6 +103,32 @@ def test_replicas_are_read_once(storage: MemoryStorage) -> None:
     reports = run_ranks(3, lambda exchange: load_box(exchange, storage, Box.whole(SHAPE)))
     assert sum(report.bytes_read for report in reports) <= truth().nbytes + (1 << 20)
     assert all(report.bytes_needed == truth().nbytes for report in reports)
+
+
+def test_the_default_shares_columns_and_says_so(storage: MemoryStorage) -> None:
+    def load(exchange: Exchange, share_reads: bool | None) -> remesh.RestoreReport:
+        box = column(exchange.rank, exchange.world_size)
+        return load_box(exchange, storage, box, share_reads=share_reads)
+
+    stored = sum(file.num_bytes for file in remesh.Checkpoint(storage).index.files)
+    for report in run_ranks(4, load, None):
+        assert report.reads_shared
+        assert report.group_bytes_needed == truth().nbytes
+        assert truth().nbytes <= report.group_bytes_read <= stored
+        assert "; all ranks, shared reads: read 0.096 GB for 0.096 GB wanted" in str(report)
+    for report in run_ranks(4, load, False):
+        assert not report.reads_shared
+        assert report.group_bytes_read >= 4 * truth().nbytes
+        assert "; all ranks, each for itself: read 0.384 GB for 0.096 GB wanted" in str(report)
+
+
+def test_the_default_does_not_share_what_each_needs_alone(storage: MemoryStorage) -> None:
+    def load(exchange: Exchange) -> remesh.RestoreReport:
+        rows = SHAPE[0] // 2
+        box = Box((exchange.rank * rows, 0), (rows, SHAPE[1]))
+        return load_box(exchange, storage, box, share_reads=None)
+
+    assert not any(report.reads_shared for report in run_ranks(2, load))
 
 
 def test_what_nobody_shares_is_read_by_whoever_needs_it(storage: MemoryStorage) -> None:
@@ -119,30 +167,94 @@ def test_processes_swap_over_gloo(tmp_path: Path) -> None:
     assert truth().nbytes <= sum(read) <= truth().nbytes + (2 << 20)
 
 
+def touched_by(windows: list[int]) -> Touched:
+    ascending = np.array(sorted(windows), dtype=np.int64)
+    return Touched(ascending, np.full(len(windows), 10), np.full(len(windows), 5))
+
+
 @given(st.lists(st.lists(st.integers(0, 40), unique=True), min_size=1, max_size=40))
 @settings(deadline=None)
 def test_the_deal(touched: list[list[int]]) -> None:
-    windows = [np.array(sorted(of_rank), dtype=np.int64) for of_rank in touched]
-    dealt = deal(windows)
-    groups: dict[int, list[set[int]]] = {}
-    for row, window in enumerate(dealt.windows.tolist()):
-        sharers = set(np.flatnonzero(dealt.sharers[row]).tolist())
+    shares = [Share.decode(share.encode()) for share in deal(list(map(touched_by, touched)))]
+    readers: dict[tuple[int, int], set[int]] = {}
+    for rank, share in enumerate(shares):
+        shared = [
+            window for window in sorted(touched[rank]) if sum(window in of for of in touched) > 1
+        ]
+        assert share.windows.tolist() == shared
+        rows = share.rows_of(np.array(sorted(touched[rank]), dtype=np.int64))
+        assert (rows >= 0).sum() == len(shared)
+        assert share.rows_of(np.array([99])).tolist() == [-1]
+        for window, reader in zip(shared, share.reader.tolist(), strict=True):
+            readers.setdefault((window, reader), set()).add(rank)
+        assert (share.round < share.num_rounds).all()
+    asking: dict[int, set[int]] = {rank: set() for rank in range(len(touched))}
+    for (window, reader), sharers in readers.items():
+        assert reader in sharers
         assert 2 <= len(sharers) <= MAX_SHARERS
-        assert int(dealt.reader[row]) in sharers
         assert all(window in touched[rank] for rank in sharers)
-        groups.setdefault(window, []).append(sharers)
-    for rank, of_rank in enumerate(windows):
-        rows = dealt.rows_of(rank, of_rank)
-        for window, row in zip(of_rank.tolist(), rows.tolist(), strict=True):
-            holders = [other for other in range(len(touched)) if window in touched[other]]
-            assert (row >= 0) == (len(holders) > 1)
-            if row >= 0:
-                assert dealt.windows[row] == window
-                assert dealt.sharers[row, rank]
-    for window, parts in groups.items():
-        everybody = {rank for rank in range(len(touched)) if window in touched[rank]}
-        assert set[int]().union(*parts) == everybody
-        assert sum(map(len, parts)) == len(everybody)
-    for reader in range(len(touched)):
-        rounds = dealt.round[dealt.reader == reader]
-        assert (np.bincount(rounds) <= ROUND_WINDOWS).all() if len(rounds) else True
+        rounds = {
+            int(shares[rank].round[shares[rank].rows_of(np.array([window]))[0]]) for rank in sharers
+        }
+        assert len(rounds) == 1
+        asking[reader] |= sharers - {reader}
+    for rank, share in enumerate(shares):
+        assert set(share.asked_by.tolist()) == asking[rank]
+        read = share.round[share.reader == rank]
+        assert (np.bincount(read, minlength=1) <= ROUND_WINDOWS).all()
+    assert len({share.num_rounds for share in shares}) == 1
+
+
+def test_more_sharers_make_smaller_rounds() -> None:
+    for num_ranks, most in ((2, 4), (4, 4), (8, 2), (16, 1), (40, 1)):
+        shares = deal([touched_by(list(range(160)))] * num_ranks)
+        for rank, share in enumerate(shares):
+            assert np.bincount(share.round[share.reader == rank]).max() == most
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), unique=True), min_size=1, max_size=12),
+    st.data(),
+)
+@settings(deadline=None)
+def test_owners_read_whether_they_need_it_or_not(
+    touched: list[list[int]], data: st.DataObject
+) -> None:
+    owners = data.draw(st.lists(st.integers(0, len(touched) - 1), min_size=21, max_size=21))
+    shares = deal_to_owners(
+        list(map(touched_by, touched)), lambda windows: np.array(owners)[windows]
+    )
+    for rank, share in enumerate(shares):
+        needed = {window for of in touched for window in of if owners[window] == rank}
+        assert set(share.windows.tolist()) == set(touched[rank]) | needed
+        assert share.reader.tolist() == [owners[window] for window in share.windows.tolist()]
+        others = {
+            other for other in range(len(touched)) if other != rank and needed & set(touched[other])
+        }
+        assert set(share.asked_by.tolist()) == others
+
+
+def test_sharing_pays_if_it_spares_more_than_it_moves() -> None:
+    alone, once, moved = 200 * SHARING_BYTES, 100 * SHARING_BYTES, 50 * SHARING_BYTES
+    assert sharing_pays(alone, once, moved, exchange_cost=1.97)
+    assert not sharing_pays(alone, once, moved, exchange_cost=1.98)
+    # A small load is over before the ranks have agreed on anything.
+    assert not sharing_pays(200, 100, 0, exchange_cost=0.1)
+
+
+def test_what_is_decided_for_whom() -> None:
+    windows = np.arange(8)
+    whole, half = np.full(8, 8 << 20), np.full(8, 4 << 20)
+    replica, column = Touched(windows, whole, whole), Touched(windows, whole, half)
+    # Four columns of what was saved by rows: each byte is needed once, and read four times.
+    quarter = Touched(windows, whole, np.full(8, 2 << 20))
+    assert deal_if_it_pays([quarter] * 4, exchange_cost=LOCAL_EXCHANGE_COST) is not None
+    assert deal_if_it_pays([column] * 2, exchange_cost=LOCAL_EXCHANGE_COST) is not None
+    # Replicas on one machine move as much as they spare.
+    assert deal_if_it_pays([replica] * 4, exchange_cost=LOCAL_EXCHANGE_COST) is None
+    assert deal_if_it_pays([replica] * 4, exchange_cost=REMOTE_EXCHANGE_COST) is not None
+    # Nothing is needed twice.
+    apart = [Touched(windows[:4], whole[:4], whole[:4]), Touched(windows[4:], whole[4:], whole[4:])]
+    assert deal_if_it_pays(apart, exchange_cost=REMOTE_EXCHANGE_COST) is None
+    nothing = Touched(windows[:0], whole[:0], whole[:0])
+    assert deal_if_it_pays([nothing] * 2, exchange_cost=REMOTE_EXCHANGE_COST) is None

@@ -29,15 +29,23 @@ from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
 from remesh.checkpoint.transformed import TransformedTarget
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
-from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
+from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.native import ValuesDocument
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.index import Index
-from remesh.storage import Storage
+from remesh.pipeline import (
+    LOCAL_EXCHANGE_COST,
+    REMOTE_EXCHANGE_COST,
+    Dealer,
+    Patience,
+    deal,
+    deal_if_it_pays,
+)
+from remesh.storage import Storage, is_remote
 from remesh.transform import Transform
 
 
-def load(
+def load(  # noqa: PLR0913 - the options of a load, each of which stands for itself
     state: Any,
     path: Any,
     *,
@@ -45,7 +53,8 @@ def load(
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
     transform: Transform | None = None,
-    share_reads: bool = False,
+    share_reads: bool | None = None,
+    timeout: float | None = None,
     group: Any = None,
     on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
@@ -66,9 +75,11 @@ def load(
         transform: What the stored tensors become on their way: renamed, fused, split, transposed,
             cast. Their optimizer state follows. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
-        share_reads: Let one rank read what several need and pass it on, so that storage serves
-            every byte once. Pays where storage is slower than the network between ranks: many
-            replicas, object stores, shared file systems. On a local disk it does not.
+        share_reads: Whether one rank reads what several need and passes it on, so that storage
+            serves every byte once. None decides: shared if that spares more reading than it costs
+            to move bytes between ranks, which is little where storage is a network away.
+        timeout: Seconds that reading tensors may take; None for no limit. A rank that is late then
+            is named in the error, on every rank that can still be reached.
         group: See `save`.
         on_report: Is given this rank's `RestoreReport`.
         on_event: Told of the moments in `remesh.events.LOAD_POINTS`.
@@ -84,7 +95,7 @@ def load(
         CorruptCheckpointError: If stored bytes are missing or damaged.
         FormatVersionError: If the checkpoint was written by a newer remesh.
         StorageError: If the storage fails.
-        ExchangeError: If a rank died.
+        ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
     started = time.monotonic()
     exchange = exchange_of(group)
@@ -93,7 +104,8 @@ def load(
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     stored = open_shared(exchange, place)
     emit("load.opened")
-    partners = exchange if share_reads else Alone()
+    dealer = dealer_of(share_reads, exchange, storage)
+    patience = Patience(timeout=timeout)
     return load_into(
         state,
         stored,
@@ -101,7 +113,9 @@ def load(
         exchange,
         LoadOptions(missing == "keep", unexpected == "error", cast),
         transform=transform,
-        read=lambda target: target.read(lambda size: emit("load.run_read", size), partners),
+        read=lambda target: target.read(
+            lambda size: emit("load.run_read", size), exchange, dealer, patience
+        ),
         emit=emit,
         on_report=lambda report: (
             on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
@@ -163,7 +177,7 @@ def load_into(
     def fill() -> bytes:
         read(target)
         emit("load.read")
-        return b""
+        return msgspec.msgpack.encode((target.bytes_needed, sum(target.reads)))
 
     def put_back() -> bytes:
         nonlocal result
@@ -171,12 +185,21 @@ def load_into(
         return b""
 
     try:
-        run_on_all(exchange, fill)
+        totals = [
+            msgspec.msgpack.decode(reply, type=tuple[int, int])
+            for reply in run_on_all(exchange, fill)
+        ]
         run_on_all(exchange, put_back)
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    on_report(target.report(extra))
+    on_report(
+        dataclasses.replace(
+            target.report(extra),
+            group_bytes_needed=sum(needed for needed, _ in totals),
+            group_bytes_read=sum(num_read for _, num_read in totals),
+        )
+    )
     emit("load.done")
     return result
 
@@ -199,6 +222,16 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
     where = place.storage.url
     return StoredState(Index.decode(index, where), ValuesDocument.decode(document, where))
+
+
+def dealer_of(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Dealer | None:
+    """What decides who reads for whom; None if every rank reads for itself."""
+    if share_reads is False or exchange.world_size == 1:
+        return None
+    if share_reads:
+        return deal
+    cost = REMOTE_EXCHANGE_COST if is_remote(storage) else LOCAL_EXCHANGE_COST
+    return lambda touched: deal_if_it_pays(touched, exchange_cost=cost)
 
 
 def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:

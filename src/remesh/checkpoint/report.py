@@ -23,6 +23,9 @@ class RestoreReport:
         bytes_read: Bytes that this rank read from data files.
         num_reads: Read requests.
         seconds: Wall time of the load.
+        reads_shared: Whether ranks read for each other.
+        group_bytes_needed: Bytes of tensor data that all ranks wanted.
+        group_bytes_read: Bytes that all ranks read from data files.
     """
 
     restored: tuple[str, ...]
@@ -36,6 +39,9 @@ class RestoreReport:
     bytes_read: int
     num_reads: int
     seconds: float
+    reads_shared: bool = False
+    group_bytes_needed: int = 0
+    group_bytes_read: int = 0
 
     def __str__(self) -> str:
         counts = [
@@ -51,10 +57,18 @@ class RestoreReport:
             )
             if names or kind == "restored"
         ]
+        group = ""
+        if self.group_bytes_needed > self.bytes_needed:
+            how = "shared reads" if self.reads_shared else "each for itself"
+            group = (
+                f"; all ranks, {how}: read {self.group_bytes_read / 1e9:.3f} GB for "
+                f"{self.group_bytes_needed / 1e9:.3f} GB wanted"
+            )
         rate = self.bytes_read / self.seconds / 1e9 if self.seconds else 0.0
         return (
             f"{', '.join(counts)}; read {self.bytes_read / 1e9:.3f} GB for "
             f"{self.bytes_needed / 1e9:.3f} GB wanted in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+            f"{group}"
         )
 
 

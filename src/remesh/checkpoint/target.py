@@ -22,7 +22,7 @@ from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.index import BoxTable
 from remesh.memory import Memory
-from remesh.pipeline import Dealer, Want, deal, read_runs, read_together
+from remesh.pipeline import Dealer, Patience, Want, read_together, read_watched
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.sharded import ArrayLike
 from remesh.state import Description, TensorEntry
@@ -63,6 +63,7 @@ class Target:
     bytes_needed: int = field(default=0, init=False)
     limits: ReadLimits = field(default_factory=ReadLimits, init=False)
     reads: list[int] = field(default_factory=list, init=False)
+    reads_shared: bool = field(default=False, init=False)
 
     def prepare(self, state: Any) -> bytes:
         """Compare the state with what is stored, and plan the reads.
@@ -238,14 +239,19 @@ class Target:
         return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
 
     def read(
-        self, on_run: Callable[[int], None], exchange: Exchange, dealer: Dealer = deal
+        self,
+        on_run: Callable[[int], None],
+        exchange: Exchange,
+        dealer: Dealer | None,
+        patience: Patience,
     ) -> None:
-        """Fill this rank's tensors, together with the ranks of an exchange.
+        """Fill this rank's tensors, while the others fill theirs. Collective.
 
         Args:
             on_run: Called after each run that this rank reads, with its size in bytes.
-            exchange: The ranks that read together.
-            dealer: Deals what they need.
+            exchange: The ranks that load.
+            dealer: Deals what they need; None if every rank reads for itself.
+            patience: How long that may take.
         """
         assert self.plan is not None
         for memory, shape in self.zeros:
@@ -257,10 +263,17 @@ class Target:
             on_run(size)
 
         read = (self.storage, self.stored.index, self.plan, self.wants)
-        if exchange.world_size == 1:
-            read_runs(*read, count)
+        if dealer is None:
+            read_watched(exchange, *read, on_run=count, patience=patience)
         else:
-            read_together(exchange, *read, limits=self.limits, on_run=count, dealer=dealer)
+            self.reads_shared = read_together(
+                exchange,
+                *read,
+                limits=self.limits,
+                on_run=count,
+                dealer=dealer,
+                patience=patience,
+            )
 
     def rebuild(self) -> Any:
         """Put everything that is not filled in place where it belongs."""
@@ -304,6 +317,7 @@ class Target:
             sum(self.reads),
             len(self.reads),
             0.0,
+            reads_shared=self.reads_shared,
         )
 
 

@@ -3,7 +3,8 @@
 Each thread takes the next run, reads it into its buffer, checks the digests of its blocks, and
 copies every region of the run to where it is wanted. A region lies in the buffer as it lies in its
 piece, so it is the buffer seen with the piece's strides; no bytes are rearranged before the one
-copy into the destination.
+copy into the destination. A run may hold thousands of small tensors, so what the plan says of its
+regions is taken out of the columns at once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from remesh.dtypes import DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.geometry import Box
+from remesh.geometry import Box, row_strides
 from remesh.index import Index
 from remesh.integrity import find_damage
 from remesh.memory import CarrierArray, Memory
@@ -34,6 +36,10 @@ class Want:
     memory: Memory
 
 
+Place = Callable[[int], Want]
+"""Where the regions of a plan go, by `LoadPlan.want`."""
+
+
 def read_runs(
     storage: Storage,
     index: Index,
@@ -48,37 +54,75 @@ def read_runs(
         index: Its index.
         plan: What to read.
         wants: Where each wanted box of the plan goes.
-        on_run: Called after each run, in the thread that read it, with its size in bytes.
+        on_run: Called after each run, in the thread that read it, with its size in bytes. What it
+            raises ends the reading.
 
     Raises:
         CorruptCheckpointError: If a file is missing, too short, or its bytes are not what was
             written. Wanted boxes may be partly filled then.
         StorageError: If the storage fails.
     """
-    if not plan.num_runs:
-        return
-    longest = int((plan.run_stop - plan.run_start).max())
 
-    def read_run(run: int, buffer: Buffer) -> None:
-        on_run(_read_run(storage, index, plan, run, wants, buffer))
+    def read(run: int, buffer: Buffer) -> None:
+        on_run(read_run(storage, index, plan, run, place=wants.__getitem__, buffer=buffer))
 
-    run_workers(NUM_THREADS, plan.num_runs, longest, read_run)
+    run_workers(NUM_THREADS, plan.num_runs, longest_run(plan), read)
 
 
-def _read_run(
-    storage: Storage,
-    index: Index,
-    plan: LoadPlan,
-    run: int,
-    wants: Sequence[Want],
-    buffer: Buffer,
+def longest_run(plan: LoadPlan) -> int:
+    """Bytes of the longest run of a plan."""
+    return int((plan.run_stop - plan.run_start).max(initial=0))
+
+
+def read_run(
+    storage: Storage, index: Index, plan: LoadPlan, run: int, *, place: Place, buffer: Buffer
 ) -> int:
-    """Read, check and distribute one run; returns its size."""
-    first, last = int(plan.run_first[run]), int(plan.run_first[run + 1])
+    """Read, check and distribute one run; returns its size.
+
+    Args:
+        storage: Where the checkpoint is.
+        index: Its index.
+        plan: What to read.
+        run: Number of the run.
+        place: Where the regions go.
+        buffer: At least as long as the run.
+
+    Raises:
+        CorruptCheckpointError: As `read_runs`.
+        StorageError: If the storage fails.
+    """
+    rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
     start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
-    file = int(index.file[plan.piece[first]])
-    path = index.files[file].path
+    pieces = plan.piece[rows]
+    file = int(index.file[pieces[0]])
     data = buffer[: stop - start]
+    _read_checked(storage, index, file, start, data)
+    boxes, raw = index.boxes, data.data
+    tensors = boxes.tensor[pieces]
+    dtypes = boxes.tensors.dtypes[tensors]
+    strides = row_strides(boxes.extents[pieces]) * boxes.tensors.itemsizes[tensors][:, None]
+    for want_row, ndim, dtype, begin, offset, extent, steps in zip(
+        plan.want[rows].tolist(),
+        boxes.tensors.ndims[tensors].tolist(),
+        dtypes.tolist(),
+        (plan.start[rows] - start).tolist(),
+        plan.offsets[rows].tolist(),
+        plan.extents[rows].tolist(),
+        strides.tolist(),
+        strict=True,
+    ):
+        want = place(want_row)
+        shape = tuple(extent[:ndim])
+        region: CarrierArray = np.ndarray(shape, DTYPES[dtype].carrier, raw, begin, steps[:ndim])
+        # The padding of the offset ends with the shorter one.
+        corner = tuple(o - w for o, w in zip(offset, want.offset, strict=False))
+        want.memory.copy_in(Box(corner, shape), region)
+    return len(data)
+
+
+def _read_checked(storage: Storage, index: Index, file: int, start: int, data: Buffer) -> None:
+    """Fill a buffer with bytes of a data file that are as they were written."""
+    path = index.files[file].path
     try:
         num_read = storage.read_into(path, start, data)
     except CheckpointNotFoundError:
@@ -88,33 +132,10 @@ def _read_run(
         ) from None
     if num_read < len(data):
         raise CorruptCheckpointError(
-            f"{path}: ends at byte {start + num_read}, but its index has bytes up to {stop}; the "
-            "file was cut short. Load another checkpoint, or restore this file from a copy."
+            f"{path}: ends at byte {start + num_read}, but its index has bytes up to "
+            f"{start + len(data)}; the file was cut short. Load another checkpoint, or restore "
+            "this file from a copy."
         )
     damages = find_damage(index, file, start, data)
     if damages:
         raise CorruptCheckpointError(str(damages[0]))
-    boxes = index.boxes
-    for row in range(first, last):
-        piece = int(plan.piece[row])
-        ndim = int(boxes.tensors.ndims[boxes.tensor[piece]])
-        dtype = boxes.tensors.dtype(int(boxes.tensor[piece]))
-        extents = tuple(plan.extents[row, :ndim].tolist())
-        region: CarrierArray = np.ndarray(
-            extents,
-            dtype.carrier,
-            buffer=data.data,
-            offset=int(plan.start[row]) - start,
-            strides=_byte_strides(boxes.extents[piece, :ndim].tolist(), dtype.itemsize),
-        )
-        want = wants[int(plan.want[row])]
-        offset = tuple(plan.offsets[row, :ndim].tolist())
-        want.memory.copy_in(Box(offset, extents).relative_to(Box(want.offset, extents)), region)
-    return len(data)
-
-
-def _byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)

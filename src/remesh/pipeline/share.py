@@ -4,12 +4,17 @@ Data-parallel replicas need the same bytes, and ranks that load columns of what 
 need different parts of the same blocks. Left alone, each reads everything it touches. Together,
 storage serves every block once.
 
-1. Every rank says which windows of which files its plan touches. Windows that one rank touches are
-   its own business. The others are dealt to the ranks that need them, in turn.
+1. Every rank says which windows of which files its plan touches. Rank 0 decides whether sharing is
+   worth it, and deals the windows that several ranks touch (`remesh.pipeline.dealing`).
 2. A rank that needs regions of a window which another one reads tells it which.
-3. In rounds of a few windows, each rank reads what it was dealt, checks the digests, fills its own
-   regions and packs those of the others; then all swap, and unpack. Exactly the bytes of the
-   regions travel, and a round bounds the memory.
+3. Reading threads take the windows that this rank was dealt, one after the other: they check the
+   digests, fill the rank's own regions, and pack those of the others into messages. Meanwhile the
+   main thread goes through rounds of a few windows: all swap the messages of a round, and unpack.
+   Reading is ahead by `ROUNDS_AHEAD` rounds at most, so disk and network are busy at the same time
+   and the buffers, which are used again and again, bound the memory.
+4. The threads end with the windows that nobody else needs.
+
+Ranks that ask for the same regions, as replicas do, are sent the same message, packed once.
 
 A rank that fails to read goes on to the last round, sending nothing but the news of its failure,
 so nobody waits in vain. It raises at the end; those who lack its bytes fill nothing with them and
@@ -18,30 +23,35 @@ leave it to the caller to make the failure known to all (`remesh.exchange.run_on
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from remesh.exchange import Exchange
+from remesh.exchange import Exchange, run_joined
 from remesh.geometry import Box, IntArray, row_products
 from remesh.index import Index, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline.read import Want, read_runs
+from remesh.pipeline.dealing import Dealer, Share, Touched
+from remesh.pipeline.read import NUM_THREADS, Want, longest_run, read_run, read_runs
+from remesh.pipeline.watch import Patience, Reading
+from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, plan_regions, windows_of
-from remesh.storage import Buffer, Storage
+from remesh.storage import Buffer, Storage, aligned_buffer
 
-MAX_SHARERS = 16
-"""Ranks that share a read at most; larger crowds are divided, which bounds what a round packs."""
-
-ROUND_WINDOWS = 4
-"""Windows that a rank reads in a round."""
+ROUNDS_AHEAD = 2
+"""Rounds whose messages are being packed or sent."""
 
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""
 
+_ALIGNMENT = 16
+"""Each region of a message begins at a multiple of this, for copying is faster then."""
+
 _OK, _FAILED = 1, 0
+_LOGGER = logging.getLogger("remesh")
 
 
 def read_together(
@@ -54,6 +64,7 @@ def read_together(
     limits: ReadLimits,
     on_run: Callable[[int], None],
     dealer: Dealer,
+    patience: Patience,
 ) -> bool:
     """Execute the load plans of all ranks, reading shared windows once. Collective.
 
@@ -65,151 +76,79 @@ def read_together(
         wants: Where each wanted box of the plan goes.
         limits: Those that the plan was made with.
         on_run: Called after each run that this rank reads, with its size in bytes.
-        dealer: Deals the windows that ranks touch, usually `deal`.
+        dealer: Deals the windows that ranks touch; called on rank 0.
+        patience: How long that may take.
 
     Returns:
-        Whether this rank got everything. If not, some rank has raised.
+        Whether reads were shared. If a rank could not read its part, it has raised.
 
     Raises:
         CorruptCheckpointError: As `read_runs`, on the rank that read it.
-        ExchangeError: If a rank died.
+        ExchangeError: If a rank died, or did not finish in time.
     """
     windows = windows_of(index, plan.piece, plan.offsets, plan.extents, limits)
-    touched = exchange.all_gather(np.unique(windows).astype("<i8").tobytes())
-    dealt = dealer([np.frombuffer(data, dtype=np.int64) for data in touched])
-    rows = dealt.rows_of(exchange.rank, windows)
-    reader = np.where(rows < 0, -1, np.append(dealt.reader, -1)[rows])
-    mine = [
-        _Regions.of(index, plan, np.flatnonzero(reader == rank), limits)
-        for rank in range(exchange.world_size)
-    ]
-    others = _swap_requests(exchange, index, mine, dealt, limits)
-    sharing = _Sharing(exchange.rank, index, wants, dealt, mine, others, limits)
-    problem: Exception | None = None
-    is_served = True
-    for number in range(dealt.num_rounds):
-        outgoing, job, job_wants = sharing.prepare(number)
-        try:
-            if problem is None:
-                read_runs(storage, index, job, job_wants, on_run)
-        except Exception as error:  # noqa: BLE001 - raised when nobody waits any more
-            problem = error
-        for message in outgoing:
-            message[:1] = _OK if problem is None else _FAILED
-        incoming = sharing.incoming(number)
-        exchange.swap(outgoing, incoming)
-        try:
-            is_served &= sharing.unpack(number, incoming)
-        except Exception as error:  # noqa: BLE001 - as above
-            problem = problem or error
-    if problem is not None:
-        raise problem
-    alone = _Regions.of(index, plan, np.flatnonzero(reader < 0), limits)
-    read_runs(storage, index, plan_regions(index, [alone.columns], limits), wants, on_run)
-    return is_served
+
+    def join(told: list[bytes]) -> list[bytes]:
+        shares = dealer([Touched.decode(one) for one in told])
+        return [b""] * len(told) if shares is None else [share.encode() for share in shares]
+
+    reply = run_joined(exchange, lambda: _touched(index, plan, windows).encode(), join)
+    if not reply:
+        read_watched(exchange, storage, index, plan, wants, on_run=on_run, patience=patience)
+        return False
+    share = Share.decode(reply)
+    rows = share.rows_of(windows)
+    reader = np.where(rows < 0, -1, np.append(share.reader, -1)[rows])
+    mine = _by_reader(index, plan, reader, share, limits)
+    asked = _swap_requests(exchange, index, mine, share, limits)
+    here = np.flatnonzero((reader < 0) | (reader == exchange.rank))
+    own = _Regions.of(index, plan, here, limits)
+    mine.pop(exchange.rank, None)
+    rounds = _Rounds(exchange, storage, index, wants, share, mine, asked, own, limits)
+    rounds.run(on_run, patience)
+    return True
 
 
-# ---------------------------------------------------------------------------------------------
-# Who reads what
-# ---------------------------------------------------------------------------------------------
+def read_watched(
+    exchange: Exchange,
+    storage: Storage,
+    index: Index,
+    plan: LoadPlan,
+    wants: Sequence[Want],
+    *,
+    on_run: Callable[[int], None],
+    patience: Patience,
+) -> None:
+    """Execute this rank's load plan, and wait for the other ranks to do so. Collective.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Deal:
-    """Who reads which window; the same on every rank.
-
-    Attributes:
-        windows: Numbers of the windows that several ranks touch, ascending; once for each group of
-            ranks that share a read.
-        reader: The rank that reads each.
-        round: The round in which it does.
-        sharers: (windows, ranks) whether each rank is among those that share it.
+    Args and errors are those of `read_together`.
     """
-
-    windows: IntArray
-    reader: IntArray
-    round: IntArray
-    sharers: npt.NDArray[np.bool_]
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds there are."""
-        return int(self.round.max()) + 1 if len(self.round) else 0
-
-    def rows_of(self, rank: int, windows: IntArray) -> IntArray:
-        """For each of a rank's windows its row here, or -1 if the rank shares it with nobody."""
-        rows = np.full(len(windows), -1, dtype=np.int64)
-        shared = np.flatnonzero(self.sharers[:, rank])
-        if len(shared):
-            place = np.searchsorted(self.windows[shared], windows)
-            row = shared[np.minimum(place, len(shared) - 1)]
-            found = self.windows[row] == windows
-            rows[found] = row[found]
-        return rows
+    reading = Reading(
+        lambda count: read_runs(storage, index, plan, wants, count),
+        on_run,
+        num_bytes=plan.bytes_read,
+        patience=patience,
+    )
+    reading.start()
+    try:
+        reading.wait_for_all(exchange)
+    finally:
+        reading.give_up()
+    if reading.error is not None:
+        raise reading.error
 
 
-Dealer = Callable[[Sequence[IntArray]], Deal]
-"""Deals windows: given those that each rank touches, ascending, each once."""
-
-
-def deal(touched: Sequence[IntArray]) -> Deal:
-    """Deal the windows that several ranks touch to those ranks, in turn.
-
-    Args:
-        touched: The windows that each rank touches, ascending, each once.
-    """
-    rank, window, first, counts = _by_window(touched)
-    # Ranks that touch one window are divided into the fewest groups, of nearly equal size.
-    place = np.arange(len(window)) - np.repeat(first, counts)
-    group = place * np.repeat(-(-counts // MAX_SHARERS), counts) // np.repeat(counts, counts)
-    is_new = np.ones(len(window), dtype=np.bool_)
-    is_new[1:] = (window[1:] != window[:-1]) | (group[1:] != group[:-1])
-    start = np.flatnonzero(is_new)
-    size = np.diff(np.append(start, len(window)))
-    start, size = start[size > 1], size[size > 1]
-    reader = rank[start + np.arange(len(start)) % size]
-    return _dealt(window[start], reader, rank, start, size, len(touched))
-
-
-def deal_to_owners(touched: Sequence[IntArray], owner_of: Callable[[IntArray], IntArray]) -> Deal:
-    """Deal every window to the one rank that can read it.
-
-    Args:
-        touched: The windows that each rank touches, ascending, each once.
-        owner_of: The rank that can read each window.
-    """
-    rank, window, first, counts = _by_window(touched)
-    windows = window[first]
-    return _dealt(windows, owner_of(windows), rank, first, counts, len(touched))
-
-
-def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Pairs of rank and window, sorted by window; first pair and number of pairs of each."""
-    rank = np.repeat(np.arange(len(touched)), [len(windows) for windows in touched])
-    window = np.concatenate(touched)
-    order = np.lexsort((rank, window))
-    _, first, counts = np.unique(window[order], return_index=True, return_counts=True)
-    return rank[order], window[order], first, counts
-
-
-def _dealt(
-    windows: IntArray,
-    reader: IntArray,
-    rank: IntArray,
-    start: IntArray,
-    size: IntArray,
-    world_size: int,
-) -> Deal:
-    """The deal of windows; the ranks that share each are `size` items of `rank` from `start` on."""
-    row = np.repeat(np.arange(len(windows)), size)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(size) - size, size)
-    sharers = np.zeros((len(windows), world_size), dtype=np.bool_)
-    sharers[row, rank[start[row] + within]] = True
-    turn = np.zeros(len(windows), dtype=np.int64)
-    for one in range(world_size):
-        dealt = np.flatnonzero(reader == one)
-        turn[dealt] = np.arange(len(dealt))
-    return Deal(windows, reader, turn // ROUND_WINDOWS, sharers)
+def _touched(index: Index, plan: LoadPlan, windows: IntArray) -> Touched:
+    """The windows that a plan touches; the plan is sorted by them."""
+    first = np.flatnonzero(np.diff(windows, prepend=-1))
+    if not len(first):
+        return Touched(first, first, first)
+    itemsizes = index.boxes.tensors.itemsizes[index.boxes.tensor[plan.piece]]
+    needed = np.add.reduceat(row_products(plan.extents) * itemsizes, first)
+    of_run = np.searchsorted(windows[first], windows[plan.run_first[:-1]])
+    num_read = np.zeros(len(first), dtype=np.int64)
+    np.add.at(num_read, of_run, plan.run_stop - plan.run_start)
+    return Touched(windows[first], num_read, needed)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -219,7 +158,7 @@ def _dealt(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Regions:
-    """Regions that one rank reads for another or for itself.
+    """Regions that one rank reads for another or for itself, sorted by round where shared.
 
     Attributes:
         want: Row of each in the wanted boxes of the rank that needs it; zeros on another one.
@@ -234,11 +173,6 @@ class _Regions:
     offsets: IntArray
     extents: IntArray
     window: IntArray
-
-    @property
-    def columns(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """What `plan_regions` takes."""
-        return self.want, self.piece, self.offsets, self.extents
 
     @classmethod
     def of(cls, index: Index, plan: LoadPlan, rows: IntArray, limits: ReadLimits) -> _Regions:
@@ -261,140 +195,354 @@ class _Regions:
         window = windows_of(index, piece, offsets, extents, limits)
         return cls(np.zeros_like(piece), piece, offsets, extents, window)
 
-    def take(self, rows: IntArray) -> _Regions:
-        """Some of them."""
-        return _Regions(
-            self.want[rows],
-            self.piece[rows],
-            self.offsets[rows],
-            self.extents[rows],
-            self.window[rows],
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Messages:
+    """The messages that carry some regions from their reader to whoever needs them.
+
+    Both sides make this of the same regions, so they agree about every byte.
+
+    Attributes:
+        regions: The regions, sorted by round.
+        first: First region of each round, and their number.
+        position: Byte of each region in the message of its round.
+        num_bytes: Length of the message of each round; 0 if there is none.
+    """
+
+    regions: _Regions
+    first: IntArray
+    position: IntArray
+    num_bytes: IntArray
+
+    @classmethod
+    def of(cls, index: Index, regions: _Regions, share: Share) -> _Messages:
+        """The messages of shared regions."""
+        row = share.rows_of(regions.window)
+        assert (row >= 0).all(), "a rank asks for a window that is not shared with it"
+        number = share.round[row]
+        order = np.argsort(number, kind="stable")
+        number = number[order]
+        sorted_ = _Regions(
+            regions.want[order],
+            regions.piece[order],
+            regions.offsets[order],
+            regions.extents[order],
+            regions.window[order],
         )
+        itemsizes = index.boxes.tensors.itemsizes[index.boxes.tensor[sorted_.piece]]
+        sizes = row_products(sorted_.extents) * itemsizes
+        sizes += -sizes % _ALIGNMENT
+        ends = np.append(0, np.cumsum(sizes))
+        first = np.searchsorted(number, np.arange(share.num_rounds + 1))
+        position = HEAD_BYTES + ends[:-1] - ends[first[number]]
+        totals = ends[first[1:]] - ends[first[:-1]]
+        return cls(sorted_, first, position, np.where(totals > 0, totals + HEAD_BYTES, 0))
 
-    def message(self, index: Index) -> Buffer:
-        """A message that has room for them after its head; empty if there are none."""
-        if not len(self.piece):
-            return np.zeros(0, np.uint8)
-        itemsizes = index.boxes.tensors.itemsizes[index.boxes.tensor[self.piece]]
-        return np.zeros(HEAD_BYTES + int((row_products(self.extents) * itemsizes).sum()), np.uint8)
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest message."""
+        return int(self.num_bytes.max(initial=0))
 
-    def views(self, index: Index, message: Buffer) -> Iterator[tuple[Box, CarrierArray]]:
-        """The box of each region, and its place in a message."""
-        position = HEAD_BYTES
-        tensors = index.boxes.tensors
-        for tensor, offset, extent in zip(
-            index.boxes.tensor[self.piece].tolist(),
-            self.offsets.tolist(),
-            self.extents.tolist(),
+    def views(
+        self, index: Index, number: int, message: Buffer
+    ) -> Iterator[tuple[int, Box, CarrierArray]]:
+        """Wanted box, box and elements of each region in the message of a round."""
+        rows = slice(int(self.first[number]), int(self.first[number + 1]))
+        regions, tensors = self.regions, index.boxes.tensors
+        for want, tensor, offset, extent, position in zip(
+            regions.want[rows].tolist(),
+            index.boxes.tensor[regions.piece[rows]].tolist(),
+            regions.offsets[rows].tolist(),
+            regions.extents[rows].tolist(),
+            self.position[rows].tolist(),
             strict=True,
         ):
-            ndim, dtype = int(tensors.ndims[tensor]), tensors.dtype(tensor)
+            ndim = int(tensors.ndims[tensor])
             box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
-            region: CarrierArray = np.ndarray(
-                box.shape, dtype.carrier, buffer=message.data, offset=position
-            )
-            position += box.size * dtype.itemsize
-            yield box, region
+            carrier = tensors.dtype(tensor).carrier
+            yield want, box, np.ndarray(box.shape, carrier, message.data, position)
+
+
+def _by_reader(
+    index: Index, plan: LoadPlan, reader: IntArray, share: Share, limits: ReadLimits
+) -> dict[int, _Messages]:
+    """What this rank needs of shared windows, by the rank that reads them."""
+    order = np.argsort(reader, kind="stable")
+    ranks, first = np.unique(reader[order], return_index=True)
+    rows = np.split(order, first)[1:]
+    return {
+        rank: _Messages.of(index, _Regions.of(index, plan, of_rank, limits), share)
+        for rank, of_rank in zip(ranks.tolist(), rows, strict=True)
+        if rank >= 0
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What other ranks ask of this one; ranks that ask for the same share an item.
+
+    Attributes:
+        messages: The distinct requests.
+        number: The request of each rank that asks.
+    """
+
+    messages: list[_Messages]
+    number: dict[int, int]
 
 
 def _swap_requests(
-    exchange: Exchange, index: Index, mine: Sequence[_Regions], dealt: Deal, limits: ReadLimits
-) -> list[_Regions | None]:
+    exchange: Exchange,
+    index: Index,
+    mine: dict[int, _Messages],
+    share: Share,
+    limits: ReadLimits,
+) -> _Asked:
     """Tell each reader what this rank needs from it; what each rank asks of this one."""
-    me = exchange.rank
-    is_asked_by = dealt.sharers[dealt.reader == me].any(axis=0)
-    is_asked_by[me] = False
-    none = np.zeros(0, np.uint8)
-    outgoing = [
-        np.frombuffer(regions.encode(), dtype=np.uint8).copy()
-        if rank != me and len(regions.piece)
-        else none
-        for rank, regions in enumerate(mine)
-    ]
+    me, none = exchange.rank, np.zeros(0, np.uint8)
+    outgoing = [none] * exchange.world_size
+    for rank, messages in mine.items():
+        if rank != me:
+            outgoing[rank] = np.frombuffer(messages.regions.encode(), dtype=np.uint8).copy()
     sizes = [
         np.array([len(data)], dtype="<i8").view(np.uint8) if len(data) else none
         for data in outgoing
     ]
-    arriving = [np.zeros(8 if asked else 0, np.uint8) for asked in is_asked_by.tolist()]
+    arriving = [none] * exchange.world_size
+    for rank in share.asked_by.tolist():
+        arriving[rank] = np.zeros(8, np.uint8)
     exchange.swap(sizes, arriving)
     incoming = [
         np.zeros(int(size.view("<i8")[0]) if len(size) else 0, np.uint8) for size in arriving
     ]
     exchange.swap(outgoing, incoming)
-    return [
-        _Regions.decode(data.tobytes(), index, limits) if len(data) else None for data in incoming
-    ]
+    numbers: dict[bytes, int] = {}
+    asked = _Asked([], {})
+    for rank in share.asked_by.tolist():
+        request = incoming[rank].tobytes()
+        number = numbers.setdefault(request, len(numbers))
+        asked.number[rank] = number
+        if number == len(asked.messages):
+            regions = _Regions.decode(request, index, limits)
+            asked.messages.append(_Messages.of(index, regions, share))
+    return asked
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sharing:
+# ---------------------------------------------------------------------------------------------
+# The rounds
+# ---------------------------------------------------------------------------------------------
+
+
+class _Gate:
+    """Keeps reading threads and rounds in step.
+
+    A thread may pack for a round when the one `ROUNDS_AHEAD` before it was sent; a round is sent
+    when all that it carries is packed.
+    """
+
+    def __init__(self, num_runs: IntArray) -> None:
+        self._left = num_runs.tolist()
+        self._num_sent = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def enter(self, number: int) -> bool:
+        """Wait until there is room for a round; False if nobody needs it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or number < self._num_sent + ROUNDS_AHEAD)
+            return not self._failed
+
+    def leave(self, number: int) -> None:
+        """A run of a round is packed."""
+        with self._changed:
+            self._left[number] -= 1
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """Nobody is to wait any more."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Wait until a round is packed or has failed; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._failed or not self._left[number], seconds)
+
+    def send(self) -> bool:
+        """Whether the round that is about to be sent is good."""
+        with self._changed:
+            return not self._failed
+
+    def sent(self) -> None:
+        """The buffers of a round are free."""
+        with self._changed:
+            self._num_sent += 1
+            self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
     """One rank's side of the rounds.
 
     Attributes:
-        rank: This rank.
+        exchange: The ranks that read together.
+        storage: Where the checkpoint is.
         index: What is stored.
         wants: Where this rank's wanted boxes go.
-        dealt: Who reads what.
-        mine: For each rank, the shared regions of this one that it reads, this one included.
-        others: For each rank, what it asks this one to read.
+        share: Its part of the deal.
+        mine: What it needs of others, by reader.
+        asked: What others ask of it.
+        own: The regions that it reads for itself, shared windows included.
         limits: Those that the regions were cut with.
     """
 
-    rank: int
+    exchange: Exchange
+    storage: Storage
     index: Index
     wants: Sequence[Want]
-    dealt: Deal
-    mine: Sequence[_Regions]
-    others: Sequence[_Regions | None]
+    share: Share
+    mine: dict[int, _Messages]
+    asked: _Asked
+    own: _Regions
     limits: ReadLimits
+    _plan: LoadPlan = field(init=False)
+    _first_foreign: list[int] = field(init=False)
+    _order: IntArray = field(init=False)
+    _round: IntArray = field(init=False)
+    _slots: list[list[Buffer]] = field(init=False)
+    _arriving: dict[int, Buffer] = field(init=False)
 
-    def prepare(self, number: int) -> tuple[list[Buffer], LoadPlan, list[Want]]:
-        """What this rank reads in a round, and the messages in which others' regions are packed."""
-        wants = list(self.wants)
-        tables = [self._in_round(self.rank, self.mine[self.rank], number).columns]
-        outgoing = []
-        for rank, asked in enumerate(self.others):
-            if asked is None:
-                outgoing.append(np.zeros(0, np.uint8))
-                continue
-            regions = self._in_round(rank, asked, number)
-            message = regions.message(self.index)
-            outgoing.append(message)
-            want = np.arange(len(regions.piece)) + len(wants)
-            tables.append((want, regions.piece, regions.offsets, regions.extents))
-            wants += [
-                Want(box.offset, HostMemory(region))
-                for box, region in regions.views(self.index, message)
-            ]
-        return outgoing, plan_regions(self.index, tables, self.limits), wants
-
-    def incoming(self, number: int) -> list[Buffer]:
-        """Buffers for what this rank gets in a round."""
-        return [
-            np.zeros(0, np.uint8)
-            if rank == self.rank
-            else self._in_round(self.rank, regions, number).message(self.index)
-            for rank, regions in enumerate(self.mine)
+    def __post_init__(self) -> None:
+        own, messages = self.own, self.asked.messages
+        tables = [(own.want, own.piece, own.offsets, own.extents)]
+        self._first_foreign = [len(self.wants)]
+        for one in messages:
+            begin = self._first_foreign[-1]
+            want = np.arange(begin, begin + len(one.regions.piece))
+            tables.append((want, one.regions.piece, one.regions.offsets, one.regions.extents))
+            self._first_foreign.append(begin + len(want))
+        self._plan = plan_regions(self.index, tables, self.limits)
+        self._order, self._round = self._order_of_runs()
+        self._slots = [
+            [aligned_buffer(one.longest) for one in messages] for _ in range(ROUNDS_AHEAD)
         ]
+        self._arriving = {rank: aligned_buffer(one.longest) for rank, one in self.mine.items()}
 
-    def unpack(self, number: int, incoming: Sequence[Buffer]) -> bool:
-        """Fill this rank's regions from what it got; False if a rank could not read its part."""
-        is_served = True
-        for rank, message in enumerate(incoming):
-            if not len(message):
-                continue
-            if message[0] != _OK:
-                is_served = False
-                continue
-            regions = self._in_round(self.rank, self.mine[rank], number)
-            views = regions.views(self.index, message)
-            for row, (box, region) in zip(regions.want.tolist(), views, strict=True):
-                want = self.wants[row]
-                want.memory.copy_in(box.shift(want.offset, -1), region)
-        return is_served
+    def _order_of_runs(self) -> tuple[IntArray, IntArray]:
+        """The runs by round, and the round of each; those for nobody else come last."""
+        plan, share = self._plan, self.share
+        rows = plan.run_first[:-1]
+        first = _Regions.of(self.index, plan, rows, self.limits)
+        row = share.rows_of(first.window)
+        number = np.where(row < 0, share.num_rounds, np.append(share.round, 0)[row])
+        order = np.argsort(number, kind="stable")
+        return order, number[order]
 
-    def _in_round(self, sharer: int, regions: _Regions, number: int) -> _Regions:
-        """Those of a sharer's regions that are read in a round."""
-        rows = self.dealt.rows_of(sharer, regions.window)
-        assert (rows >= 0).all(), "a rank asks for a window that is not shared with it"
-        return regions.take(np.flatnonzero(self.dealt.round[rows] == number))
+    def run(self, on_run: Callable[[int], None], patience: Patience) -> None:
+        """Read and swap everything."""
+        num_runs = np.bincount(self._round, minlength=self.share.num_rounds + 1)
+        gate = _Gate(num_runs)
+
+        def read(count: Callable[[int], None]) -> None:
+            def work(task: int, buffer: Buffer) -> None:
+                self._read_run(task, buffer, gate, count)
+
+            try:
+                run_workers(NUM_THREADS, len(self._order), longest_run(self._plan), work)
+            except BaseException:
+                gate.fail()
+                raise
+
+        reading = Reading(read, on_run, num_bytes=self._plan.bytes_read, patience=patience)
+        reading.start()
+        problem: Exception | None = None
+        try:
+            for number in range(self.share.num_rounds):
+                if problem is None:
+                    problem = self._wait(gate, number, reading)
+                incoming = self._swap(number, is_good=gate.send())
+                gate.sent()
+                try:
+                    self._unpack(number, incoming)
+                except Exception as error:  # noqa: BLE001 - raised when nobody waits any more
+                    problem = problem or error
+            reading.wait_for_all(self.exchange)
+        finally:
+            gate.fail()
+            reading.give_up()
+        if reading.error is not None:
+            raise reading.error
+        if problem is not None:
+            raise problem
+
+    def _wait(self, gate: _Gate, number: int, reading: Reading) -> Exception | None:
+        """Wait until this rank has read its part of a round; what to raise if that is too late."""
+        rank = self.exchange.rank
+        while not gate.wait(number, reading.next_wait()):
+            if reading.is_late:
+                gate.fail()
+                return reading.too_late(f"rank {rank}")
+            _LOGGER.warning(
+                "reading for %.0f s; the others wait for rank %d, which reads for round %d of %d",
+                reading.seconds,
+                rank,
+                number + 1,
+                self.share.num_rounds,
+            )
+        return None
+
+    def _read_run(
+        self, task: int, buffer: Buffer, gate: _Gate, count: Callable[[int], None]
+    ) -> None:
+        """Read a run; fill what is this rank's, and pack what is not."""
+        run, number = int(self._order[task]), int(self._round[task])
+        is_shared = number < self.share.num_rounds
+        if is_shared and not gate.enter(number):
+            return
+
+        def place(row: int) -> Want:
+            if row < len(self.wants):
+                return self.wants[row]
+            request = int(np.searchsorted(self._first_foreign, row, side="right")) - 1
+            return self._place_in_message(request, row - self._first_foreign[request], number)
+
+        count(read_run(self.storage, self.index, self._plan, run, place=place, buffer=buffer))
+        if is_shared:
+            gate.leave(number)
+
+    def _place_in_message(self, request: int, row: int, number: int) -> Want:
+        """Where a region of a request lies in the message that is being packed."""
+        messages = self.asked.messages[request]
+        regions, tensors = messages.regions, self.index.boxes.tensors
+        tensor = int(self.index.boxes.tensor[regions.piece[row]])
+        ndim = int(tensors.ndims[tensor])
+        message = self._slots[number % ROUNDS_AHEAD][request]
+        region: CarrierArray = np.ndarray(
+            tuple(regions.extents[row, :ndim].tolist()),
+            tensors.dtype(tensor).carrier,
+            message.data,
+            int(messages.position[row]),
+        )
+        return Want(tuple(regions.offsets[row, :ndim].tolist()), HostMemory(region))
+
+    def _swap(self, number: int, *, is_good: bool) -> dict[int, Buffer]:
+        """Swap the messages of a round; what came, by rank."""
+        none = np.zeros(0, np.uint8)
+        outgoing = [none] * self.exchange.world_size
+        incoming = [none] * self.exchange.world_size
+        for rank, request in self.asked.number.items():
+            size = int(self.asked.messages[request].num_bytes[number])
+            outgoing[rank] = self._slots[number % ROUNDS_AHEAD][request][:size]
+            outgoing[rank][:1] = _OK if is_good else _FAILED
+        for rank, messages in self.mine.items():
+            incoming[rank] = self._arriving[rank][: int(messages.num_bytes[number])]
+        self.exchange.swap(outgoing, incoming)
+        return {rank: incoming[rank] for rank in self.mine if len(incoming[rank])}
+
+    def _unpack(self, number: int, incoming: dict[int, Buffer]) -> None:
+        """Fill this rank's regions from what came, as far as it is good."""
+        for rank, message in incoming.items():
+            if message[0] == _OK:
+                for row, box, region in self.mine[rank].views(self.index, number, message):
+                    want = self.wants[row]
+                    want.memory.copy_in(box.shift(want.offset, -1), region)

@@ -18,6 +18,7 @@ the fast path where there is one; everybody else gets correct results.
 """
 
 from remesh.storage.buffers import ALIGNMENT, aligned_buffer
+from remesh.storage.distance import is_remote
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
@@ -36,6 +37,7 @@ __all__ = [
     "Writer",
     "aligned_buffer",
     "check_path",
+    "is_remote",
     "list_sizes",
     "open_storage",
 ]

@@ -43,6 +43,11 @@ def network_mount(mountinfo: str, device: int) -> str | None:
     return None
 
 
+def is_network_device(device: int) -> bool:
+    """Whether a device, as in `os.stat_result.st_dev`, is a network file system."""
+    return network_mount(_read("/proc/self/mountinfo"), device) is not None
+
+
 def _read(path: str) -> str:
     """A file that the kernel may not offer, as in some sandboxes; empty then."""
     try:
