@@ -60,16 +60,17 @@ SAVE_POINTS = (
     "save.staged",
     "save.file_created",
     "save.chunk_written",
+    "save.values_written",
     "save.file_finished",
     "save.parts_gathered",
-    "save.values_written",
     "save.index_written",
     "save.before_commit",
     "save.committed",
     "save.done",
 )
-"""The moments of a save. `planned` and those from `parts_gathered` to `committed` are rank 0's;
-staging is part of asynchronous saves only, and overlaps with writing."""
+"""The moments of a save. `planned`, `values_written` and those from `parts_gathered` to `committed`
+are rank 0's; staging is part of asynchronous saves only, and overlaps with writing, as does
+`values_written`."""
 
 LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
 """The moments of a load, in order."""

@@ -7,9 +7,9 @@ add memories for devices and for casts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,32 @@ class Memory(Protocol):
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """Replace the elements of `box` by those of an array of the same shape."""
+        ...
+
+
+@runtime_checkable
+class QueuedMemory(Memory, Protocol):
+    """Memory of a device that copies by itself, in the order in which copies are queued."""
+
+    @property
+    def device(self) -> str:
+        """The device, as torch calls it."""
+        ...
+
+    def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
+        """Like `copy_out`, but done only when the `CopyQueue` that is entered says so."""
+        ...
+
+
+class CopyQueue(Protocol):
+    """A queue of copies out of devices; one thread's. Enter it to queue copies."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits until all copies that are queued by now are done."""
         ...
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,11 @@ from remesh import values
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
+    finish_device_work,
     sample_digests,
     tensors_to_store,
 )
+from remesh.dtypes import DTYPES
 from remesh.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -152,6 +154,7 @@ def agree(
     *,
     cache: PlanCache,
     emit: Emit,
+    first: Callable[[], None] | None = None,
 ) -> Agreement:
     """Describe, compare, check and plan. Collective.
 
@@ -162,6 +165,7 @@ def agree(
         options: What the caller asked for.
         cache: The plan of the last save; filled with that of this one.
         emit: Told of `save.described` and `save.planned`.
+        first: What this rank does before; all ranks raise its failure.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
@@ -169,7 +173,13 @@ def agree(
         NoSpaceError: If there is too little room.
     """
     rank = _Rank(exchange, storage, options, cache, emit)
-    fingerprints = run_on_all(exchange, lambda: rank.describe(state))
+
+    def describe() -> bytes:
+        if first is not None:
+            first()
+        return rank.describe(state)
+
+    fingerprints = run_on_all(exchange, describe)
     rank.compare(fingerprints)
     reply = run_joined(exchange, rank.tell, rank.plan)
     return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
@@ -277,6 +287,7 @@ class _Rank:
             self.cache.key = _layout_key(fingerprints)
         assert self.tensors is not None
         layout = file_layout(self.tensors, self.cache.rows)
+        finish_device_work(piece.memory for piece in layout.pieces)
         path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
         return Agreement(order.save_id, path, layout, self.coordination)
 
@@ -295,14 +306,11 @@ def file_layout(tensors: LocalTensors, rows: IntArray) -> FileLayout:
     boxes = tensors.boxes
     header, positions, num_bytes = native.data_header(boxes, rows)
     places = positions.tolist()
+    _, shapes = boxes.bounds(rows)
+    dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
     pieces = [
-        FilePiece(
-            tensors.memories[row],
-            boxes.box(row).shape,
-            boxes.tensors.dtype(int(boxes.tensor[row])),
-            position,
-        )
-        for row, position in zip(rows.tolist(), places, strict=True)
+        FilePiece(tensors.memories[row], shape, dtype, position)
+        for row, shape, dtype, position in zip(rows.tolist(), shapes, dtypes, places, strict=True)
     ]
     return FileLayout(header, pieces, places, num_bytes)
 

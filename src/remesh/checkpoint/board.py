@@ -4,7 +4,8 @@ In the background there are no collectives. A rank that has finished its file pu
 it; one that failed puts its failure. Rank 0 reads them and either commits, which everybody sees as
 a commit record with the save's id, or gives up and puts the failure of the whole save. Storage is
 what every rank can reach for certain, even when the process group is gone; notes are small, and
-listing one folder tells rank 0 all it needs.
+listing one folder tells rank 0 all it needs. In a save that takes long, ranks also note how far
+they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats import native
 from remesh.storage import Storage
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """How far a rank is with its file, in bytes."""
+
+    written_bytes: int
+    num_bytes: int
 
 
 class Board:
@@ -45,6 +53,30 @@ class Board:
         """Rank 0: say that the whole save has failed."""
         self._storage.put(self._end, encode_failure(rank, error), overwrite=True)
 
+    def put_progress(self, rank: int, written_bytes: int, num_bytes: int) -> None:
+        """Say how far a rank is, in a save that takes long."""
+        data = msgspec.msgpack.encode(_Progress(written_bytes, num_bytes))
+        self._storage.put(self._progress(rank), data, overwrite=True)
+
+    def describe_progress(self, ranks: Sequence[int]) -> str:
+        """Rank 0: who of the given ranks has said how far it is, the slowest first."""
+        found = set(self._storage.list(f"{self._folder}/progress-"))
+        notes, silent = [], []
+        for rank in ranks:
+            if self._progress(rank) in found:
+                data = self._storage.read(self._progress(rank))
+                notes.append((rank, msgspec.msgpack.decode(data, type=_Progress)))
+            else:
+                silent.append(rank)
+        texts = []
+        if notes:
+            rank, note = min(notes, key=lambda item: item[1].written_bytes / item[1].num_bytes)
+            done, size = note.written_bytes / 1e6, note.num_bytes / 1e6
+            texts.append(f"slowest is rank {rank} with {done:.1f} of {size:.1f} MB written")
+        if silent:
+            texts.append(f"ranks {silent} have not said how far they are")
+        return "; ".join(texts)
+
     def missing_parts(self, ranks: Sequence[int]) -> list[int]:
         """Rank 0: the ranks whose parts are not there yet.
 
@@ -65,9 +97,11 @@ class Board:
         return [self._seen.get(rank, native.NO_PART) for rank in range(world_size)]
 
     def clear(self) -> None:
-        """Rank 0: remove the parts; the index has what they said."""
+        """Rank 0: remove parts, of which the index has what they said, and other notes."""
         for rank in self._seen:
             self._storage.delete(self._part(rank))
+        for path in self._storage.list(f"{self._folder}/progress-"):
+            self._storage.delete(path)
 
     def is_committed(self) -> bool:
         """Whether the save is seen to be committed."""
@@ -89,6 +123,9 @@ class Board:
 
     def _part(self, rank: int) -> str:
         return f"{self._folder}/part-{rank:05d}.msgpack"
+
+    def _progress(self, rank: int) -> str:
+        return f"{self._folder}/progress-{rank:05d}.msgpack"
 
     def _failure(self, rank: int) -> str:
         return f"{self._folder}/failed-{rank:05d}.msgpack"

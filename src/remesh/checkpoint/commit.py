@@ -1,4 +1,9 @@
-"""The commit: rank 0 makes a checkpoint exist once every rank's file is durable."""
+"""The commit: rank 0 makes a checkpoint exist once every rank's file is durable.
+
+The values are known before the tensors are written, so they are written beside them
+(`write_beside`), as are the directories. What is left to do after the last byte is short: the file
+itself, the index and the record.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,29 @@ from remesh.integrity import hex_digest
 from remesh.storage import Storage
 
 
+def write_beside(storage: Storage, save: Coordination | None, emit: Emit) -> None:
+    """What a rank does while its file is being written.
+
+    Directories are made durable, and rank 0 writes the values.
+
+    Args:
+        storage: Where the checkpoint is.
+        save: On rank 0, what it knows of the save.
+        emit: Told of `save.values_written`.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    if save is None:
+        storage.sync()
+    else:
+        document = save.document.encode()
+        storage.put(_values_path(save.save_id), document, overwrite=False)
+        emit("save.values_written", len(document))
+
+
 def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit) -> None:
-    """Write values, index and, in one atomic step, the commit record.
+    """Write the index and, in one atomic step, the commit record; the values are there already.
 
     A failure before that step removes all files of the save. A failure in it, or after it, leaves
     everything in place, because the record may be visible already.
@@ -33,7 +59,7 @@ def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], e
     """
     try:
         emit("save.parts_gathered", sum(part.num_bytes for part in parts))
-        record = _write_small_files(storage, save, parts, emit)
+        record = _write_index(storage, save, parts, emit)
         storage.sync()
         emit("save.before_commit")
     except BaseException:
@@ -45,18 +71,18 @@ def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], e
         remove_files(storage, save.replaced.save_id)
 
 
-def _write_small_files(
+def _values_path(save_id: str) -> str:
+    return f"{native.data_folder(save_id)}/values.msgpack"
+
+
+def _write_index(
     storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit
 ) -> native.CommitRecord:
-    """Write values and index; returns the record that refers to everything."""
-    folder = native.data_folder(save.save_id)
+    """Write the index; returns the record that refers to everything."""
     document = save.document.encode()
-    values_path = f"{folder}/values.msgpack"
-    storage.put(values_path, document, overwrite=False)
-    emit("save.values_written", len(document))
     index = native.build_index(save.plan.boxes, save.assignments, parts, save.document.aliases)
     encoded = index.encode()
-    index_path = f"{folder}/index.safetensors"
+    index_path = f"{native.data_folder(save.save_id)}/index.safetensors"
     storage.put(index_path, encoded, overwrite=False)
     emit("save.index_written", len(encoded))
     return native.CommitRecord(
@@ -70,7 +96,7 @@ def _write_small_files(
             path=index_path, num_bytes=len(encoded), digest=hex_digest(encoded)
         ),
         values=native.FileRecord(
-            path=values_path, num_bytes=len(document), digest=hex_digest(document)
+            path=_values_path(save.save_id), num_bytes=len(document), digest=hex_digest(document)
         ),
         files=tuple(
             native.FileRecord(path=file.path, num_bytes=file.num_bytes, digest=digest)

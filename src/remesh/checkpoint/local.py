@@ -6,7 +6,9 @@ torch objects, so there is nothing that the torch adapters could find in its sta
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,15 @@ from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
 from remesh.integrity import hex_digest
-from remesh.memory import Memory, contiguous_bytes, memory_of_numpy
+from remesh.memory import (
+    CopyQueue,
+    HostMemory,
+    Memory,
+    QueuedMemory,
+    contiguous_bytes,
+    memory_of_numpy,
+)
+from remesh.pipeline.arena import Pin
 from remesh.sharded import ArrayLike
 from remesh.state import (
     Description,
@@ -88,6 +98,54 @@ def casting_memory_of(
     from remesh import adapters
 
     return adapters.casting_memory_of(array, stored_dtype, where, through)
+
+
+def finish_device_work(memories: Iterable[Memory]) -> None:
+    """Wait until what the caller has queued on the devices of some memories is done.
+
+    Other threads, which queue on other streams, then see what the caller would see.
+    """
+    devices = devices_of(memories)
+    if devices:
+        from remesh.adapters import cuda
+
+        cuda.finish_work(devices)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStaging:
+    """How tensors of devices are staged.
+
+    Attributes:
+        pin: Pins host memory for the devices.
+        copies: Makes a queue for copies out of them.
+    """
+
+    pin: Pin
+    copies: Callable[[], CopyQueue]
+
+
+def device_staging(memories: Iterable[Memory]) -> DeviceStaging | None:
+    """How some memories are staged if a CUDA device holds any of them, else None."""
+    devices = devices_of(memories)
+    if not devices:
+        return None
+    from remesh.adapters import cuda
+
+    return DeviceStaging(
+        functools.partial(cuda.pin, device=devices[0]),
+        functools.partial(cuda.CudaCopies, devices),
+    )
+
+
+def devices_of(memories: Iterable[Memory]) -> list[str]:
+    """The CUDA devices that hold any of the memories."""
+    found = set()
+    for memory in memories:
+        # Nearly all memories are the host's; a look at a protocol takes much longer.
+        if not isinstance(memory, HostMemory) and isinstance(memory, QueuedMemory):
+            found.add(memory.device)
+    return sorted(device for device in found if device.startswith("cuda"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

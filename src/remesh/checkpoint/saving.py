@@ -1,7 +1,7 @@
 """One save, from top to bottom.
 
 1. The ranks agree on who writes what (`agreement`).
-2. Every rank writes its file and makes it durable.
+2. Every rank writes its file and makes it durable; rank 0 writes the values beside it.
 3. Rank 0 gets the positions and digests of all files, and commits (`commit`).
 
 A rank that fails takes part in the exchange all the same, with its error in place of its result;
@@ -10,13 +10,13 @@ all ranks raise it, and rank 0 removes what was written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
-from remesh.checkpoint.commit import commit, remove_files
+from remesh.checkpoint.commit import commit, remove_files, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stopwatch import timed
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -69,12 +69,13 @@ def save_agreed(
     group: Any,
     cache: PlanCache,
     on_event: OnEvent,
+    first: Callable[[], None] | None = None,
 ) -> None:
-    """`save`, with the plan of earlier saves."""
+    """`save`, with the plan of earlier saves; for `first` see `agree`."""
     exchange = exchange_of(group)
     storage = open_storage(path)
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
-    mine = agree(exchange, storage, state, options, cache=cache, emit=emit)
+    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
     def write() -> bytes:
         return msgspec.msgpack.encode(_write(storage, mine, emit))
@@ -89,23 +90,25 @@ def save_agreed(
 
 
 def _write(storage: Storage, mine: Agreement, emit: Emit) -> native.Part:
-    """Write this rank's file, if it has one."""
+    """Write this rank's file, if it has one, and what goes beside it."""
+
+    def beside() -> None:
+        write_beside(storage, mine.coordination, emit)
+
     if not mine.path:
+        beside()
         return native.NO_PART
     emit("save.file_created", mine.layout.num_bytes)
     written = write_file(
-        storage, mine.path, mine.layout, lambda size: emit("save.chunk_written", size)
+        storage, mine.path, mine.layout, lambda size: emit("save.chunk_written", size), beside
     )
     storage.sync()
     emit("save.file_finished", mine.layout.num_bytes)
-    return part_of(mine, written)
+    return part_of(written, native.encode_positions(mine.layout.positions))
 
 
-def part_of(mine: Agreement, written: WrittenFile) -> native.Part:
-    """What a rank tells rank 0 of its finished file."""
+def part_of(written: WrittenFile, positions: bytes) -> native.Part:
+    """What a rank tells rank 0 of its finished file; `positions` are those of its pieces."""
     return native.Part(
-        written.path,
-        written.num_bytes,
-        native.encode_positions(mine.layout.positions),
-        native.encode_digests(written.digests),
+        written.path, written.num_bytes, positions, native.encode_digests(written.digests)
     )

@@ -2,19 +2,47 @@
 
 Copying into memory that the process has never touched is ten times slower than into memory that it
 has: each page must be found and zeroed by the kernel first. So an arena keeps what it has once
-allocated, hands it out in chunks, and can be warmed up before it is needed. A stager that wants
-more than the budget waits until a writer gives a chunk back, which bounds memory and lets a state
-that is larger than the arena flow through it.
+allocated, hands it out in chunks, and can be warmed up before it is needed. Where it was not, each
+chunk is touched by the thread that is about to fill it, so that several threads share that work
+and find the pages in their cache. A stager that wants more than the budget waits until a writer
+gives a chunk back, which bounds memory and lets a state that is larger than the arena flow through.
+
+An arena can be shared: its chunks then lie one after the other in an unnamed file in memory, whose
+descriptor another process may be given. The file has no name that could be left behind: it is gone
+as soon as the last process that has it is gone, however that ends. And it can be pinned, slab by
+slab, so that a device copies into it by itself.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from remesh.storage import Buffer, aligned_buffer
+from remesh.storage import Buffer, map_memory, touch
 
 SLAB_CHUNKS = 16
-"""Chunks that are allocated at a time; large mappings get large pages."""
+"""Chunks that are mapped at a time; large mappings get large pages."""
+
+SHARED_SLAB_CHUNKS = 256
+"""The same for shared arenas, where each mapping costs its processes a descriptor."""
+
+Pin = Callable[[Buffer], Callable[[], None] | None]
+"""Pins memory for a device, and returns what undoes that; None if the system refuses."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A chunk of an arena.
+
+    Attributes:
+        slot: Its place in the arena, counted in chunks.
+        buffer: Its memory.
+    """
+
+    slot: int
+    buffer: Buffer
 
 
 class Arena:
@@ -22,15 +50,21 @@ class Arena:
 
     Args:
         budget: Bytes at most; at least one chunk is always available.
-        chunk_bytes: Size of a chunk.
+        chunk_bytes: Size of a chunk, a multiple of the page size.
+        shared: Whether another process is to see it.
     """
 
-    def __init__(self, budget: int, chunk_bytes: int) -> None:
+    def __init__(self, budget: int, chunk_bytes: int, *, shared: bool = False) -> None:
         self.chunk_bytes = chunk_bytes
         self._max_chunks = max(1, budget // chunk_bytes)
-        self._free: list[Buffer] = []
+        self._fresh: list[Chunk] = []
+        self._free: list[Chunk] = []
         self._num_chunks = 0
         self._changed = threading.Condition()
+        self._pin: Pin | None = None
+        self._unpin: list[Callable[[], None]] = []
+        self._file = os.memfd_create("remesh-arena", os.MFD_CLOEXEC) if shared else None
+        self._slab_chunks = SHARED_SLAB_CHUNKS if shared else SLAB_CHUNKS
 
     @property
     def num_bytes(self) -> int:
@@ -42,29 +76,48 @@ class Arena:
         """Bytes that may be allocated."""
         return self._max_chunks * self.chunk_bytes
 
+    @property
+    def file(self) -> int:
+        """The descriptor of a shared arena; slot `n` begins at `n * chunk_bytes` of the file."""
+        assert self._file is not None
+        return self._file
+
     def grow(self, budget: int) -> None:
         """Raise the budget, if it is smaller."""
         with self._changed:
             self._max_chunks = max(self._max_chunks, budget // self.chunk_bytes)
             self._changed.notify_all()
 
+    def pin_with(self, pin: Pin) -> None:
+        """Pin all slabs that are allocated from now on."""
+        with self._changed:
+            self._pin = pin
+
     def warm(self, num_bytes: int) -> None:
         """Allocate and touch memory ahead of need, up to `num_bytes` and the budget."""
         while self.num_bytes < min(num_bytes, self.budget):
             self._allocate()
+        while True:
+            with self._changed:
+                if not self._fresh:
+                    return
+                chunk = self._fresh.pop()
+            touch(chunk.buffer)
+            self.give(chunk)
 
-    def take(self, stop: threading.Event) -> Buffer | None:
+    def take(self, stop: threading.Event) -> Chunk | None:
         """A chunk; waits until there is one.
 
         Args:
             stop: Ends the waiting when it is set and `wake` is called.
 
         Returns:
-            The chunk, or None if `stop` is set.
+            The chunk, or None if `stop` is set. Unless it was used or warmed before, its memory
+            has never been touched.
         """
         while True:
             with self._changed:
-                while not self._free and self._num_chunks >= self._max_chunks:
+                while not self._has_chunk() and self._num_chunks >= self._max_chunks:
                     if stop.is_set():
                         return None
                     self._changed.wait()
@@ -72,9 +125,11 @@ class Arena:
                     return None
                 if self._free:
                     return self._free.pop()
+                if self._fresh:
+                    return self._fresh.pop()
             self._allocate()
 
-    def give(self, chunk: Buffer) -> None:
+    def give(self, chunk: Chunk) -> None:
         """Give a chunk back."""
         with self._changed:
             self._free.append(chunk)
@@ -85,18 +140,66 @@ class Arena:
         with self._changed:
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Give all memory back to the system; nobody may use a chunk any more."""
+        with self._changed:
+            self._fresh.clear()
+            self._free.clear()
+            self._num_chunks = self._max_chunks = 0
+            while self._unpin:
+                self._unpin.pop()()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _has_chunk(self) -> bool:
+        return bool(self._free or self._fresh)
+
     def _allocate(self) -> None:
         """Add a slab. Others may use the arena meanwhile."""
         with self._changed:
-            count = min(SLAB_CHUNKS, self._max_chunks - self._num_chunks)
+            first = self._num_chunks
+            # Slabs end at multiples of their size, also where the budget grew in between.
+            end = min(first - first % self._slab_chunks + self._slab_chunks, self._max_chunks)
+            count = max(end - first, 0)
             self._num_chunks += count
-        if not count:
-            return
-        slab = aligned_buffer(count * self.chunk_bytes)
+            if not count:
+                return
+            if self._file is not None:
+                # Others map whole slabs. What was never touched takes no memory.
+                whole = -(-end // self._slab_chunks) * self._slab_chunks
+                os.ftruncate(self._file, whole * self.chunk_bytes)
+        slab = map_memory(count * self.chunk_bytes, self._file, first * self.chunk_bytes)
+        unpin = None if self._pin is None else self._pin(slab)
         chunks = [
-            slab[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
-            for number in range(count)
+            Chunk(first + n, slab[n * self.chunk_bytes : (n + 1) * self.chunk_bytes])
+            for n in range(count)
         ]
         with self._changed:
-            self._free.extend(chunks)
+            if unpin is not None:
+                self._unpin.append(unpin)
+            self._fresh.extend(reversed(chunks))
             self._changed.notify_all()
+
+
+class SharedChunks:
+    """The chunks of another process's shared arena.
+
+    Args:
+        file: Its descriptor.
+        chunk_bytes: Size of a chunk.
+    """
+
+    def __init__(self, file: int, chunk_bytes: int) -> None:
+        self._file = file
+        self._chunk_bytes = chunk_bytes
+        self._slabs: dict[int, Buffer] = {}
+
+    def chunk(self, slot: int) -> Chunk:
+        """A chunk by its place; to be called from one thread."""
+        number, within = divmod(slot, SHARED_SLAB_CHUNKS)
+        if number not in self._slabs:
+            num_bytes = SHARED_SLAB_CHUNKS * self._chunk_bytes
+            self._slabs[number] = map_memory(num_bytes, self._file, number * num_bytes)
+        start = within * self._chunk_bytes
+        return Chunk(slot, self._slabs[number][start : start + self._chunk_bytes])

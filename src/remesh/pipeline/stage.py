@@ -1,10 +1,16 @@
 """Writing a data file in two halves: copy it out of the trainer's memory, then write the copy.
 
-The arena holds final file bytes. A stager fills chunk after chunk and hands each over; writers
-digest and write what they get and give the chunks back. The trainer waits for the stager alone: if
-the arena can hold the whole file, writers do not begin before everything is staged, because they
-would only take memory bandwidth and time from what the trainer waits for. If the arena is smaller,
-both run at once, and the stager waits for chunks that come back.
+The arena holds final file bytes. A `Stager` fills chunk after chunk and hands each over; a
+`StagedWriter`, in another thread or another process, digests and writes what it gets and gives the
+chunks back. The trainer waits for the stager alone: if the arena can hold the whole file, writing
+does not begin before everything is staged, because it would only take memory bandwidth and time
+from what the trainer waits for. If the arena is smaller, both run at once, and the stager waits
+for chunks that come back.
+
+Copies out of a device are queued, if the device has a queue for it (`remesh.memory.CopyQueue`):
+each thread hands a chunk over when the copies into it are done, and queues those of the next one
+before it waits. When `Stager.stage` returns, all of them are done, so nothing that the trainer does
+afterwards, on the host or on the device, can reach what is stored.
 """
 
 from __future__ import annotations
@@ -12,41 +18,67 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from remesh.pipeline.arena import Arena
+from remesh.memory import CopyQueue
+from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.workers import run_threads
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, WrittenFile
-from remesh.storage import Buffer, Storage
 
 NUM_STAGERS = 2
 NUM_WRITERS = 2
 
 
-class StagedFile:
-    """A data file on its way through an arena.
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """A chunk of a file on its way from the stager to the writer.
 
-    `stage` runs in the trainer's thread and `write` in another one; both must be called, in any
-    order, whatever happens in the other.
+    Attributes:
+        number: Which chunk of the file it is.
+        num_bytes: Bytes of the file in it.
+        chunk: Where they are.
+    """
+
+    number: int
+    num_bytes: int
+    chunk: Chunk
+
+
+class Stager:
+    """Copies a data file out of the trainer's memory.
 
     Args:
         layout: What the file holds.
         arena: Where the copy lives until it is written; its chunks are `CHUNK_SIZE` long.
+        hand_over: Takes each filled chunk, in the thread that filled it.
+        copies: Makes a queue for copies out of a device, for each thread; None if all memory is
+            the host's.
     """
 
-    def __init__(self, layout: FileLayout, arena: Arena) -> None:
+    def __init__(
+        self,
+        layout: FileLayout,
+        arena: Arena,
+        hand_over: Callable[[Filled], None],
+        copies: Callable[[], CopyQueue] | None = None,
+    ) -> None:
         assert arena.chunk_bytes == CHUNK_SIZE
         self._layout = layout
         self._arena = arena
-        self._filled: queue.SimpleQueue[tuple[int, Buffer, Buffer] | None] = queue.SimpleQueue()
+        self._hand_over = hand_over
+        self._copies = copies
         self._stop = threading.Event()
-        self._may_write = threading.Event()
-        if arena.budget < layout.num_chunks * CHUNK_SIZE:
-            self._may_write.set()
+        self._numbers = iter(range(layout.num_chunks))
+        self._claiming = threading.Lock()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the arena can hold the whole file."""
+        return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
 
     def cancel(self) -> None:
-        """Let `stage` and `write` end soon; what is written is given up."""
+        """Let `stage` end soon."""
         self._stop.set()
-        self._may_write.set()
         self._arena.wake()
 
     def stage(self, on_chunk: Callable[[int], None]) -> None:
@@ -55,45 +87,114 @@ class StagedFile:
         Args:
             on_chunk: Called after each chunk, in the thread that copied it, with its size.
         """
-        numbers = iter(range(self._layout.num_chunks))
-        claiming = threading.Lock()
-
-        def claim() -> tuple[int, Buffer] | None:
-            # A number and its buffer are claimed together. Otherwise one thread could hold a number
-            # and wait for a buffer while another takes the buffers for later chunks, and a storage
-            # that is written in order would wait for the first.
-            with claiming:
-                number = next(numbers, None)
-                buffer = None if number is None else self._arena.take(self._stop)
-                return None if number is None or buffer is None else (number, buffer)
 
         def fill_some() -> None:
-            while (claimed := claim()) is not None:
-                number, buffer = claimed
-                try:
-                    chunk = self._layout.fill_chunk(number, buffer)
-                except BaseException:
-                    self._arena.give(buffer)
-                    raise
-                self._filled.put((number, chunk, buffer))
-                on_chunk(len(chunk))
+            waiting: tuple[Filled, Callable[[], None]] | None = None
+            copies = None if self._copies is None else self._copies()
+            try:
+                while (claimed := self._claim()) is not None:
+                    before, waiting = waiting, self._fill(*claimed, copies)
+                    if before is not None:
+                        self._finish(*before, on_chunk)
+                    # Who may have to wait for memory keeps nothing that the writer could give back.
+                    if copies is None or not self.fits:
+                        now, waiting = waiting, None
+                        self._finish(*now, on_chunk)
+            finally:
+                if waiting is not None:
+                    self._finish(*waiting, on_chunk)
 
+        run_threads(min(NUM_STAGERS, self._layout.num_chunks), fill_some, self.cancel)
+
+    def _claim(self) -> tuple[int, Chunk] | None:
+        # A number and its memory are claimed together. Otherwise one thread could hold a number
+        # and wait for memory while another takes the memory for later chunks, and a storage that
+        # is written in order would wait for the first.
+        with self._claiming:
+            number = next(self._numbers, None)
+            chunk = None if number is None else self._arena.take(self._stop)
+            return None if number is None or chunk is None else (number, chunk)
+
+    def _fill(
+        self, number: int, chunk: Chunk, copies: CopyQueue | None
+    ) -> tuple[Filled, Callable[[], None]]:
+        """Fill a chunk, or queue the copies that do; also what waits for these."""
         try:
-            run_threads(min(NUM_STAGERS, self._layout.num_chunks), fill_some, self.cancel)
-        finally:
+            if copies is None:
+                data = self._layout.fill_chunk(number, chunk.buffer)
+                return Filled(number, len(data), chunk), _nothing
+            with copies:
+                data = self._layout.fill_chunk(number, chunk.buffer, queued=True)
+                return Filled(number, len(data), chunk), copies.mark()
+        except BaseException:
+            self._arena.give(chunk)
+            raise
+
+    def _finish(
+        self, filled: Filled, is_done: Callable[[], None], on_chunk: Callable[[int], None]
+    ) -> None:
+        """Hand a chunk over once the copies into it are done."""
+        try:
+            is_done()
+        except BaseException:
+            self._arena.give(filled.chunk)
+            raise
+        self._hand_over(filled)
+        on_chunk(filled.num_bytes)
+
+
+def _nothing() -> None:
+    """Waits for nothing."""
+
+
+class StagedWriter:
+    """Writes a data file from chunks that a stager hands over.
+
+    `write` runs in a thread of its own, and ends only after `end`; the other methods may be called
+    from any other thread.
+
+    Args:
+        give: Takes back each chunk that is not needed any more.
+        at_once: Whether writing begins with the first chunk, and not when all are staged.
+    """
+
+    def __init__(self, give: Callable[[Chunk], None], *, at_once: bool) -> None:
+        self._give = give
+        self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._may_write = threading.Event()
+        if at_once:
             self._may_write.set()
-            for _ in range(NUM_WRITERS):
-                self._filled.put(None)
+
+    def put(self, filled: Filled) -> None:
+        """Hand a chunk over."""
+        self._filled.put(filled)
+
+    def end(self) -> None:
+        """Say that no further chunk comes."""
+        self._may_write.set()
+        for _ in range(NUM_WRITERS):
+            self._filled.put(None)
+
+    def cancel(self) -> None:
+        """Let `write` give up what is written, as soon as the stager has ended."""
+        self._stop.set()
+        self._may_write.set()
 
     def write(
-        self, storage: Storage, path: str, on_chunk: Callable[[int], None]
+        self,
+        create: Callable[[], ChunkWriter],
+        on_chunk: Callable[[int], None],
+        on_failure: Callable[[], None],
+        meanwhile: Callable[[], None],
     ) -> WrittenFile | None:
         """Write what is staged and make it durable.
 
         Args:
-            storage: Where to.
-            path: Name of the file; it must not exist.
+            create: Begins the file.
             on_chunk: Called after each chunk, in the thread that wrote it, with its size.
+            on_failure: Called at the first failure; should make the stager end soon.
+            meanwhile: What else is to be done once the file exists, beside the writing.
 
         Returns:
             The file, or None if it was given up because of `cancel`.
@@ -101,30 +202,34 @@ class StagedFile:
         Raises:
             StorageError: If the storage fails; the file is gone then, if the storage still can.
         """
+
+        def fail() -> None:
+            self.cancel()
+            on_failure()
+
         self._may_write.wait()
         try:
-            writer = ChunkWriter(storage, path, self._layout.num_bytes)
+            writer = create()
         except BaseException:
-            self.cancel()
+            fail()
             self._give_back()
             raise
 
         def write_some() -> None:
             while (item := self._filled.get()) is not None:
-                number, chunk, buffer = item
                 try:
                     if not self._stop.is_set():
-                        writer.write(number, chunk)
-                        on_chunk(len(chunk))
+                        writer.write(item.number, item.chunk.buffer[: item.num_bytes])
+                        on_chunk(item.num_bytes)
                 except BaseException:
-                    self.cancel()
+                    fail()
                     self._give_back()
                     raise
                 finally:
-                    self._arena.give(buffer)
+                    self._give(item.chunk)
 
         try:
-            run_threads(NUM_WRITERS, write_some, self.cancel)
+            run_threads(NUM_WRITERS, write_some, fail, meanwhile)
             if self._stop.is_set():
                 writer.abort()
                 return None
@@ -136,4 +241,4 @@ class StagedFile:
     def _give_back(self) -> None:
         """Take a writer's place until the stager has ended, giving back all that it stages."""
         while (item := self._filled.get()) is not None:
-            self._arena.give(item[2])
+            self._give(item.chunk)

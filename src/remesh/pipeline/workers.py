@@ -8,32 +8,41 @@ from collections.abc import Callable
 from remesh.storage import Buffer, aligned_buffer
 
 
-def run_threads(num_threads: int, work: Callable[[], None], stop: Callable[[], None]) -> None:
+def run_threads(
+    num_threads: int,
+    work: Callable[[], None],
+    stop: Callable[[], None],
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Do the same work in a few threads; the first error is raised when all have ended.
 
     Args:
-        num_threads: How many; a single one is the caller's own.
+        num_threads: How many; a single one is the caller's own, unless that has something else
+            to do.
         work: What each does.
         stop: Tells all of them to end soon; called when one fails, and on Ctrl-C, which arrives in
             the thread that waits and not in those that work.
+        meanwhile: What the caller's thread does instead of only waiting.
     """
     errors: list[BaseException] = []
 
-    def work_or_stop() -> None:
+    def attempt(action: Callable[[], None]) -> None:
         try:
-            work()
+            action()
         except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
             errors.append(error)
             stop()
 
-    if num_threads <= 1:
-        work_or_stop()
+    if num_threads <= 1 and meanwhile is None:
+        attempt(work)
     else:
         # Threads inherit whether the interpreter waits for them at its exit.
-        threads = [threading.Thread(target=work_or_stop) for _ in range(num_threads)]
+        threads = [threading.Thread(target=attempt, args=(work,)) for _ in range(num_threads)]
         for thread in threads:
             thread.start()
         try:
+            if meanwhile is not None:
+                attempt(meanwhile)
             for thread in threads:
                 thread.join()
         except BaseException:
@@ -44,7 +53,11 @@ def run_threads(num_threads: int, work: Callable[[], None], stop: Callable[[], N
 
 
 def run_workers(
-    num_threads: int, num_tasks: int, buffer_bytes: int, work: Callable[[int, Buffer], None]
+    num_threads: int,
+    num_tasks: int,
+    buffer_bytes: int,
+    work: Callable[[int, Buffer], None],
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Do tasks 0, 1, 2, ... with a few threads; the first error stops all of them and is raised.
 
@@ -53,6 +66,7 @@ def run_workers(
         num_tasks: Number of tasks.
         buffer_bytes: Size of the aligned buffer that each thread has.
         work: Does a task, given its number and the thread's buffer.
+        meanwhile: What the caller's thread does instead of only waiting.
     """
     tasks = SharedTasks(num_tasks)
 
@@ -61,7 +75,7 @@ def run_workers(
         while (task := tasks.next()) is not None:
             work(task, buffer)
 
-    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop)
+    run_threads(min(num_threads, num_tasks), take_tasks, tasks.stop, meanwhile)
 
 
 class SharedTasks:

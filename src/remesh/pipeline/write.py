@@ -19,7 +19,7 @@ import numpy as np
 from remesh.dtypes import DType
 from remesh.geometry import boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests
-from remesh.memory import Memory, contiguous_bytes
+from remesh.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, Storage
 
@@ -68,14 +68,20 @@ class FileLayout:
         """Chunks of the file."""
         return -(-self.num_bytes // CHUNK_SIZE)
 
-    def fill_chunk(self, number: int, buffer: Buffer) -> Buffer:
-        """Gather the bytes of a chunk in the beginning of a buffer; returns that part of it."""
+    def fill_chunk(self, number: int, buffer: Buffer, *, queued: bool = False) -> Buffer:
+        """Gather the bytes of a chunk in the beginning of a buffer; returns that part of it.
+
+        Args:
+            number: Which chunk.
+            buffer: At least `CHUNK_SIZE` bytes.
+            queued: Whether copies out of a device may still be under way when this returns.
+        """
         start = number * CHUNK_SIZE
         chunk = buffer[: min(CHUNK_SIZE, self.num_bytes - start)]
-        self.fill(start, chunk)
+        self.fill(start, chunk, queued=queued)
         return chunk
 
-    def fill(self, start: int, buffer: Buffer) -> None:
+    def fill(self, start: int, buffer: Buffer, *, queued: bool = False) -> None:
         """Gather the bytes of the file from `start` on, which is at an element's beginning."""
         stop = start + len(buffer)
         if start < len(self.header):
@@ -89,7 +95,7 @@ class FileLayout:
             data = contiguous_bytes(piece.memory)
             if data is None:
                 at += _concatenate(plain, buffer[at - start :])
-                at += _copy_piece(piece, buffer, start)
+                at += _copy_piece(piece, buffer, start, queued=queued)
             else:
                 plain.append(data[max(start - piece.position, 0) : stop - piece.position])
             number += 1
@@ -143,7 +149,11 @@ class ChunkWriter:
 
 
 def write_file(
-    storage: Storage, path: str, layout: FileLayout, on_chunk: Callable[[int], None]
+    storage: Storage,
+    path: str,
+    layout: FileLayout,
+    on_chunk: Callable[[int], None],
+    meanwhile: Callable[[], None] | None = None,
 ) -> WrittenFile:
     """Write a data file and make it durable.
 
@@ -152,6 +162,7 @@ def write_file(
         path: Name of the file; it must not exist.
         layout: What it holds.
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
+        meanwhile: What else is to be done once the file exists, beside the writing.
 
     Raises:
         NoSpaceError: If there is no room; the file is gone then.
@@ -165,8 +176,7 @@ def write_file(
         on_chunk(len(chunk))
 
     try:
-        buffer_bytes = min(CHUNK_SIZE, layout.num_bytes)
-        run_workers(NUM_THREADS, layout.num_chunks, buffer_bytes, write_chunk)
+        run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, write_chunk, meanwhile)
         return writer.finish()
     except BaseException:
         writer.abort()
@@ -185,8 +195,12 @@ def _concatenate(plain: list[Buffer], into: Buffer) -> int:
     return num_bytes
 
 
-def _copy_piece(piece: FilePiece, chunk: Buffer, start: int) -> int:
-    """Copy what a chunk holds of a piece; how many bytes that is."""
+def _copy_piece(piece: FilePiece, chunk: Buffer, start: int, *, queued: bool) -> int:
+    """Copy what a chunk holds of a piece, or queue the copies; how many bytes that is."""
+    memory = piece.memory
+    copy_out = memory.copy_out
+    if queued and isinstance(memory, QueuedMemory):
+        copy_out = memory.queue_copy_out
     itemsize = piece.dtype.itemsize
     size = math.prod(piece.shape)
     first = max(0, (start - piece.position) // itemsize)
@@ -195,6 +209,6 @@ def _copy_piece(piece: FilePiece, chunk: Buffer, start: int) -> int:
     for box in boxes_of_flat_range(piece.shape, first, max(first, last)):
         end = at + box.size * itemsize
         into = chunk[at:end].view(piece.dtype.carrier).reshape(box.shape)
-        piece.memory.copy_out(box, into)
+        copy_out(box, into)
         at = end
     return at - begin

@@ -17,7 +17,7 @@ the fast path where there is one; everybody else gets correct results.
 `open_storage` turns what a user wrote (a path or a URL) into a storage.
 """
 
-from remesh.storage.buffers import ALIGNMENT, aligned_buffer
+from remesh.storage.buffers import ALIGNMENT, aligned_buffer, map_memory, touch
 from remesh.storage.distance import is_remote
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
@@ -39,5 +39,7 @@ __all__ = [
     "check_path",
     "is_remote",
     "list_sizes",
+    "map_memory",
     "open_storage",
+    "touch",
 ]

@@ -1,0 +1,268 @@
+"""What happens to a save on one rank after the ranks have agreed, in a thread or another process.
+
+A rank writes the chunks that its stager hands over, makes the file durable and puts its *part*
+(positions and digests) beside it. Rank 0 waits until it sees all parts, and commits. The other
+ranks wait until they see the commit record. No collective is used; ranks find each other through
+the storage that they write to anyway (`board`).
+
+A rank that fails puts a note in place of its part. Rank 0 then gives the save up and puts the note
+that tells every rank why. Whoever waits longer than the deadline without seeing the end fails by
+itself.
+
+Nothing here knows of tensors or of the trainer, so that a process without torch can do it. A save
+that takes long is reported: each rank notes now and then how far it is, and rank 0 logs who is
+missing and who is slowest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+
+from remesh.checkpoint.agreement import Coordination
+from remesh.checkpoint.board import Board
+from remesh.checkpoint.commit import commit, remove_files, write_beside
+from remesh.checkpoint.saving import part_of
+from remesh.errors import ExchangeError, StorageError
+from remesh.events import Emit
+from remesh.pipeline.stage import StagedWriter
+from remesh.pipeline.write import ChunkWriter
+from remesh.storage import Storage
+
+_LOGGER = logging.getLogger("remesh")
+
+POLL_SECONDS = (0.02, 1.0)
+"""Shortest and longest time between two looks at the storage."""
+
+POLL_SHARE = 0.05
+"""In between, this share of the time that was waited already."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """What one rank has to do.
+
+    Attributes:
+        storage: Where the save goes.
+        save_id: Names the save.
+        rank: This rank.
+        num_ranks: Number of ranks.
+        deadline: Seconds without the end of the save in sight after which it is given up.
+        report_seconds: Seconds between two reports of a save that takes long.
+        path: The data file that this rank writes; empty if it writes none.
+        num_bytes: Its size.
+        positions: The part's positions.
+        coordination: On rank 0, what it knows of the save.
+    """
+
+    storage: Storage
+    save_id: str
+    rank: int
+    num_ranks: int
+    deadline: float
+    report_seconds: float
+    path: str
+    num_bytes: int
+    positions: bytes
+    coordination: Coordination | None
+
+
+class Background:
+    """One save on one rank; `run` does it, the other methods are called meanwhile.
+
+    Args:
+        task: What to do.
+        writer: Gets the chunks of the file.
+        emit: Told of the moments of the save.
+        stop_staging: Called if the file is given up; should make the stager end soon.
+    """
+
+    def __init__(
+        self, task: Task, writer: StagedWriter, emit: Emit, stop_staging: Callable[[], None]
+    ) -> None:
+        self._task = task
+        self._writer = writer
+        self._emit = emit
+        self._stop_staging = stop_staging
+        self._board = Board(task.storage, task.save_id)
+        self._staged = threading.Event()
+        self._staging_error: BaseException | None = None
+        self._given_up: BaseException | None = None
+
+    def end_staging(self, error: BaseException | None) -> None:
+        """Say that all is staged, or why it is not."""
+        self._staging_error = error
+        self._writer.end()
+        self._staged.set()
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Give the save up, because the user wants it or because of an error elsewhere."""
+        url = self._task.storage.url
+        self._given_up = error or CancelledError(f"the save to {url} was cancelled")
+        self._writer.cancel()
+        self._stop_staging()
+
+    def run(self) -> BaseException | None:
+        """Write, and see the save through to its end; returns why it failed, if it did."""
+        try:
+            self._write()
+            if self._task.rank == 0:
+                self._coordinate()
+            else:
+                self._wait_for_end()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            return error
+        return None
+
+    def _write(self) -> None:
+        """Write this rank's file and put its part, or put why that failed."""
+        task = self._task
+        try:
+            written = None
+            if task.path:
+                self._emit("save.file_created", task.num_bytes)
+                written = self._writer.write(
+                    lambda: ChunkWriter(task.storage, task.path, task.num_bytes),
+                    self._counted(),
+                    self._stop_staging,
+                    self._write_beside,
+                )
+            else:
+                self._write_beside()
+            self._staged.wait()
+            if self._staging_error is not None:
+                raise self._staging_error
+            self._check_given_up()
+            if written is not None:
+                task.storage.sync()
+                self._emit("save.file_finished", task.num_bytes)
+                self._board.put_part(task.rank, part_of(written, task.positions))
+        except BaseException as error:
+            if task.rank == 0:
+                self._give_up(error)
+            else:
+                self._tell(self._board.put_failure, error)
+            raise
+
+    def _write_beside(self) -> None:
+        write_beside(self._task.storage, self._task.coordination, self._emit)
+
+    def _counted(self) -> Callable[[int], None]:
+        """What is called after each chunk: tells of it, and notes now and then how far it is."""
+        task = self._task
+        lock = threading.Lock()
+        done, next_note = 0, time.monotonic() + task.report_seconds
+
+        def count(size: int) -> None:
+            nonlocal done, next_note
+            self._emit("save.chunk_written", size)
+            with lock:
+                done += size
+                is_due = time.monotonic() >= next_note
+                if is_due:
+                    next_note = time.monotonic() + task.report_seconds
+                so_far = done
+            if is_due:
+                self._board.put_progress(task.rank, so_far, task.num_bytes)
+
+        return count
+
+    def _check_given_up(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    def _coordinate(self) -> None:
+        """Rank 0: wait for all parts and commit, or give up for all."""
+        task = self._task
+        save = task.coordination
+        assert save is not None
+        missing = [rank for rank, rows in enumerate(save.assignments) if len(rows)]
+        next_report = task.report_seconds
+        try:
+            for waited in self._looks():
+                self._check_given_up()
+                missing = self._board.missing_parts(missing)
+                if not missing:
+                    break
+                if waited > task.deadline:
+                    how_far = self._board.describe_progress(missing)
+                    what = f"ranks {missing} to finish their files ({how_far})"
+                    raise self._too_late(waited, what)
+                if waited >= next_report:
+                    next_report = waited + task.report_seconds
+                    how_far = self._board.describe_progress(missing)
+                    text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
+                    _LOGGER.warning(
+                        text, task.storage.url, waited, len(missing), task.num_ranks, how_far
+                    )
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        try:
+            commit(task.storage, save, self._board.parts(task.num_ranks), self._emit)
+        except BaseException as error:
+            # The files stay where they are unless `commit` has removed them: see there.
+            self._tell(self._board.put_end, error)
+            raise
+        self._board.clear()
+
+    def _wait_for_end(self) -> None:
+        """Other ranks: wait until the save is committed or given up."""
+        task = self._task
+        told = False
+        for waited in self._looks():
+            if self._board.is_committed():
+                return
+            failure = self._board.end()
+            if failure is not None:
+                raise failure
+            if waited > task.deadline:
+                raise self._too_late(waited, "rank 0 to commit")
+            if self._given_up is not None and not told:
+                told = True
+                self._board.put_failure(task.rank, self._given_up)
+
+    def _looks(self) -> Iterator[float]:
+        """Moments at which to look at the storage, ever further apart; seconds since the first."""
+        started = time.monotonic()
+        shortest, longest = POLL_SECONDS
+        while True:
+            waited = time.monotonic() - started
+            yield waited
+            time.sleep(min(max(waited * POLL_SHARE, shortest), longest))
+
+    def _too_late(self, waited: float, what: str) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self._task.rank} waited {waited:.0f} s for {what} in the save to "
+            f"{self._task.storage.url}. Look for the first rank that died or stopped; the previous "
+            "checkpoint is untouched."
+        )
+
+    def _give_up(self, error: BaseException) -> None:
+        """Rank 0, before the commit: remove the files and tell everybody."""
+        remove_files(self._task.storage, self._task.save_id)
+        self._tell(self._board.put_end, error)
+
+    def _tell(self, put: Callable[[int, BaseException], None], error: BaseException) -> None:
+        """Leave a note of a failure, if the storage still takes one; the failure is raised."""
+        try:
+            put(self._task.rank, error)
+        except StorageError as also:
+            error.add_note(f"The other ranks could not be told: {also}")
+
+
+def tell_of_death(task: Task, error: BaseException) -> None:
+    """Leave the note of a failure for a background that cannot leave it itself any more.
+
+    A commit that was reached all the same stands: whoever sees the record looks no further.
+    """
+    board = Board(task.storage, task.save_id)
+    put = board.put_end if task.rank == 0 else board.put_failure
+    try:
+        put(task.rank, error)
+    except StorageError as also:
+        error.add_note(f"The other ranks could not be told: {also}")
