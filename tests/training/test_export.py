@@ -1,0 +1,412 @@
+"""Weights for inference: written from live shards and from checkpoints, read by other libraries."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import remesh
+from remesh.dtypes import BY_NAME
+from remesh.errors import StateError, StorageError, UnsupportedValueError
+from remesh.exchange import Exchange, ThreadExchange
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage.local_io import LocalWriter
+from remesh.testing import run_processes, run_ranks
+from remesh.training import export
+from remesh.training.export import export_weights
+from remesh.training.weight_files import (
+    FileTensor,
+    assign_files,
+    file_names,
+    plan_rounds,
+    split_into_files,
+)
+
+
+class Small(nn.Module):
+    """A model with tied weights, a buffer of integers and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.body = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(1.5))
+        self.register_buffer("steps", torch.arange(5))
+
+
+def small_model(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def halves(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.half() if value.is_floating_point() else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value)
+        for name, value in expected.items()
+    )
+
+
+def untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if name != "head.weight"}
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory of safetensors files, found by its index."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        tensors = load_file(directory / file)
+        assert all(index["weight_map"][name] == file for name in tensors)
+        found |= tensors
+    assert found.keys() == index["weight_map"].keys()
+    sizes = [value.numel() * value.itemsize for value in found.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "ROUND_BYTES", 200)
+
+
+def test_the_examples_in_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctest.testmod(export).failed == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans
+# ---------------------------------------------------------------------------------------------
+
+file_tensors = st.builds(
+    FileTensor,
+    names=st.just(("w",)),
+    source=st.just("w"),
+    dtype=st.sampled_from(["float16", "float32", "int64", "bool"]),
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+)
+
+
+@given(st.lists(file_tensors, max_size=12), st.integers(1, 400))
+def test_files_hold_every_tensor_once_and_no_more_than_the_limit(
+    tensors: list[FileTensor], limit: int
+) -> None:
+    files = split_into_files(tensors, limit)
+    found = [tensor for file in files for tensor in file]
+    assert sorted(map(id, found)) == sorted(map(id, tensors))
+    for file in files:
+        assert len(file) == 1 or sum(tensor.num_bytes for tensor in file) <= limit
+        sizes = [BY_NAME[tensor.dtype].itemsize for tensor in file]
+        assert sizes == sorted(sizes, reverse=True)
+    assert len(split_into_files(tensors, None)) == (1 if tensors else 0)
+
+
+@given(st.lists(st.lists(file_tensors, min_size=1, max_size=5), max_size=4), st.integers(16, 300))
+def test_rounds_are_bounded_and_go_through_everything_in_order(
+    files: list[list[FileTensor]], round_bytes: int
+) -> None:
+    rounds = plan_rounds(files, range(len(files)), round_bytes)
+    reached: dict[tuple[int, int], int] = {}
+    for spans in rounds:
+        assert spans
+        num_bytes = 0
+        for span in spans:
+            itemsize = BY_NAME[files[span.file][span.tensor].dtype].itemsize
+            num_bytes += (span.stop - span.start) * itemsize
+            assert reached.get((span.file, span.tensor), 0) == span.start
+            reached[span.file, span.tensor] = span.stop
+        assert num_bytes <= round_bytes
+    expected = {
+        (number, place): tensor.num_elements
+        for number, file in enumerate(files)
+        for place, tensor in enumerate(file)
+    }
+    assert list(reached.items()) == list(expected.items())
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.integers(1, 6))
+def test_files_are_dealt_evenly(sizes: list[int], world_size: int) -> None:
+    assigned = assign_files(sizes, world_size)
+    assert sorted(number for one in assigned for number in one) == list(range(len(sizes)))
+    loads = [sum(sizes[number] for number in one) for one in assigned]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_the_names_of_files() -> None:
+    assert file_names("model", ".safetensors", 1) == ["model.safetensors"]
+    assert file_names("m", ".safetensors", 2) == [
+        "m-00001-of-00002.safetensors",
+        "m-00002-of-00002.safetensors",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# One process
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_module_as_safetensors(tmp_path: Path) -> None:
+    model = small_model()
+    report = export_weights(model, tmp_path)
+    assert report.files == ("model.safetensors",)
+    assert report.tied == {"head.weight": "embed.weight"}
+    assert same(load_file(tmp_path / "model.safetensors"), untied(halves(model)))
+    assert report.num_bytes == (40 * 8 + 24 * 8 + 24 + 8 * 24 + 8 + 1) * 2 + 5 * 8
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    model = small_model()
+    report = export_weights({"model": model, "step": 3}, tmp_path, max_file_bytes=500)
+    assert report.files == tuple(f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4))
+    assert same(load_all(tmp_path), untied(halves(model)))
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"weights_only": False}])
+def test_a_module_as_pth(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = small_model()
+    report = export_weights(model, tmp_path, format="pth", name="full_sft_512")
+    assert report.files == ("full_sft_512.pth",)
+    found = torch.load(tmp_path / "full_sft_512.pth", **options)
+    assert same(found, halves(model))
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert zipfile.ZipFile(tmp_path / "full_sft_512.pth").testzip() is None
+    small_model(1).half().load_state_dict(found)
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    export_weights(tmp_path / "c", tmp_path / "a", max_file_bytes=500)
+    assert same(load_all(tmp_path / "a"), untied(halves(model)))
+    export_weights(str(tmp_path / "c"), tmp_path / "b", format="pth", dtype=None)
+    assert same(torch.load(tmp_path / "b/model.pth"), dict(model.state_dict()))
+    remesh.save(model, tmp_path / "bare")
+    export_weights(tmp_path / "bare", tmp_path / "d", entry=None, dtype="bfloat16")
+    found = load_file(tmp_path / "d/model.safetensors")
+    assert torch.equal(found["body.0.weight"], model.state_dict()["body.0.weight"].bfloat16())
+
+
+def test_names_are_the_callers_business(tmp_path: Path) -> None:
+    model = small_model()
+
+    def rename(name: str) -> str | None:
+        return None if name.startswith("body") else f"net.{name}"
+
+    export_weights(model, tmp_path, names=rename)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == {"net.embed.weight", "net.scale", "net.steps"}
+    # Where the first name of tied weights is left out, the other one stands for them.
+    export_weights(model, tmp_path, names=lambda name: name if name == "head.weight" else None)
+    assert list(load_file(tmp_path / "model.safetensors")) == ["head.weight"]
+    with pytest.raises(StateError, match="scale and steps would both be called w"):
+        export_weights(model, tmp_path, names=lambda _name: "w")
+
+
+def test_what_is_exported_replaces_what_was(tmp_path: Path) -> None:
+    export_weights(small_model(0), tmp_path, max_file_bytes=500)
+    (tmp_path / "other.safetensors").write_bytes(b"stays")
+    (tmp_path / ".remesh-export-model.safetensors-00000000").write_bytes(b"of one that was killed")
+    export_weights(small_model(1), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.safetensors",
+        "other.safetensors",
+    ]
+    export_weights(small_model(2), tmp_path, max_file_bytes=1000)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert same(load_all(tmp_path), untied(halves(small_model(2))))
+
+
+def test_a_configuration(tmp_path: Path) -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return {"hidden_size": 8}
+
+    export_weights(small_model(), tmp_path, config={"hidden_size": 512})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 512}
+    export_weights(small_model(), tmp_path, config=Config())
+    assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 8}
+
+
+def test_a_storage_that_is_no_directory() -> None:
+    storage = MemoryStorage()
+    for seed in (0, 1):
+        export_weights(small_model(seed), storage, max_file_bytes=500)
+    assert storage.list() == [
+        *(f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)),
+        "model.safetensors.index.json",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be exported
+# ---------------------------------------------------------------------------------------------
+
+
+def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
+    export_weights({"model": {"w": torch.ones(200)}}, tmp_path)
+    large = {"model": {"w": torch.full((200,), 70000.0)}}
+    with pytest.raises(StateError, match="w: has infinite values as float16, whose largest number"):
+        export_weights(large, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.ones(200).half())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    export_weights(large, tmp_path, dtype="bfloat16")
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == 70144.0
+
+
+def test_states_without_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="no weights in entry 'model'; the state has net, step"):
+        export_weights({"net": small_model(), "step": 1}, tmp_path)
+    remesh.save({"net": small_model()}, tmp_path / "c")
+    with pytest.raises(StateError, match=r"the state has net. Name the one"):
+        export_weights(tmp_path / "c", tmp_path)
+    with pytest.raises(StateError, match="cannot be exported as int8"):
+        export_weights(small_model(), tmp_path, dtype="int8")
+    with pytest.raises(ValueError, match="'safetensors' or 'pth', got 'onnx'"):
+        export_weights(small_model(), tmp_path, format="onnx")  # type: ignore[arg-type]
+
+
+def test_types_that_a_format_has_no_name_for(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"z: a safetensors file .* complex128"):
+        export_weights({"model": {"z": torch.zeros(2, dtype=torch.complex128)}}, tmp_path)
+    with pytest.raises(UnsupportedValueError, match=r"z: a .pth file has no name .* float8_e4m3fn"):
+        export_weights(
+            {"model": {"z": torch.zeros(2)}}, tmp_path, format="pth", dtype="float8_e4m3fn"
+        )
+    export_weights(
+        {"model": {"z": torch.ones(2, dtype=torch.complex128), "e": torch.zeros(0, 3)}},
+        tmp_path,
+        format="pth",
+    )
+    found = torch.load(tmp_path / "model.pth")
+    assert torch.equal(found["z"], torch.ones(2, dtype=torch.complex128))
+    assert found["e"].shape == (0, 3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Several ranks
+# ---------------------------------------------------------------------------------------------
+
+
+class NoRoom(LocalStorage):
+    """A directory in which one file cannot be made."""
+
+    def create(self, path: str, num_bytes: int) -> LocalWriter:
+        if "00002-of" in path:
+            raise StorageError("no room for this one")
+        return super().create(path, num_bytes)
+
+
+def test_a_failure_on_one_rank_is_one_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    storage = NoRoom(tmp_path)
+
+    def run(exchange: ThreadExchange) -> str:
+        state = {"model": {f"w{n}": torch.full((50,), float(n)) for n in range(4)}}
+        with pytest.raises(StorageError, match="no room for this one") as caught:
+            export_weights(state, storage, max_file_bytes=100, group=exchange)
+        return str(caught.value)
+
+    assert len(run_ranks(3, run)) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_hold_different_layers(tmp_path: Path) -> None:
+    """As in pipeline parallelism: nobody knows all names."""
+
+    def run(exchange: ThreadExchange) -> tuple[str, ...]:
+        state = {"model": {f"layer{exchange.rank}": torch.full((3, 40), float(exchange.rank))}}
+        return export_weights(state, tmp_path, max_file_bytes=300, group=exchange).files
+
+    reports = run_ranks(3, run)
+    assert reports[0] == reports[2]
+    assert len(reports[0]) == 3
+    found = load_all(tmp_path)
+    assert {name: float(value[0, 0]) for name, value in found.items()} == {
+        "layer0": 0.0,
+        "layer1": 1.0,
+        "layer2": 2.0,
+    }
+
+
+def _export_sharded(exchange: Exchange, directory: str) -> int:
+    from torch.distributed.fsdp import fully_shard
+
+    export.ROUND_BYTES = 200
+    created: list[str] = []
+    create = LocalStorage.create
+
+    def noting(self: LocalStorage, path: str, num_bytes: int) -> LocalWriter:
+        created.append(path)
+        return create(self, path, num_bytes)
+
+    LocalStorage.create = noting  # type: ignore[method-assign]
+    model = small_model()
+    for module in (model.body[0], model.body[2], model):
+        fully_shard(module, reshard_after_forward=False)
+    export_weights(model, directory + "/live", max_file_bytes=500)
+    num_files = len(created)
+    export_weights(model, directory + "/pth", format="pth")
+    remesh.save({"model": model}, directory + "/c")
+    export_weights(directory + "/c", directory + "/stored", max_file_bytes=500)
+    return num_files
+
+
+def test_shards_of_a_model(tmp_path: Path) -> None:
+    num_files = run_processes(2, _export_sharded, str(tmp_path))
+    assert sum(num_files) == 4
+    assert min(num_files) >= 1
+    expected = halves(small_model())
+    assert same(load_all(tmp_path / "live"), untied(expected))
+    assert same(load_all(tmp_path / "stored"), untied(expected))
+    assert same(torch.load(tmp_path / "pth/model.pth"), expected)
+    for file in (tmp_path / "live").iterdir():
+        assert file.read_bytes() == (tmp_path / "stored" / file.name).read_bytes()
+
+
+# ---------------------------------------------------------------------------------------------
+# Hugging Face
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_transformers_loads_what_was_exported(tmp_path: Path, is_tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=50,
+        tie_word_embeddings=is_tied,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    export_weights(model, tmp_path, max_file_bytes=3000, config=config)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    assert same(dict(loaded.state_dict()), halves(model))
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        difference = (loaded.to(torch.float32)(tokens).logits - model(tokens).logits).abs().max()
+    assert difference < 1e-3
