@@ -261,7 +261,7 @@ def _from_type(_function: object, _kind: object, args: tuple[Any, ...], _state: 
     return _tensor(*args)
 
 
-_LEGACY_STORAGES = {
+LEGACY_STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -330,7 +330,7 @@ def _stand_ins() -> dict[str, object]:
         table[f"{package}.multiarray._reconstruct"] = Function(lambda *_: array())
         table[f"{package}.multiarray.scalar"] = scalar
         table[f"{package}.numeric._frombuffer"] = array
-    for name, dtype in _LEGACY_STORAGES.items():
+    for name, dtype in LEGACY_STORAGES.items():
         table[f"torch.{name}"] = StorageType(dtype)
     return table
 

@@ -1,0 +1,218 @@
+"""Writing what `torch.distributed.checkpoint` and Megatron's `torch_dist` read.
+
+Every rank writes one file of archives back to back (see `archive_writer`); rank 0 writes one more
+with the values, each an archive of its own, and then `.metadata`. File names carry the id of the
+save, so that a save never meets the files of another; `.metadata` says which ones count.
+
+For Megatron, values that are equal on all ranks go to `common.pt`, nested as they were, and
+`metadata.json` comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from remesh import values
+from remesh.dtypes import DType
+from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
+from remesh.formats.framing import Frame, FramedPiece, Saved, SmallFile, Writer
+from remesh.formats.pickle_writer import Call, Global, New, dumps
+from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME
+from remesh.index import BoxTable
+from remesh.state import Path, assemble
+
+CONFIG_NAME = "metadata.json"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_SIZE = Global("torch", "Size")
+_Place = tuple[str, int, int]
+"""File, first byte and length of an archive."""
+
+
+def _file_name(rank: int, number: int, save_id: str) -> str:
+    return f"__{rank}_{number}_{save_id}.distcp"
+
+
+def frames(boxes: BoxTable, rank: int, save_id: str) -> list[Frame]:
+    """The data file of a rank: an archive for each of its boxes."""
+    pieces, fillers, at = [], [], 0
+    for row in range(len(boxes)):
+        box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
+        num_bytes = box.size * dtype.itemsize
+        head, tail = frame(tensor_pickle(dtype, box.shape), num_bytes, at)
+        start = at + len(head)
+        fillers += [(at, head), (start + num_bytes, tail)]
+        pieces.append(FramedPiece(row, box, start))
+        at = start + num_bytes + len(tail)
+    if not pieces:
+        return []
+    return [Frame(_file_name(rank, 0, save_id), at, tuple(pieces), tuple(fillers))]
+
+
+def dcp_files(saved: Saved) -> list[SmallFile]:
+    """The values and `.metadata`."""
+    document = saved.document
+    plain = {name: values.decode(bytes(raw)) for name, raw in document.values.items()}
+    objects = {**plain, **document.lists, **_objects(saved)}
+    paths = {
+        name: _dcp_path(saved, name) for name in (*_tensor_names(saved), *plain, *document.lists)
+    }
+    paths |= {name: (name,) for name in document.objects}
+    return _value_file_and_metadata(saved, objects, paths)
+
+
+def torch_dist_files(saved: Saved) -> list[SmallFile]:
+    """The objects, `common.pt`, `.metadata` and `metadata.json`."""
+    document = saved.document
+    common: dict[Path, object] = {
+        document.path_of(name): values.decode(bytes(raw)) for name, raw in document.values.items()
+    }
+    common |= {document.path_of(name): list(items) for name, items in document.lists.items()}
+    sequences = {tuple(path): kind for path, kind in document.sequences}
+    holding = {path[:at] for path in common for at in range(len(path))}
+    nested = assemble(common, {path: sequences[path] for path in holding & sequences.keys()})
+    config = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return [
+        (COMMON_NAME, archive_of(nested, COMMON_NAME)),
+        *_value_file_and_metadata(saved, _objects(saved), None),
+        (CONFIG_NAME, msgspec.json.encode(config)),
+    ]
+
+
+def _objects(saved: Saved) -> dict[str, object]:
+    """The elements of grids of values; Megatron keeps each in a list."""
+    return {
+        name: [values.decode(bytes(element.value))]
+        for name, element in saved.document.objects.items()
+    }
+
+
+def _tensor_names(saved: Saved) -> list[str]:
+    return [*saved.boxes.tensors.names, *saved.document.aliases]
+
+
+def _dcp_path(saved: Saved, name: str) -> tuple[str | int, ...]:
+    """The place of a name as torch writes it: numbers are places in lists, all else is text."""
+    path = saved.document.path_of(name)
+    lists = {tuple(at) for at, _ in saved.document.sequences}
+    return tuple(
+        key if isinstance(key, int) and path[:number] in lists else str(key)
+        for number, key in enumerate(path)
+    )
+
+
+def _value_file_and_metadata(
+    saved: Saved, objects: Mapping[str, object], paths: Mapping[str, Path] | None
+) -> list[SmallFile]:
+    """The file of archives of values, if there are any, and the metadata of everything."""
+    path, data = _file_name(0, 1, saved.save_id), bytearray()
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    for name, value in objects.items():
+        archive = archive_of(value, name)
+        entries[name] = New(Global(_METADATA, "BytesStorageMetadata"))
+        storage[_key(name, None, None)] = _info((path, len(data), len(archive)))
+        data += archive
+    places = _places(saved)
+    chunks: dict[int, list[tuple[Any, ...]]] = {}
+    for row in range(len(saved.boxes)):
+        box = saved.boxes.box(row)
+        chunks.setdefault(int(saved.boxes.tensor[row]), []).append((box, places[row]))
+    tensors = saved.boxes.tensors
+    numbers = {name: number for number, name in enumerate(tensors.names)}
+    numbers |= {alias: numbers[name] for alias, name in saved.document.aliases.items()}
+    for name, number in numbers.items():
+        found = chunks.get(number, [])
+        entries[name] = _tensor_entry(
+            tensors.dtype(number), tensors.shape(number), [box for box, _ in found]
+        )
+        for hint, (box, place) in enumerate(found):
+            storage[_key(name, box.offset, hint)] = _info(place)
+    metadata = New(
+        Global(_METADATA, "Metadata"),
+        {
+            "state_dict_metadata": entries,
+            "planner_data": paths,
+            "storage_data": storage,
+            "storage_meta": New(
+                Global(_METADATA, "StorageMeta"),
+                {"checkpoint_id": None, "save_id": saved.save_id, "load_id": None, "modules": []},
+            ),
+            "version": "1.0.0",
+        },
+    )
+    files = [(path, bytes(data))] if data else []
+    return [*files, (METADATA_NAME, dumps(metadata))]
+
+
+def _places(saved: Saved) -> dict[int, _Place]:
+    """Where the archive of each box lies, from the same plan by which its rank wrote it."""
+    places = {}
+    for rank, rows in enumerate(saved.assignments):
+        mine = BoxTable(
+            saved.boxes.tensors,
+            saved.boxes.tensor[rows],
+            saved.boxes.offsets[rows],
+            saved.boxes.extents[rows],
+        )
+        for file in frames(mine, rank, saved.save_id):
+            # Heads and tails alternate, so each archive begins at every other filler.
+            begins = [position for position, _ in file.fillers[::2]]
+            ends = [*begins[1:], file.num_bytes]
+            for piece, begin, end in zip(file.pieces, begins, ends, strict=True):
+                places[int(rows[piece.row])] = (file.path, begin, end - begin)
+    return places
+
+
+def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Any]) -> New:
+    properties = New(
+        Global(_METADATA, "TensorProperties"),
+        (
+            Global("torch", dtype.name),
+            Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)),
+            False,
+            Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
+            False,
+        ),
+    )
+    chunks = [
+        New(
+            Global(_METADATA, "ChunkStorageMetadata"),
+            {"offsets": _size(box.offset), "sizes": _size(box.shape)},
+        )
+        for box in boxes
+    ]
+    return New(
+        Global(_METADATA, "TensorStorageMetadata"),
+        {"properties": properties, "size": _size(shape), "chunks": chunks},
+    )
+
+
+def _size(numbers: tuple[int, ...]) -> Call:
+    return Call(_SIZE, (tuple(numbers),))
+
+
+def _key(name: str, offset: tuple[int, ...] | None, hint: int | None) -> New:
+    state: dict[str, Any] = {"fqn": name, "index": hint}
+    if offset is not None:
+        state["offset"] = _size(offset)
+    return New(Global(_METADATA, "MetadataIndex"), state)
+
+
+def _info(place: _Place) -> New:
+    path, offset, length = place
+    return New(
+        Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        {"relative_path": path, "offset": offset, "length": length},
+    )
+
+
+TORCH_DCP = Writer("torch_dcp", METADATA_NAME, frames, dcp_files)
+TORCH_DIST = Writer("torch_dist", CONFIG_NAME, frames, torch_dist_files)
