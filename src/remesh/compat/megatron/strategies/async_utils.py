@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from remesh.checkpoint import SaveHandle
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
 from remesh.errors import RankFailedError
@@ -96,6 +97,11 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """The same request, closed for additions."""
         return self._replace(is_frozen=True)
+
+
+def wait_for(_: None, handle: SaveHandle) -> None:
+    """The slow half of a save that has a background of its own, in threads or in a process."""
+    handle.wait()
 
 
 class _Progress(msgspec.Struct, frozen=True):
@@ -321,7 +327,8 @@ class AsyncCallsQueue:
     """Requests in the order in which they were scheduled; all ranks do the same with theirs.
 
     Args:
-        persistent: Run them in one process that lives until `close`, instead of threads.
+        persistent: Run them in one process that lives until `close`, instead of threads. Saves of
+            this library's strategies have a background of their own, for which a thread waits.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -339,9 +346,10 @@ class AsyncCallsQueue:
         """
         self._call_idx += 1
         request = async_request.freeze()._replace(call_idx=self._call_idx)
-        caller = self._persistent or TemporalAsyncCaller()
-        if self._persistent is not None and self._active:
-            # One process does one thing at a time; the one before is finalized first.
+        caller: AsyncCaller = TemporalAsyncCaller()
+        if self._persistent is not None and request.async_fn is not wait_for:
+            caller = self._persistent
+            # One process does one thing at a time; those before are finalized first.
             self.maybe_finalize_async_calls(blocking=True)
         preloaded = [request]
 

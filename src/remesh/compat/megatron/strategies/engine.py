@@ -8,10 +8,10 @@ allowed. What comes back has the structure of what was asked for, with tensors a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from remesh.checkpoint import Saver, load
+from remesh.checkpoint import SaveHandle, Saver, load
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
@@ -30,7 +30,7 @@ from remesh.compat.megatron.core import (
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor, is_main_replica
 from remesh.compat.megatron.objects import unpack
-from remesh.compat.megatron.strategies.async_utils import AsyncRequest
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest, wait_for
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from remesh.exchange import Alone, run_on_all
 
@@ -79,29 +79,31 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         state = state_to_save(sharded_state_dict)
         storage = storage_of(checkpoint_dir)
 
-        def stage() -> Callable[[], None]:
+        def stage() -> SaveHandle:
             with as_checkpointing_exception():
-                return self._saver.save_async(state, storage, overwrite=True).wait
+                return self._saver.save_async(state, storage, overwrite=True)
 
-        return AsyncRequest(_wait, (None, None), [], preload_fn=stage)
-
-
-def _wait(_: None, wait: Callable[[], None]) -> None:
-    """The slow half of a save whose background the saver runs itself."""
-    wait()
+        return AsyncRequest(wait_for, (None, None), [], preload_fn=stage)
 
 
-def state_to_save(sharded_state_dict: Any) -> dict[int, Any]:
+def state_to_save(sharded_state_dict: Any) -> dict[str, Any]:
     """The main replicas of a state dict as a state for the engine."""
     leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
     for leaf in leaves:
         if isinstance(leaf, ShardedTensor) and leaf.data is None:
             raise CheckpointingException(f"{leaf.key}: there is no data to save")
-    return {number: _described(leaf) for number, leaf in enumerate(leaves)}
+    return _engine_state(leaves)
 
 
-def _described(leaf: Any) -> Any:
-    return engine_tensor(leaf) if isinstance(leaf, ShardedTensor) else engine_object(leaf)
+def _engine_state(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Leaves as a state for the engine; its keys appear in errors only."""
+    state: dict[str, Any] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, ShardedTensor):
+            state[f"{number} {leaf.key}"] = engine_tensor(leaf)
+        else:
+            state[f"{number} {leaf.unique_key}"] = engine_object(leaf)
+    return state
 
 
 class EngineLoadShardedStrategy(LoadShardedStrategy):
@@ -162,19 +164,19 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
 
         def work() -> bytes:
             loaded = load(
-                {number: _described(leaf) for number, leaf in enumerate(leaves)},
+                _engine_state(leaves),
                 source_of(checkpoint_dir, self.format),
                 cast=True,
                 share_reads=share_reads,
                 group=group,
             )
-            numbers = iter(range(len(leaves)))
+            filled = iter(loaded.values())
 
             def result(leaf: ShardedBase) -> Any:
-                number = next(numbers)
+                new = next(filled)
                 if isinstance(leaf, ShardedTensor):
                     return None if leaf.data is None else leaf.data.detach()
-                return unpack(loaded[number].data, f"{checkpoint_dir}: {leaf.key}")
+                return unpack(new.data, f"{checkpoint_dir}: {leaf.key}")
 
             found.append(dict_list_map_outplace(result, sharded_state_dict))
             return b""

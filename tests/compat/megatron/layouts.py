@@ -1,0 +1,49 @@
+"""State dicts that several tests save and load, for one process or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remesh.compat.megatron import ShardedTensor
+
+Make = Callable[[int], torch.Tensor]
+
+
+def row_shards(num_shards: int, num_elements: int = 128, *, values: bool) -> dict[str, Any]:
+    """All shards of `arange(num_elements)`, as one process that plays all ranks holds them."""
+    size = num_elements // num_shards
+    return {
+        str(rank): ShardedTensor.from_rank_offsets(
+            "weight",
+            torch.arange(rank * size, (rank + 1) * size) if values else torch.empty(size),
+            (0, rank, num_shards),
+        )
+        for rank in range(num_shards)
+    }
+
+
+def flat_shards(
+    whole: torch.Tensor, tensor_parallel: int, data_parallel: int, *, values: bool
+) -> dict[str, Any]:
+    """The shards of a distributed optimizer: columns by TP, flattened, ranges by DP.
+
+    The keys are ranks, TP changing fastest.
+    """
+    shards = {}
+    for tp_rank, local in enumerate(whole.chunk(tensor_parallel, dim=1)):
+        flat = local.reshape(-1)
+        size = -(-flat.numel() // data_parallel)
+        for dp_rank in range(data_parallel):
+            part = slice(dp_rank * size, min((dp_rank + 1) * size, flat.numel()))
+            data = flat[part].clone()
+            shards[str(dp_rank * tensor_parallel + tp_rank)] = ShardedTensor.from_rank_offsets_flat(
+                "moment",
+                data if values else torch.full_like(data, -1),
+                tuple(local.shape),
+                (1, tp_rank, tensor_parallel),
+                flattened_range=part,
+            )
+    return shards

@@ -1,0 +1,329 @@
+"""Several ranks: who writes and reads what, errors on every rank, saves beside the training."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from remesh.compat.megatron import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    save,
+)
+from remesh.compat.megatron.core import check_is_distributed_checkpoint
+from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from remesh.compat.megatron.strategies.base import LoadShardedStrategy
+from remesh.compat.megatron.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from remesh.compat.megatron.strategies.native import (
+    RemeshLoadShardedStrategy,
+    RemeshSaveShardedStrategy,
+)
+from remesh.exchange import Exchange
+from remesh.testing import Raised, Returned, run_processes, run_processes_outcomes
+
+
+def message_of(action: Callable[[], object]) -> str:
+    """What a call is refused with."""
+    with pytest.raises(CheckpointingException) as caught:
+        action()
+    return str(caught.value)
+
+
+def replicated(rank: int, *, values: bool) -> dict[str, Any]:
+    """Four tensors that every rank has, and one that rank 0 alone has."""
+    make = torch.arange if values else lambda size: torch.zeros(size, dtype=torch.int64)
+    state = {
+        f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", make(1000 * (n + 1)), replica_id=rank)
+        for n in range(4)
+    }
+    if rank == 0:
+        state["own"] = ShardedTensor.from_rank_offsets("own", make(10))
+    state["rng"] = ShardedObject("rng", {"rank": rank}, (2,), (rank,))
+    return state
+
+
+def bytes_by_rank(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.glob("data-*/0*.safetensors")}
+
+
+class _Foreign(LoadShardedStrategy):
+    """A strategy that is not the engine's, as an application may write one."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._inner = RemeshLoadShardedStrategy()
+
+    can_handle_sharded_objects = True  # type: ignore[assignment]
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        pass
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        pass
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        self.asked = sorted(item.key for item in sharded_state_dict.values())
+        return self._inner.load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        return self._inner.load_tensors_metadata(checkpoint_dir)
+
+
+def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
+    rank = exchange.rank
+    found: dict[str, Any] = {}
+    # Alone, a strategy writes on main replicas.
+    save({**replicated(rank, values=True), "step": 1}, folder / "plain")
+    found["plain"] = bytes_by_rank(folder / "plain")
+    shared = replicated(rank, values=True)
+    wrapper = FullyParallelSaveStrategyWrapper(
+        RemeshSaveShardedStrategy(), dist.group.WORLD, do_cache_distribution=True
+    )
+    for _ in range(2):
+        save({**shared, "step": 2}, folder / "shared", wrapper)
+    assert wrapper.cached_distribution is not None
+    found["distribution"] = wrapper.cached_distribution.num_bytes
+    found["replicas"] = {key: item.replica_id for key, item in shared.items() if key[0] == "w"}
+    found["shared"] = bytes_by_rank(folder / "shared")
+    foreign = _Foreign()
+    for base in (RemeshLoadShardedStrategy(), foreign):
+        strategy = FullyParallelLoadStrategyWrapper(base, exchange_algo="gather_rounds")
+        loaded = load(replicated(rank, values=False), folder / "shared", strategy)
+        for n in range(4):
+            assert torch.equal(loaded[f"w{n}"], torch.arange(1000 * (n + 1)))
+        assert ("own" in loaded) == (rank == 0)
+        assert loaded["rng"] == {"rank": rank}
+        assert loaded["step"] == 2
+    found["asked"] = [key for key in foreign.asked if key[0] == "w"]
+    return found
+
+
+def test_wrappers_share_the_work(tmp_path: Path) -> None:
+    first, second = run_processes(2, _share_the_work, tmp_path)
+    assert set(first["plain"]) == {"00000.safetensors"}
+    assert set(first["shared"]) == {"00000.safetensors", "00001.safetensors"}
+    # 80 kB in four tensors of 8 to 32 kB: half each, and the small one of rank 0 alone.
+    assert first["distribution"] == second["distribution"]
+    assert sum(first["distribution"]) == 80_080
+    assert max(first["distribution"]) <= 40_080
+    for key, replica_id in first["replicas"].items():
+        assert {replica_id, second["replicas"][key]} == {0, 1}
+    assert sorted(first["asked"] + second["asked"]) == ["w0", "w1", "w2", "w3"]
+
+
+def _refuse_everywhere(exchange: Exchange, folder: Path) -> list[str]:
+    rank = exchange.rank
+    row = torch.full((2,), rank)
+    good = {"w": ShardedTensor.from_rank_offsets("w", row, (0, rank, 2))}
+    save({**good, "common": rank, "same": 1}, folder)
+    hole = {"w": ShardedTensor.from_rank_offsets("w", row, (0, 0, 2), replica_id=rank)}
+    only_rank_1 = {**good} if rank == 0 else {"c": ShardedTensor.from_rank_offsets("c", row)}
+    unstorable: Any = object() if rank == 1 else 1
+    messages = [
+        message_of(lambda: save(hole, folder)),
+        message_of(lambda: save(hole, folder, validate_access_integrity=False)),
+        message_of(lambda: load(hole, folder)),
+        message_of(lambda: load(only_rank_1, folder, None, False)),
+        message_of(lambda: load(only_rank_1, folder, None, False, strict="raise_unexpected")),
+        message_of(lambda: save({"o": ShardedObject("o", unstorable, (2,), (rank,))}, folder)),
+        message_of(lambda: save({"value": unstorable}, folder)),
+    ]
+    # After all that the ranks still understand each other, and the checkpoint is whole.
+    zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2))
+    _, missing, unexpected = load({"w": zeros}, folder, strict="return_all")
+    assert (missing, unexpected) == (set(), set())
+    assert zeros.data is not None
+    assert zeros.data.tolist() == [rank, rank]
+    assert load_common_state_dict(folder) == {"common": 0, "same": 1}
+    return messages
+
+
+def test_every_rank_raises(tmp_path: Path) -> None:
+    by_rank = run_processes(2, _refuse_everywhere, tmp_path / "checkpoint")
+    parts = ["[2:4]", "[2:4]", "[2:4]", "c", "c", "o/shard_1_2", "value"]
+    for messages in by_rank:
+        assert len(messages) == len(parts)
+        for part, message in zip(parts, messages, strict=True):
+            assert part in message
+
+
+def _differ(exchange: Exchange, folder: Path) -> list[str]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger = logging.getLogger("remesh.compat.megatron.validation")
+    handler = Keep()
+    logger.addHandler(handler)
+    state = {"t": {"loss": exchange.rank, "same": torch.ones(2)}, "x": 1}
+    save(state, folder)
+    found = list(records)
+    records.clear()
+    save(
+        state,
+        folder,
+        preprocess_common_before_consistancy_check=lambda common: {"x": common["x"]},
+    )
+    logger.removeHandler(handler)
+    return found + records
+
+
+def test_common_state_that_differs_is_pointed_out(tmp_path: Path) -> None:
+    first, second = run_processes(2, _differ, tmp_path / "checkpoint")
+    assert first == []
+    (message,) = second
+    assert "rank 1: the common state differs" in message
+    assert "('t', 'loss')" in message
+    assert "same" not in message
+
+
+def may_have_children() -> None:
+    """The ranks of `run_processes` are daemons, which may have no children; a trainer is none."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def slow_write(folder: str, _staged: object, text: str) -> None:
+    time.sleep(0.2)
+    Path(folder, text).write_text(text)
+
+
+def fail_on(rank: int, mine: int) -> None:
+    if rank == mine:
+        raise OSError("no room")
+
+
+backgrounds = pytest.mark.parametrize(
+    "persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["threads", "process"]
+)
+
+
+def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> list[str]:
+    may_have_children()
+    rank = exchange.rank
+    queue = AsyncCallsQueue(persistent=persistent)
+    strategy = RemeshSaveShardedStrategy()
+    data = torch.full((4,), float(rank))
+    order: list[str] = []
+    for number in range(2):
+        state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": number}
+        request = save(state, folder / str(number), strategy, async_sharded_save=True)
+        assert isinstance(request, AsyncRequest)
+        request.add_finalize_fn(lambda number=number: order.append(f"save {number}"))
+        assert queue.schedule_async_request(request) == number
+        data.fill_(-1)
+        frozen = queue._active[-1].request
+        with pytest.raises(RuntimeError, match="scheduled already"):
+            frozen.add_finalize_fn(print)
+        data.fill_(float(rank))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    assert strategy.num_plans_reused == 1
+    mine = AsyncRequest(
+        slow_write, (str(folder), None, f"mine {rank}"), [lambda: order.append("x")]
+    )
+    assert queue.schedule_async_request(mine) == 2
+    queue.close()
+    for number in range(2):
+        assert check_is_distributed_checkpoint(folder / str(number))
+        zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, rank, 2))
+        assert load({"w": zeros}, folder / str(number))["step"] == number
+        assert zeros.data is not None
+        assert zeros.data.tolist() == [rank] * 4
+    return order
+
+
+@backgrounds
+def test_saves_beside_the_training(tmp_path: Path, persistent: bool) -> None:
+    orders = run_processes(2, _in_the_background, tmp_path, persistent)
+    assert orders == [["save 0", "save 1", "x"]] * 2
+    assert sorted(file.name for file in tmp_path.glob("mine*")) == ["mine 0", "mine 1"]
+
+
+def _fail_in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> str:
+    may_have_children()
+    queue = AsyncCallsQueue(persistent=persistent)
+    finalized: list[int] = []
+    queue.schedule_async_request(
+        AsyncRequest(fail_on, (1, exchange.rank), [lambda: finalized.append(0)])
+    )
+    message = message_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    assert finalized == []
+    assert queue.get_num_unfinalized_calls() == 0
+
+    def preload() -> None:
+        if exchange.rank == 0:
+            raise OSError("no memory")
+
+    request = AsyncRequest(fail_on, (1, 0), [], preload_fn=preload)
+    with pytest.raises((CheckpointingException, OSError)) as caught:
+        queue.schedule_async_request(request)
+    message += str(caught.value)
+    # Given up, a save that is written is no checkpoint.
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, exchange.rank, 2))}
+    abandoned = save(state, folder, async_sharded_save=True)
+    assert abandoned is not None
+    queue.schedule_async_request(abandoned)
+    queue.close(abort=True)
+    assert not check_is_distributed_checkpoint(folder)
+    at_once = save(state, folder / "at once", async_sharded_save=True)
+    assert at_once is not None
+    at_once.execute_sync()
+    assert check_is_distributed_checkpoint(folder / "at once")
+    return message
+
+
+@backgrounds
+def test_a_background_that_fails_on_one_rank_raises_on_all(
+    tmp_path: Path, persistent: bool
+) -> None:
+    outcomes = run_processes_outcomes(2, _fail_in_the_background, tmp_path / "c", persistent)
+    for outcome in outcomes:
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        assert isinstance(outcome, Returned)
+        assert "rank 1: " in outcome.value
+        assert "no room" in outcome.value
+        assert "no memory" in outcome.value
+
+
+def _groups(exchange: Exchange, folder: Path) -> None:
+    """Two groups of two: columns between groups, copies within them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    column, copy = divmod(exchange.rank, 2)
+    group = groups[column]
+    data = torch.arange(8.0).reshape(4, 2)[:, column : column + 1].contiguous()
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", data, (1, column, 2), replica_id=(0, copy)),
+        "v": ShardedTensor.from_rank_offsets("v", data + 8, (1, column, 2), replica_id=(0, copy)),
+    }
+    save(state, folder, FullyParallelSaveStrategyWrapper(RemeshSaveShardedStrategy(), group))
+    assert [state[key].replica_id for key in "wv"] in ([0, 1], [1, 0])
+    rows = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(1, 2), (0, exchange.rank, 4))
+        for key in "wv"
+    }
+    wrapper = FullyParallelLoadStrategyWrapper(RemeshLoadShardedStrategy(), group)
+    loaded = load(rows, folder, wrapper)
+    assert loaded["w"].tolist() == [[2.0 * exchange.rank, 2.0 * exchange.rank + 1]]
+    assert loaded["v"].tolist() == [[2.0 * exchange.rank + 8, 2.0 * exchange.rank + 9]]
+
+
+def test_work_is_shared_within_groups(tmp_path: Path) -> None:
+    run_processes(4, _groups, tmp_path)
+    assert len(bytes_by_rank(tmp_path)) == 4
