@@ -28,6 +28,8 @@ _HOMES = {
     "repair": "remesh.cli.repairing",
     "prune": "remesh.cli.pruning",
     "demo": "remesh.cli.demo",
+    "run": "remesh.cli.run",
+    "check": "remesh.cli.run",
     "master": "remesh.cli.master",
     "status": "remesh.cli.master",
 }

@@ -100,6 +100,7 @@ class Test(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         node_id: The node's id.
+        round: The round whose world is tested.
         check: Number of the check.
         test_round: Number of the test round within it.
         group: The nodes of the group, in the order of their ranks in the test.
@@ -108,6 +109,7 @@ class Test(msgspec.Struct, frozen=True, tag=True):
     __test__ = False  # not a test case, whatever its name
 
     node_id: int
+    round: int
     check: int
     test_round: int
     group: tuple[Node, ...]

@@ -296,9 +296,7 @@ def _form_world(state: State, now: float) -> State:
             )
         return state
     cannot_grow = size == settings.fitting(settings.max_nodes)
-    all_back = bool(state.world) and all(
-        node.id in state.ready or node.id in state.finished for node in state.world
-    )
+    all_back = bool(state.world) and all(node.id in state.ready for node in state.world)
     if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
         return state
     chosen = sorted(state.ready)[:size]
@@ -337,7 +335,8 @@ class Change(StrEnum):
 def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
     """Why a node that runs processes in a round should stop them; None if it should go on.
 
-    Growing is the only reason that can wait: the world is whole, it could only be larger.
+    Growing is the only reason that can wait: the world is whole, it could only be larger. Nodes
+    that have finished are asked back when others have to start again: a job ends together.
 
     Args:
         state: The state.
@@ -346,7 +345,7 @@ def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Chan
     """
     if state.outcome is not None:
         return None
-    if round_of_node != state.round or node_id not in state.active:
+    if round_of_node != state.round or node_id not in state.active | state.finished:
         return Change.STALE, f"round {round_of_node} is over for node {node_id}"
     members = {node.id for node in state.world}
     gone = members - state.active - state.finished

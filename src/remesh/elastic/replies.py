@@ -65,7 +65,8 @@ def join_reply(state: State, node: Node, places: Mapping[int, Placed]) -> JoinRe
         return None
     group = next((group for group in state.check.plan if node.id in group), ())
     members = tuple(member for member in map(world.member, group) if member is not None)
-    return Test(node.id, state.check.number, len(state.check.results), members)
+    check = state.check
+    return Test(node.id, world.round, check.number, len(check.results), members)
 
 
 def waiting(state: State, node: Node) -> Waiting:

@@ -1,0 +1,71 @@
+"""`remesh run` and `remesh check`: training on nodes that may come and go."""
+
+from __future__ import annotations
+
+import click
+
+from remesh.cli import output
+from remesh.cli.elastic_options import read_token
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+    epilog=output.example(
+        "remesh run --nproc-per-node 4 train.py",
+        "remesh run --nnodes 2:4 --master http://head:29400 --nproc-per-node 8 train.py",
+    ),
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS] SCRIPT [ARGS]...")
+def run(*, arguments: tuple[str, ...]) -> None:
+    """Run a training script as one node of a job that survives failures.
+
+    Takes torchrun's options and some of its own; `remesh run --help` lists them. Without `--master`
+    the job has this machine only, and its master runs inside this command.
+    """
+    try:
+        from remesh.elastic import launch
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"remesh run needs {error.name}: pip install 'remesh[elastic,torch]'"
+        ) from error
+    launch.main(arguments)
+
+
+@click.command(
+    epilog=output.example("remesh check", "remesh check --master http://127.0.0.1:29400")
+)
+@click.option("--master", metavar="URL", help="Have all nodes of this master's job tested.")
+@click.option("--token-file", metavar="FILE", help="The master's token.")
+@click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
+    """Test this machine: its processors, memory and GPUs.
+
+    With `--master`, all nodes of a job are tested in groups before its next round instead; what was
+    found is seen with `remesh status`.
+    """
+    if master is not None:
+        from remesh.elastic.client import Client
+
+        client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
+        client.check("asked for on the command line")
+        click.echo("the nodes will be tested before the next round")
+        return
+    from remesh.elastic.node_check import run_alone
+
+    outcome = run_alone()
+    if as_json:
+        output.print_json(
+            {
+                "passed": outcome.passed,
+                "seconds": outcome.seconds,
+                "message": outcome.message,
+            }
+        )
+    elif outcome.passed:
+        click.echo(f"healthy: the probe took {outcome.seconds:.1f} s")
+    else:
+        click.echo(f"faulty: {outcome.message}")
+    if not outcome.passed:
+        raise SystemExit(output.EXIT_DAMAGED)

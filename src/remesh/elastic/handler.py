@@ -1,0 +1,194 @@
+"""`torchrun --rdzv-backend=remesh`: worlds formed by a remesh master, in an unchanged torchrun.
+
+torchrun finds `create` through the entry point group `torchrun.handlers` and imports this module in
+every launcher, so nothing heavy happens on import. What the master needs to know and torchrun has
+no flag for comes by `--rdzv-conf`: `name`, `node_id`, `node_unit`, `last_call`, `join_timeout`,
+`token_file`, `tls_ca`, `beat_seconds`, and `nproc`, because torchrun does not tell a handler how
+many processes it starts.
+
+torchrun asks for the next round after every stop of its processes, and looks several times a second
+whether nodes wait; the answer to the last heartbeat serves for that. Each round has a store of its
+own, in the launcher of the first node, so that no key of an earlier round is ever found.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import (  # type: ignore[attr-defined] # re-exported without saying so
+    PrefixStore,
+    TCPStore,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from remesh.elastic.client import Client, MasterError
+from remesh.elastic.node import JobOverError, Node, NodeBarredError, NodeOptions
+from remesh.elastic.rendezvous import Outcome, Settings
+
+log = logging.getLogger(__name__)
+
+BACKEND = "remesh"
+STORE_SECONDS = 60.0
+"""How long the nodes of a round wait for the first one's store."""
+PATIENCE = 60.0
+"""How long a launcher tries to reach its master."""
+
+
+class Handler(RendezvousHandler):
+    """What torchrun asks for worlds.
+
+    Args:
+        node: This node.
+        run_id: Names the job.
+    """
+
+    def __init__(self, node: Node, run_id: str) -> None:
+        self.node = node
+        self._run_id = run_id
+        # torch keeps no reference to a store inside a PrefixStore.
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """The name by which torchrun knows the handler."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers make a store of their own: no key of theirs meets one of the launchers'."""
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round and open its store.
+
+        Raises:
+            RendezvousClosedError: If the job has failed, or does not want this node.
+            RendezvousConnectionError: If the master or the first node cannot be reached.
+            SystemExit: If the job has succeeded without this node.
+        """
+        while True:
+            try:
+                placed = self.node.join()
+                store = self._open_store(placed.round, placed.rank, placed.leader.address)
+            except JobOverError as over:
+                if over.outcome is Outcome.SUCCEEDED:
+                    log.info("%s", over)
+                    raise SystemExit(0) from over
+                raise RendezvousClosedError(str(over)) from over
+            except NodeBarredError as barred:
+                raise RendezvousClosedError(f"this node is not used: {barred}") from barred
+            except MasterError as error:
+                if self.node.reply.restart is None:
+                    raise RendezvousConnectionError(str(error)) from error
+                log.info("the round broke while it began: %s", self.node.reply.reason)
+                continue
+            prefixed = PrefixStore(f"round {placed.round}", store)
+            address = self.node.options.address
+            meeting = RendezvousStoreInfo.build(placed.rank, prefixed, local_addr=address)
+            return RendezvousInfo(prefixed, placed.rank, placed.num_nodes, meeting)
+
+    def _open_store(self, number: int, rank: int, address: str) -> TCPStore:
+        """The round's store: the first node makes it and says where it is."""
+        limit = dt.timedelta(seconds=STORE_SECONDS)
+        if rank == 0:
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            self.node.put(number, "store", f"{address}:{store.port}")
+        else:
+            host, _, port = self.node.get(number, "store", STORE_SECONDS).rpartition(":")
+            try:
+                store = TCPStore(host, int(port), is_master=False, timeout=limit)
+            except RuntimeError as error:
+                raise MasterError(f"the first node's store at {host}:{port}: {error}") from error
+        self._store = store
+        return store
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 if the processes should stop and meet again."""
+        return int(self.node.reply.restart is not None)
+
+    def is_closed(self) -> bool:
+        """Whether the job has ended."""
+        return self.node.reply.over is not None
+
+    def set_closed(self) -> None:
+        """End the job for this node."""
+        self.shutdown()
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Say that this node goes; torchrun does not tell how it ended, but it may be raising."""
+        error = sys.exc_info()[1]
+        outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
+        reason = "" if error is None else f"{type(error).__name__}: {error}"[:500]
+        try:
+            self.node.leave(outcome, reason)
+        except MasterError as problem:
+            log.warning("the master does not know that this node goes: %s", problem)
+            return False
+        finally:
+            self.node.close()
+        return True
+
+
+def make_node(
+    parameters: RendezvousParameters, test: Callable[..., Any], patience: float = PATIENCE
+) -> Node:
+    """This node, as torchrun's rendezvous options describe it.
+
+    Raises:
+        ValueError: If an option is missing or wrong; the message names it.
+    """
+    token_file = parameters.get("token_file")
+    token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else ""
+    client = Client(
+        parameters.endpoint, token=token, tls_ca=parameters.get("tls_ca"), patience=patience
+    )
+    node_id = parameters.get_as_int("node_id")
+    address = parameters.local_addr or client.local_address()
+    settings = Settings(
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        node_unit=parameters.get_as_int("node_unit", 1) or 1,
+        last_call=float(parameters.get("last_call", 5.0)),
+        join_timeout=float(parameters.get("join_timeout", 600.0)),
+    )
+    options = NodeOptions(
+        name=parameters.get("name") or (f"node-{node_id}" if node_id is not None else _host_name()),
+        node_id=node_id,
+        address=address,
+        num_processes=parameters.get_as_int("nproc", 1) or 1,
+        settings=settings,
+        max_restarts=parameters.get_as_int("max_restarts", 3) or 0,
+        beat_seconds=float(parameters.get("beat_seconds", 1.0)),
+    )
+    return Node(client, options, test)
+
+
+def _host_name() -> str:
+    return socket.gethostname()
+
+
+def _create(parameters: RendezvousParameters) -> Handler:
+    from remesh.elastic.node_check import run_test
+
+    return Handler(make_node(parameters, run_test), parameters.run_id)
+
+
+def create() -> Callable[[RendezvousParameters], Handler]:
+    """What torchrun's entry point asks for: a function that makes handlers."""
+    return _create

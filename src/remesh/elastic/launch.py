@@ -1,0 +1,197 @@
+"""`remesh run`: torchrun's options and ours, our agent, and a master if none is named.
+
+The options of torchrun are torchrun's own parser's. A job of one machine needs no second command:
+without `--master` a master is started in a thread of this process, for this job alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser
+
+from remesh.elastic.agent import Agent, handle_sigterm
+from remesh.elastic.client import Client
+from remesh.elastic.failures import Patterns
+from remesh.elastic.handler import PATIENCE, Handler
+from remesh.elastic.job import HangAction, Policy
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import Master
+from remesh.elastic.node import Node, NodeOptions
+from remesh.elastic.node_check import run_test
+from remesh.elastic.rendezvous import Settings
+from remesh.elastic.server import ServerOptions, ServerThread
+
+log = logging.getLogger(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Torchrun's options and ours."""
+    parser = get_args_parser()
+    parser.prog = "remesh run"
+    parser.description = (
+        "Train with processes that are restarted, and with nodes that may die, leave and join. "
+        "Takes what torchrun takes; the options of its rendezvous are not needed."
+    )
+    ours = parser.add_argument_group("remesh")
+    ours.add_argument("--master", metavar="URL", help="the job's master; its own by default")
+    ours.add_argument("--token-file", metavar="FILE", help="what the master wants to know")
+    ours.add_argument("--tls-ca", metavar="FILE", help="trust certificates signed by this one")
+    ours.add_argument("--node-id", type=int, help="this node's place in the order of ranks")
+    ours.add_argument("--node-name", help="what to call this node; the host's name by default")
+    ours.add_argument("--node-unit", type=int, default=1, help="train on a multiple of this")
+    ours.add_argument(
+        "--last-call", type=float, default=5.0, help="seconds to wait for more nodes than the least"
+    )
+    ours.add_argument(
+        "--join-timeout", type=float, default=600.0, help="seconds without enough nodes"
+    )
+    ours.add_argument(
+        "--drain-seconds", type=float, default=60.0, help="time for a last checkpoint on SIGTERM"
+    )
+    ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
+    own = parser.add_argument_group("remesh, without --master")
+    own.add_argument("--heartbeat-timeout", type=float, default=10.0, help="seconds of silence")
+    own.add_argument("--check", action="store_true", help="test the node before training")
+    own.add_argument("--save-grace", type=float, default=60.0, help="seconds to wait for a save")
+    own.add_argument("--hang-timeout", type=float, help="seconds without a step")
+    own.add_argument(
+        "--hang-action", choices=[action.value for action in HangAction], default="restart"
+    )
+    own.add_argument("--failure-patterns", metavar="FILE", help="JSON: see docs/elastic.md")
+    own.add_argument("--state", default=":memory:", metavar="FILE", help="the master's journal")
+    own.add_argument("--port", type=int, default=0, help="the master's port")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a script as this node's part of a job.
+
+    Args:
+        arguments: As on the command line.
+
+    Raises:
+        ChildFailedError: If the script failed for good.
+        SystemExit: If the node leaves before the job ends; see `remesh.elastic.agent`.
+    """
+    options = make_parser().parse_args(arguments)
+    # SIGTERM is ours: it drains the node.
+    options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
+    if options.tee == "0" and options.redirects == "0":
+        options.tee = "3"  # also into files, whose ends are part of a failure's report
+    config, command, command_arguments = config_from_args(options)
+    if not isinstance(command, str):
+        raise SystemExit("remesh run starts commands: leave out --run-path")
+    with contextlib.ExitStack() as stack:
+        url = options.master
+        if url is None:
+            url = stack.enter_context(_own_master(options)).url
+            log.warning("the job's page is at %s", url)
+        node = _make_node(options, config, url)
+        stack.callback(node.close)
+        _run_agent(options, config, node, [command, *command_arguments])
+
+
+@record
+def main(arguments: Sequence[str]) -> None:
+    """`run`, with its error recorded as torchrun does."""
+    run(arguments)
+
+
+def _own_master(options: argparse.Namespace) -> ServerThread:
+    policy = Policy(
+        heartbeat_timeout=options.heartbeat_timeout,
+        check=options.check,
+        save_grace=options.save_grace,
+        hang_timeout=options.hang_timeout,
+        hang_action=HangAction(options.hang_action),
+        patterns=read_patterns(options.failure_patterns),
+    )
+    return ServerThread(
+        lambda: Master(policy, Journal(options.state)), ServerOptions(port=options.port)
+    )
+
+
+def read_patterns(path: str | None) -> Patterns:
+    """The patterns of failures in a JSON file; those that it does not name are the usual ones.
+
+    Raises:
+        SystemExit: If the file is not as it should be.
+    """
+    if path is None:
+        return Patterns()
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Patterns)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SystemExit(f"{path}: {error}") from error
+
+
+def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> Node:
+    token = ""
+    if options.token_file is not None:
+        token = Path(options.token_file).read_text(encoding="utf-8").strip()
+    client = Client(url, token=token, tls_ca=options.tls_ca, patience=PATIENCE)
+    settings = Settings(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        node_unit=options.node_unit,
+        last_call=options.last_call,
+        join_timeout=options.join_timeout,
+    )
+    default = socket.gethostname() if options.node_id is None else f"node-{options.node_id}"
+    described = NodeOptions(
+        name=options.node_name or default,
+        node_id=options.node_id,
+        address=config.local_addr or client.local_address(),
+        num_processes=config.nproc_per_node,
+        settings=settings,
+        max_restarts=config.max_restarts,
+        beat_seconds=options.beat_seconds,
+    )
+    return Node(client, described, run_test)
+
+
+def _run_agent(
+    options: argparse.Namespace, config: LaunchConfig, node: Node, command: Sequence[str]
+) -> None:
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=Handler(node, config.run_id),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    agent = Agent(
+        spec,
+        drain_seconds=options.drain_seconds,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+    )
+    handle_sigterm(agent)
+    try:
+        result = agent.run()
+    finally:
+        agent.close()
+    if result.is_failed():
+        raise ChildFailedError(name=command[0], failures=result.failures)

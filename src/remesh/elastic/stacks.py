@@ -1,0 +1,70 @@
+"""Where processes are at the moment: the stacks of all their threads.
+
+py-spy reads them from outside, without the process's help, if it is installed and the kernel lets
+it. Otherwise the process is asked: `answer_stack_requests`, which `remesh.Manager` calls, lets
+faulthandler write them on a signal, also when the interpreter is stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REQUEST_SIGNAL = signal.SIGUSR2
+PY_SPY_SECONDS = 10.0
+ANSWER_SECONDS = 2.0
+MAX_STACKS = 64 << 10
+"""Characters that are kept of each process."""
+
+
+def stacks_file(heartbeat_file: str | os.PathLike[str]) -> Path:
+    """Where a process with this heartbeat file writes its stacks."""
+    return Path(f"{os.fspath(heartbeat_file)}.stacks")
+
+
+def stacks_of(pid: int, heartbeat_file: str | os.PathLike[str]) -> str:
+    """The stacks of a process, or why there are none."""
+    text, why = _by_py_spy(pid)
+    if not text:
+        text = _by_signal(pid, heartbeat_file)
+    return (text or f"no stacks: {why}; the process does not write them itself")[:MAX_STACKS]
+
+
+def _by_py_spy(pid: int) -> tuple[str, str]:
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed program and a number
+            [program, "dump", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=PY_SPY_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"py-spy took more than {PY_SPY_SECONDS:g} s"
+    complaint = done.stderr.strip().splitlines()[-1:] or ["py-spy failed"]
+    return done.stdout if done.returncode == 0 else "", complaint[0]
+
+
+def _by_signal(pid: int, heartbeat_file: str | os.PathLike[str]) -> str:
+    """Ask the process; only one that said by its file that it answers, for others it would kill."""
+    file = stacks_file(heartbeat_file)
+    if not file.exists():
+        return ""
+    before = file.stat().st_size
+    os.kill(pid, REQUEST_SIGNAL)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        text = file.read_text(errors="replace")[before:]
+        if text.endswith("\n"):
+            return text
+    return ""
