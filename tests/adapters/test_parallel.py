@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from remesh.adapters import describe_leaf
-from remesh.errors import StateError, UnsupportedValueError
+from remesh.errors import StateError
 from remesh.exchange import Exchange
 from remesh.state import Role, describe
 from remesh.testing import run_processes
@@ -253,10 +253,6 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
 
     net = LAYOUTS[2]["fsdp"](known_net(4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    flat = FullyShardedDataParallel(known_net(4), device_id=torch.device("cpu"))
-    for state in ({"model": nn.Sequential(flat)}, {"optim": optimizer, "skip": [flat]}):
-        with pytest.raises(UnsupportedValueError, match=r"(model|skip\.0): .*FSDP1.*fully_shard"):
-            describe(state, describe_leaf)
 
     # Optimizer state that is sharded like its parameter, but is a plain tensor.
     for parameter in net.parameters():

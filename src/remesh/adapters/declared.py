@@ -63,6 +63,11 @@ class NamedModule:
     names: Names
 
 
+def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
+    """The module that stands in a state."""
+    return leaf.module if isinstance(leaf, NamedModule) else leaf
+
+
 def new_name(name: str, names: Names) -> str:
     """What a name becomes."""
     if callable(names):

@@ -79,12 +79,12 @@ def flat_partition(
         end = min(start + flat.numel() - span.offset, size)
         if begin < end:
             here = flat.detach()[span.offset + begin - start :]
-            parts = _parts_of_range(span.shape, here, begin, end)
+            parts = parts_of_range(span.shape, here, begin, end)
             result.append(shard_parts(span.name, span.shape, parts, span.splits, replica_id))
     return tuple(result)
 
 
-def _parts_of_range(shape: tuple[int, ...], flat: torch.Tensor, begin: int, end: int) -> list[Part]:
+def parts_of_range(shape: tuple[int, ...], flat: torch.Tensor, begin: int, end: int) -> list[Part]:
     """The boxes of a flat range of a tensor, of which `flat` holds the elements in order."""
     parts, done = [], 0
     for box in boxes_of_flat_range(shape, begin, end):

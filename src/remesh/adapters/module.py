@@ -5,8 +5,7 @@ persistent and extra state are honoured. The names lose what wrappers put into t
 (`remesh.adapters.wrappers`). Modules that say themselves of what their tensors are shards, and
 names that are changed, are in `remesh.adapters.declared`.
 
-Every parameter of a module has a `Placed`: the global tensor that it is a part of. That is what an
-optimizer's state is named and cut by.
+FSDP1, whose modules cannot give a state dict without communication, is in `remesh.adapters.fsdp1`.
 
 The tensors of a state dict share memory with the parameters and buffers, so loading fills them in
 place. Afterwards the filled state dict is handed to `load_state_dict`: for the tensors this is a
@@ -17,53 +16,35 @@ has made up.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from remesh.adapters.declared import (
     EXTRA_STATE,
     NamedModule,
     declared_shards,
-    local_of,
+    module_of,
     new_name,
 )
-from remesh.adapters.memory import alias_key, check_strided
+from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
+from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
+from remesh.adapters.placed import Placed, add_shards
 from remesh.adapters.tensor import describe_tensor
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
-from remesh.errors import NameCollisionError, UnsupportedValueError
-from remesh.sharded import ArrayLike, Part, ShardedTensor, dtype_name
+from remesh.errors import NameCollisionError
 from remesh.state import (
     Loaded,
     Path,
     Rebuild,
     Role,
-    TensorEntry,
     Walk,
     name_of,
     role_of,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """The global tensor that a parameter is, or is a part of.
-
-    Attributes:
-        name: Its name.
-        role: What is known of copies on other ranks of plain tensors.
-        shards: Which boxes the parameter holds, as views of it; None if it is a whole tensor or a
-            DTensor, which speak for themselves.
-    """
-
-    name: str
-    role: Role
-    shards: ShardedTensor | None = None
 
 
 def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
@@ -73,7 +54,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         StateError: If an entry of its state dict cannot be stored.
     """
     module = module_of(leaf)
-    refuse_fsdp1(module, name_of(path))
+    if has_fsdp1(module):
+        return describe_fsdp1(walk, path, leaf)
     entries: dict[str, Any] = module.state_dict()
     places = _places(leaf, entries, entries, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
@@ -102,8 +84,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
 
 def placed_parameters(
     leaf: nn.Module | NamedModule, wanted: Callable[[torch.Tensor], bool], where: str
-) -> list[tuple[torch.Tensor, Placed]]:
-    """The parameters of a module, each with the global tensor that it belongs to.
+) -> list[tuple[torch.Tensor, tuple[Placed, ...]]]:
+    """The parameters of a module, each with the global tensors that it is, or holds parts of.
 
     Args:
         leaf: The module.
@@ -114,17 +96,14 @@ def placed_parameters(
         StateError: If a module in it describes itself wrongly.
     """
     module = module_of(leaf)
-    refuse_fsdp1(module, where)
     own = {raw: tensor for raw, tensor in module.named_parameters() if wanted(tensor)}
     if not own:
         return []
+    if has_fsdp1(module):
+        flat = fsdp1_parameters(leaf, where)
+        return [(tensor, flat[id(tensor)]) for tensor in own.values()]
     places = _places(leaf, own, module.state_dict(), where)
-    return [(tensor, places[raw]) for raw, tensor in own.items()]
-
-
-def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
-    """The module that stands in a state."""
-    return leaf.module if isinstance(leaf, NamedModule) else leaf
+    return [(tensor, (places[raw],)) for raw, tensor in own.items()]
 
 
 def _places(
@@ -169,39 +148,3 @@ def _describe_entry(walk: Walk, path: Path, entry: torch.Tensor, place: Placed) 
         return describe_tensor(walk, path, entry, place.role)
     add_shards(walk, path, entry, place, place.shards.parts)
     return lambda _loaded: entry
-
-
-def add_shards(
-    walk: Walk, path: Path, tensor: torch.Tensor, place: Placed, parts: tuple[Part, ...]
-) -> None:
-    """Record a tensor of which this rank holds declared boxes."""
-    assert place.shards is not None
-    check_strided(local_of(tensor), name_of(path))
-    shape = place.shards.global_shape
-    views = [(part.box, _alias_key(part.data)) for part in parts]
-    key = ("shards", shape, *views) if views and views[0][1] is not None else None
-    name = walk.claim(path)
-    dtype = dtype_name(local_of(tensor), name)
-    allowed = place.shards.allow_shape_mismatch
-    walk.description.tensors.append(
-        TensorEntry(name, dtype, shape, parts, place.role, allowed, alias_key=key)
-    )
-
-
-def refuse_fsdp1(module: nn.Module, where: str) -> None:
-    """Refuse modules inside FullyShardedDataParallel.
-
-    Raises:
-        UnsupportedValueError: If there is one.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
-            raise UnsupportedValueError(
-                f"{where}: {name or 'the module'} is wrapped in FullyShardedDataParallel (FSDP1), "
-                "which flattens parameters and cannot be saved or loaded yet. Shard the module "
-                "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
-            )
-
-
-def _alias_key(data: ArrayLike) -> object:
-    return alias_key(data) if isinstance(data, torch.Tensor) else None

@@ -31,14 +31,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from remesh.adapters.declared import NamedModule, parts_like
-from remesh.adapters.module import Placed, module_of, placed_parameters
+from remesh.adapters.declared import NamedModule, module_of, parts_like
+from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import describe_copy, leaves_of
 from remesh.adapters.optimizer_state import (
     OptimizedTensor,
     check_not_a_bare_shard,
     describe_states,
 )
+from remesh.adapters.placed import Placed
 from remesh.errors import StateError
 from remesh.geometry import Box
 from remesh.sharded import LocalNonpersistentObject, ShardedTensor
@@ -143,7 +144,7 @@ def _parameters_of(
         if not isinstance(target, torch.Tensor):
             places = tuple(Placed(shards.name, role_of(shards), shards) for shards in target)
         elif id(target) in found:
-            places = (_copy_of(found[id(target)], target, tensor),)
+            places = tuple(_copy_of(place, target, tensor) for place in found[id(target)])
         else:
             raise StateError(
                 f"{name_of(path)}: parameter {number} of the optimizer, of shape "
@@ -167,25 +168,28 @@ def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Pl
     return dataclasses.replace(place, shards=dataclasses.replace(place.shards, parts=parts))
 
 
-def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, Placed]:
+def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tuple[Placed, ...]]:
     """The places of parameters, by identity, from the modules in a state.
 
     The first name of a parameter counts. If modules give one name to different parameters, the
     names of all parameters begin with the path of their module.
     """
     wanted = {id(tensor) for tensor in tensors}
-    found: dict[int, tuple[Path, Placed]] = {}
+    found: dict[int, tuple[Path, tuple[Placed, ...]]] = {}
     for path, leaf in _modules_in(root, ()):
         _reshard(module_of(leaf))
         own = placed_parameters(
             leaf, lambda tensor: id(tensor) in wanted and id(tensor) not in found, name_of(path)
         )
-        found.update({id(tensor): (path, place) for tensor, place in own})
-    if len({_box_of(place) for _, place in found.values()}) == len(found):
-        return {key: place for key, (_, place) in found.items()}
+        found.update({id(tensor): (path, places) for tensor, places in own})
+    boxes = [_box_of(place) for _, places in found.values() for place in places]
+    if len(set(boxes)) == len(boxes):
+        return {key: places for key, (_, places) in found.items()}
     return {
-        key: dataclasses.replace(place, name=name_of((*path, place.name)))
-        for key, (path, place) in found.items()
+        key: tuple(
+            dataclasses.replace(place, name=name_of((*path, place.name))) for place in places
+        )
+        for key, (path, places) in found.items()
     }
 
 

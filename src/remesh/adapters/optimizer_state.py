@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from remesh.adapters.declared import has_form_of, local_of, parts_like
 from remesh.adapters.dtensor import local_tensor
 from remesh.adapters.memory import alias_key, torch_dtype
-from remesh.adapters.module import Placed, add_shards
 from remesh.adapters.nested import describe_stored, leaves_of, visit_with_role
+from remesh.adapters.placed import Placed, add_shards
 from remesh.errors import StateError
 from remesh.geometry import Box
 from remesh.state import Path, Rebuild, Role, Stored, Walk, assemble, name_of

@@ -1,0 +1,210 @@
+# ruff: noqa: SLF001 - there is no public way to the metadata of flat parameters
+"""FullyShardedDataParallel (FSDP1): the shards of flat parameters as boxes of the original ones.
+
+FSDP1 flattens the parameters of each wrapped module into one flat parameter, pads it and gives
+every rank an equal slice. What a slice holds of which original parameter is in the flat parameter's
+own metadata, so nothing is gathered: each range of a flattened parameter is a few boxes of it
+(`remesh.geometry.boxes_of_flat_range`), and these are views of the slice. Without sharding
+(`NO_SHARD`) the slice is everything.
+
+An optimizer over such a module knows either the flat parameters or, with `use_orig_params=True`,
+what the slice has of each original parameter, as one dim. Both are described by the same boxes, so
+optimizer state is cut likewise; see `remesh.adapters.optimizer_state`.
+
+`state_dict()` of such a module communicates, so its entries are taken from the modules themselves:
+hooks that change state dicts are not called. After a forward pass a module may still have gathered
+parameters; they are given up first, or what is loaded would not show in them.
+
+The metadata (`FlatParameter` in `torch.distributed.fsdp._flat_param`) are not a public interface of
+torch; what is used of them is in this module alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
+
+from remesh.adapters.declared import EXTRA_STATE, NamedModule, module_of, new_name
+from remesh.adapters.flat import parts_of_range
+from remesh.adapters.nested import describe_copy
+from remesh.adapters.placed import Placed, add_shards
+from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.wrappers import entry_names
+from remesh.errors import UnsupportedValueError
+from remesh.sharded import Part, ShardedTensor
+from remesh.state import Loaded, Path, Rebuild, Role, Walk, name_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Original:
+    """An original parameter as far as this rank holds it.
+
+    Attributes:
+        raw: Its name in the root, with wrappers.
+        aliases: Further names of it.
+        shards: Its boxes, as views of the slice of the flat parameter.
+        parameter: What an optimizer knows: the flat parameter, or the original one.
+        slice: This rank's slice of the flat parameter.
+    """
+
+    raw: str
+    aliases: tuple[str, ...]
+    shards: ShardedTensor
+    parameter: torch.Tensor
+    slice: torch.Tensor
+
+
+def has_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is, or has in it, a FullyShardedDataParallel."""
+    return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
+
+
+def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Rebuild:
+    """Describe a module with FSDP1 in it; loading fills it in place and returns the same leaf.
+
+    Raises:
+        StateError: If an entry cannot be stored.
+    """
+    module = module_of(leaf)
+    originals = _originals(module, name_of(path))
+    others = dict(_other_entries(module, originals))
+    raw_names = [raw for one in originals for raw in (one.raw, *one.aliases)]
+    names = _names(leaf, [*raw_names, *others])
+    for original in originals:
+        for raw in (original.raw, *original.aliases):
+            place = Placed(names[raw], Role.EQUAL, original.shards)
+            add_shards(walk, (*path, place.name), original.slice, place, original.shards.parts)
+    extras: list[tuple[nn.Module, Rebuild]] = []
+    for raw, entry in others.items():
+        if isinstance(entry, torch.Tensor):
+            describe_tensor(walk, (*path, names[raw]), entry)
+        else:
+            make = describe_copy(walk, (*path, names[raw]), entry.get_extra_state())
+            extras.append((entry, make))
+
+    def rebuild(loaded: Loaded) -> nn.Module | NamedModule:
+        for owner, make in extras:
+            owner.set_extra_state(make(loaded))
+        return leaf
+
+    return rebuild
+
+
+def fsdp1_parameters(leaf: nn.Module | NamedModule, where: str) -> dict[int, tuple[Placed, ...]]:
+    """What the parameters of a module with FSDP1 in it hold, by their identity.
+
+    Raises:
+        UnsupportedValueError: See `describe_fsdp1`.
+    """
+    module = module_of(leaf)
+    originals = _originals(module, where)
+    held = {id(original.parameter) for original in originals}
+    plain = {raw: p for raw, p in module.named_parameters() if id(p) not in held}
+    names = _names(leaf, [*(original.raw for original in originals), *plain])
+    result: dict[int, tuple[Placed, ...]] = {}
+    for original in originals:
+        place = Placed(names[original.raw], Role.EQUAL, original.shards)
+        key = id(original.parameter)
+        result[key] = (*result.get(key, ()), place)
+    result.update({id(p): (Placed(names[raw], Role.ASSUMED),) for raw, p in plain.items()})
+    return result
+
+
+def _names(leaf: nn.Module | NamedModule, raw_names: list[str]) -> dict[str, str]:
+    """The stored names of entries."""
+    names = entry_names(module_of(leaf), raw_names)
+    renames = leaf.names if isinstance(leaf, NamedModule) else {}
+    return {raw: new_name(entry.name, renames) for raw, entry in names.items()}
+
+
+def _originals(root: nn.Module, where: str) -> list[_Original]:
+    """The original parameters of all flat ones, in the order of the modules."""
+    found: list[_Original] = []
+    for name, module in root.named_modules():
+        if callable(getattr(module, "sharded_state_dict", None)) and not isinstance(
+            module, FullyShardedDataParallel
+        ):
+            raise UnsupportedValueError(
+                f"{where}: {name} describes its shards by a sharded_state_dict method, but is in "
+                "FullyShardedDataParallel (FSDP1), which has flattened them; use "
+                "torch.distributed.fsdp.fully_shard (FSDP2) over layers that are cut by hand"
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            handle: Any = module._handle
+            if handle is not None:
+                _give_up_gathered(module, handle)
+                prefix = f"{name}." if name else ""
+                found += _originals_of(handle, f"{prefix}_fsdp_wrapped_module.", where)
+    return found
+
+
+def _give_up_gathered(module: FullyShardedDataParallel, handle: Any) -> None:
+    """Let a module have its slices only, as before a forward pass.
+
+    It may show its slices already and still keep what was gathered for the next pass.
+    """
+    is_used = hasattr(handle.flat_param, "_local_shard")
+    if handle.uses_sharded_strategy and is_used and not handle.needs_unshard():
+        _reshard(module, handle, True)
+
+
+def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
+    """The original parameters of one flat parameter."""
+    flat = handle.flat_param
+    own: torch.Tensor = getattr(flat, "_local_shard", flat).detach()
+    aliases: dict[tuple[str, str], list[str]] = {}
+    for shared in flat._shared_param_infos:
+        known = aliases.setdefault((shared.prim_module_name, shared.prim_param_name), [])
+        known.append(prefix + _joined(shared.module_name, shared.param_name))
+    infos = zip(
+        flat._param_infos,
+        flat._shapes,
+        flat._contiguities,
+        flat._shard_param_infos,
+        flat._params or [flat] * flat._num_params,
+        strict=True,
+    )
+    for info, shape, is_contiguous, place, parameter in infos:
+        raw = prefix + _joined(info.module_name, info.param_name)
+        if not is_contiguous:
+            raise UnsupportedValueError(
+                f"{where}: {raw} was not contiguous when FullyShardedDataParallel (FSDP1) "
+                "flattened it, so its elements lie in another order; make it contiguous before "
+                "wrapping it"
+            )
+        parts: tuple[Part, ...] = ()
+        if place.in_shard:
+            here = own.flatten()[place.offset_in_shard :]
+            begin, end = place.intra_param_start_idx, place.intra_param_end_idx + 1
+            parts = tuple(parts_of_range(tuple(shape), here, begin, end))
+        further = aliases.get((info.module_name, info.param_name), ())
+        shards = ShardedTensor(raw, tuple(shape), parts, None)
+        yield _Original(raw, tuple(further), shards, parameter, own)
+
+
+def _joined(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+def _other_entries(
+    root: nn.Module, originals: list[_Original]
+) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+    """Entries outside of flat parameters: tensors, and modules that have extra state."""
+    flat = {id(original.parameter) for original in originals}
+    flat_names = {raw for original in originals for raw in (original.raw, *original.aliases)}
+    for module_name, module in root.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            raw = _joined(module_name, name)
+            if parameter is not None and id(parameter) not in flat and raw not in flat_names:
+                yield raw, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield _joined(module_name, name), buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield _joined(module_name, EXTRA_STATE), module
