@@ -113,23 +113,6 @@ class TrainConfig:
         return max(1 - 0.9 * done, 0.1)
 
 
-def step_name(num_steps_done: int) -> str:
-    """The name of the checkpoint taken after so many steps."""
-    return f"step_{num_steps_done:08d}"
-
-
-@dataclass(frozen=True, slots=True)
-class Saves:
-    """Save under `root` whenever `every` more steps are done."""
-
-    root: Path
-    every: int
-
-    def path(self, num_steps_done: int) -> Path:
-        """Where the checkpoint taken after so many steps goes."""
-        return self.root / step_name(num_steps_done)
-
-
 @dataclass(frozen=True, slots=True)
 class Kill:
     """Kill `rank` while it writes the checkpoint of step `step`."""
@@ -147,15 +130,16 @@ class RunSpec:
         purpose: A few words, for people.
         layout: How the model is spread, and over how many processes.
         train: What is trained.
-        saves: Where and how often to save, or None.
+        root: Directory of the checkpoints: the run goes on from the newest, if there is one. None
+            for a run that neither loads nor saves.
+        save_every: Steps from one save to the next, or None for no saves.
         kill: Which rank is killed, or None.
-        resume_from: The checkpoint to start from, or None to start from fresh weights.
     """
 
     name: str
     purpose: str
     layout: Layout
     train: TrainConfig
-    saves: Saves | None = None
+    root: Path | None = None
+    save_every: int | None = None
     kill: Kill | None = None
-    resume_from: Path | None = None

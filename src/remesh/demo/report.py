@@ -31,6 +31,7 @@ from remesh.demo.result import (
     KillResult,
     RunResult,
 )
+from remesh.training.catalog import step_name
 
 DRAWN = (
     "embedding.weight",
@@ -75,17 +76,17 @@ def following(console: Console, spec: RunSpec) -> Iterator[Callable[[int, Messag
                 case SaveBegun() if rank == 0:
                     progress.update(task, note="saving")
                 case _:
-                    for line in _line_of(spec, rank, message):
+                    for line in _line_of(rank, message):
                         console.print(f"  [dim]{escape(line)}[/dim]", soft_wrap=True)
 
         yield show
 
 
-def _line_of(spec: RunSpec, rank: int, message: Message) -> list[str]:
+def _line_of(rank: int, message: Message) -> list[str]:
     """The words for a message that deserves a line of its own, or nothing."""
     match message:
-        case SaveDone(num_steps_done=step, seconds=seconds) if rank == 0 and spec.saves is not None:
-            return [f"saved {spec.saves.path(step).name} in {seconds:.2f} s"]
+        case SaveDone(num_steps_done=step, seconds=seconds) if rank == 0:
+            return [f"saved {step_name(step)} in {seconds:.2f} s"]
         case AboutToDie(num_steps_done=step, num_bytes=num_bytes):
             written = f"with {_bytes(num_bytes)} of its file written"
             return [f"rank {rank} killed (SIGKILL) in the save of step {step}, {written}"]

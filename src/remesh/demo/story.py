@@ -19,7 +19,7 @@ from rich.console import Console
 
 from remesh.checkpoint import Checkpoint
 from remesh.demo import launch, report
-from remesh.demo.config import Kill, Kind, Layout, RunSpec, Saves, TrainConfig, step_name
+from remesh.demo.config import Kill, Kind, Layout, RunSpec, TrainConfig
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
 from remesh.demo.result import (
     LOGS_NAME,
@@ -34,6 +34,7 @@ from remesh.demo.result import (
     compare,
 )
 from remesh.errors import CheckpointNotFoundError
+from remesh.training.catalog import step_name
 
 MARKER = ".remesh-demo"
 PICTURE_NAME = "layout.html"
@@ -90,9 +91,17 @@ def tell(
 
     reference = play(RunSpec(name="A", purpose=REFERENCE, layout=four, train=train))
     _require_success(reference, logs)
-    saves = Saves(out.absolute(), SAVE_EVERY)
+    root = out.absolute()
     killed = play(
-        RunSpec(name="B", purpose="killed", layout=four, train=train, saves=saves, kill=KILL)
+        RunSpec(
+            name="B",
+            purpose="killed",
+            layout=four,
+            train=train,
+            root=root,
+            save_every=SAVE_EVERY,
+            kill=KILL,
+        )
     )
     _require_death(killed, logs)
 
@@ -105,9 +114,7 @@ def tell(
 
     told = [reference, killed]
     for name, layout in (("C", Layout(Kind.FSDP2, 2)), ("D", Layout(Kind.TENSOR_PARALLEL, 2))):
-        spec = RunSpec(
-            name=name, purpose="resumed", layout=layout, train=train, resume_from=newest.absolute()
-        )
+        spec = RunSpec(name=name, purpose="resumed", layout=layout, train=train, root=root)
         told.append(play(spec))
         _require_success(told[-1], logs)
 

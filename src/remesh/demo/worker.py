@@ -1,5 +1,8 @@
 """What one process of a run does: join the group, build or resume, train, save.
 
+Resuming and saving is a `remesh.Manager`'s; it saves in the foreground, so that the peers of a rank
+that dies in a save notice at once.
+
 A process ends itself in one of three ways: with code 0 when its steps are done, with code 1 when
 anything raises (it tells its starter first), or, on the rank that the run wants killed, by SIGKILL
 in the middle of writing its file. When a peer dies, the collective call that waits for it raises,
@@ -17,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,13 +28,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import remesh
-from remesh.demo.config import Kill, RunSpec, Saves
+from remesh.demo.config import Kill, RunSpec
 from remesh.demo.data import read_tokens
 from remesh.demo.layouts import held_tensors
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveBegun, SaveDone, StepDone
 from remesh.demo.train import Trainee, build, train_step
 from remesh.events import Event
+from remesh.training.manager import Manager
 
 PEER_TIMEOUT = dt.timedelta(seconds=60)
 """How long a collective call waits for the other ranks."""
@@ -92,16 +96,27 @@ def _run(spec: RunSpec, rank: int, rendezvous: Path, tell: Callable[[Message], N
         timeout=PEER_TIMEOUT,
     )
     trainee = build(spec.train, spec.layout)
-    num_done, load_seconds = _resume(spec.resume_from, trainee)
-    tell(Ready(num_done, held_tensors(trainee.model), load_seconds))
-    tokens = read_tokens()
-    while num_done < spec.train.num_steps:
-        loss = train_step(trainee, spec.train, tokens, num_done)
-        num_done += 1
-        tell(StepDone(num_done, loss))
-        if spec.saves is not None and num_done % spec.saves.every == 0:
-            _save(trainee, num_done, spec.saves, _killer(spec.kill, rank, num_done, tell), tell)
+    state = _state(trainee, 0)
+    with _manager(spec, _killer(spec.kill, rank, state, tell)) as manager:
+        load_seconds = _resume(manager, state)
+        tell(Ready(_num_done(state), held_tensors(trainee.model), load_seconds))
+        tokens = read_tokens()
+        while _num_done(state) < spec.train.num_steps:
+            loss = train_step(trainee, spec.train, tokens, _num_done(state))
+            state["num_steps_done"] = num_done = _num_done(state) + 1
+            tell(StepDone(num_done, loss))
+            if manager is not None and spec.save_every and num_done % spec.save_every == 0:
+                _save(manager, num_done, state, tell)
     dist.destroy_process_group()
+
+
+def _manager(
+    spec: RunSpec, on_event: Callable[[Event], None]
+) -> AbstractContextManager[Manager | None]:
+    """The manager of a run that loads or saves."""
+    if spec.root is None:
+        return nullcontext()
+    return Manager(spec.root, background=False, on_event=on_event)
 
 
 def _loopback() -> str:
@@ -119,36 +134,39 @@ def _state(trainee: Trainee, num_steps_done: int) -> dict[str, object]:
     }
 
 
-def _resume(path: Path | None, trainee: Trainee) -> tuple[int, float | None]:
-    """Load a checkpoint, if any: steps done, and the seconds that it took."""
-    if path is None:
-        return 0, None
-    begin = time.perf_counter()
-    state = remesh.load(_state(trainee, 0), path)
+def _num_done(state: dict[str, object]) -> int:
     num_done = state["num_steps_done"]
     assert isinstance(num_done, int)
-    return num_done, time.perf_counter() - begin
+    return num_done
+
+
+def _resume(manager: Manager | None, state: dict[str, object]) -> float | None:
+    """Go on from the newest checkpoint, if there is one: the seconds that it took."""
+    begin = time.perf_counter()
+    if manager is None or manager.resume(state) is None:
+        return None
+    return time.perf_counter() - begin
 
 
 def _save(
-    trainee: Trainee,
+    manager: Manager,
     num_done: int,
-    saves: Saves,
-    on_event: Callable[[Event], None],
+    state: dict[str, object],
     tell: Callable[[Message], None],
 ) -> None:
     tell(SaveBegun(num_done))
     begin = time.perf_counter()
-    remesh.save(_state(trainee, num_done), saves.path(num_done), on_event=on_event)
+    manager.save(num_done, state)
     tell(SaveDone(num_done, time.perf_counter() - begin))
 
 
 def _killer(
-    kill: Kill | None, rank: int, num_done: int, tell: Callable[[Message], None]
+    kill: Kill | None, rank: int, state: dict[str, object], tell: Callable[[Message], None]
 ) -> Callable[[Event], None]:
-    """A listener to the save after `num_done` steps, which kills this process if so planned."""
+    """A listener to saves, which kills this process in the one that is planned."""
 
     def listen(event: Event) -> None:
+        num_done = _num_done(state)
         if event.point == KILL_POINT and kill == Kill(rank, num_done):
             tell(AboutToDie(num_done, event.point, event.num_bytes))
             os.kill(os.getpid(), signal.SIGKILL)
