@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import enum
+import io
 import pathlib
 import re
 import sys
@@ -258,6 +259,11 @@ def _encode_timedelta(value: object, _where: str) -> object:
     return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
 
 
+def _encode_stream(value: object, _where: str) -> object:
+    assert isinstance(value, io.BytesIO)
+    return _tagged("io.BytesIO", value.getvalue())
+
+
 def _encode_complex(value: object, _where: str) -> object:
     assert isinstance(value, complex)
     return _tagged("complex", [value.real, value.imag])
@@ -283,6 +289,7 @@ _ENCODERS: dict[type, Callable[[object, str], object]] = {
     set: _set("set"),
     frozenset: _set("frozenset"),
     complex: _encode_complex,
+    io.BytesIO: _encode_stream,
     dt.datetime: _isoformat("datetime"),
     dt.date: _isoformat("date"),
     dt.time: _isoformat("time"),
@@ -407,6 +414,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "set": lambda payload: {_decode(item) for item in payload},
     "frozenset": lambda payload: frozenset(_decode(item) for item in payload),
     "complex": lambda payload: complex(*payload),
+    "io.BytesIO": io.BytesIO,
     "path": pathlib.Path,
     "datetime": dt.datetime.fromisoformat,
     "date": dt.date.fromisoformat,

@@ -156,6 +156,15 @@ class _Namespace(Record):
         return found
 
 
+class _Stream(Record):
+    """An `io.BytesIO`: its state is content, position and attributes."""
+
+    __slots__ = ()
+
+    def resolve(self) -> object:
+        return io.BytesIO(_as_bytes(self.state[0] if self.state else b""))
+
+
 class _NumpyDType(Record):
     """`numpy.dtype(text, align, copy)`, and a state whose second item is the byte order."""
 
@@ -302,6 +311,7 @@ def _stand_ins() -> dict[str, object]:
         "_codecs.encode": Function(lambda text, encoding: text.encode(_latin1(encoding))),
         "argparse.Namespace": record_type("argparse.Namespace", _Namespace),
         "types.SimpleNamespace": record_type("types.SimpleNamespace", _Namespace),
+        "_io.BytesIO": record_type("_io.BytesIO", _Stream),
         "numpy.dtype": record_type("numpy.dtype", _NumpyDType),
         "numpy.ndarray": array,
         "torch.Size": Function(_size),

@@ -28,7 +28,7 @@ from remesh.compat.megatron import (
 from remesh.compat.megatron.serialization import load, save
 from tests.compat.megatron.layouts import flat_shards, row_shards
 
-BACKENDS = ["remesh"]
+BACKENDS = ["remesh", "torch_dist"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 

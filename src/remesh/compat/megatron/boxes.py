@@ -15,7 +15,7 @@ import torch
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
-from remesh.compat.megatron.objects import pack
+from remesh.formats.torch_dcp import COMMON_NAME
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
 from remesh.planner import Holdings
@@ -64,7 +64,7 @@ def engine_object(item: ShardedObject) -> EngineObject:
     """A sharded object as the engine's."""
     return EngineObject(
         item.key,
-        pack(item.data),
+        item.data,
         tuple(item.global_shape),
         tuple(item.global_offset),
         item.replica_id,
@@ -97,10 +97,17 @@ def holdings_of(tensors: Sequence[ShardedTensor]) -> Holdings:
 
 
 def tensors_metadata(stored: StoredState) -> dict[str, ShardedTensor]:
-    """The stored tensors by key, each as one shard that is all of it, without data."""
+    """The stored tensors by key, each as one shard that is all of it, without data.
+
+    Tensors in the common state are left out. The engine finds them at a place in a nested state, or
+    in `common.pt`, where sharded ones never are.
+    """
     found = {}
     for name in stored.index:
         tensor = stored.index[name]
+        files = {piece.path for piece in stored.index.pieces(name)}
+        if stored.document.path_of(name) != (name,) or COMMON_NAME in files:
+            continue
         shape = tuple(tensor.shape)
         dtype = getattr(torch, tensor.dtype)
         ones, zeros = (1,) * len(shape), (0,) * len(shape)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import torch
-
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.opened import Checkpoint
@@ -23,15 +21,17 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedObject, is_main_replica
-from remesh.compat.megatron.objects import encode_object, unpack
+from remesh.compat.megatron.objects import known
 from remesh.compat.megatron.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Alone, run_on_all, run_on_one
 from remesh.formats.archive import read_archive
+from remesh.formats.archive_writer import archive_of
 from remesh.formats.building import exists
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.state import Path, assemble
+from remesh.values import encode_object
 
 
 def torch_bytes(value: Any, where: str) -> bytes:
@@ -41,9 +41,7 @@ def torch_bytes(value: Any, where: str) -> bytes:
         UnsupportedValueError: If something in it has no safe encoding.
     """
     encode_object(value, where)
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    return archive_of(value, where)
 
 
 def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
@@ -57,7 +55,7 @@ def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
     place = place_of(checkpoint_dir)
     data, where = place.storage.read(path), f"{place.storage.url}/{path}"
     archive = read_archive(io.BytesIO(data), where, allow=place.allow)
-    return unpack(opaque(archive, data, 0), where)
+    return known(opaque(archive, data, 0), where)
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -171,7 +169,7 @@ def _common_among_objects(checkpoint_dir: Any) -> Any:
     stored = open_shared(Alone(), source)
     document = stored.document
     leaves: dict[Path, object] = {
-        document.path_of(name): unpack(stored.value(name), f"{checkpoint_dir}: {name}")
+        document.path_of(name): known(stored.value(name), f"{checkpoint_dir}: {name}")
         for name in document.values
     }
     nested = [name for name in stored.index if document.path_of(name) != (name,)]

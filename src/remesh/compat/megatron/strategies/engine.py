@@ -29,7 +29,7 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor, is_main_replica
-from remesh.compat.megatron.objects import unpack
+from remesh.compat.megatron.objects import known
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest, wait_for
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from remesh.exchange import Alone, run_on_all
@@ -176,7 +176,7 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
                 new = next(filled)
                 if isinstance(leaf, ShardedTensor):
                     return None if leaf.data is None else leaf.data.detach()
-                return unpack(new.data, f"{checkpoint_dir}: {leaf.key}")
+                return known(new.data, f"{checkpoint_dir}: {leaf.key}")
 
             found.append(dict_list_map_outplace(result, sharded_state_dict))
             return b""
