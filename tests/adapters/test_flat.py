@@ -271,3 +271,42 @@ def test_slices_on_copies_must_be_equal() -> None:
 
     storage = MemoryStorage()
     run_ranks(4, save)
+
+
+def test_state_on_another_device_than_the_parameter() -> None:
+    """The parameters have no memory here at all, as far as the optimizer's state is concerned."""
+
+    def build(value: float) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+        with torch.device("meta"):
+            module = model()
+        optimizer = torch.optim.AdamW(module.parameters())
+        for parameter in module.parameters():
+            moment = torch.full(parameter.shape, value)
+            optimizer.state[parameter] = {"step": torch.tensor(value), "exp_avg": moment}
+        return {"model": LocalNonpersistentObject(module), "optimizer": optimizer}, optimizer
+
+    storage = MemoryStorage()
+    remesh.save(build(3.0)[0], storage)
+    state, optimizer = build(4.0)
+    remesh.load(state, storage, unexpected="error")
+    for own in optimizer.state.values():
+        assert own["exp_avg"].device.type == "cpu"
+        assert own["exp_avg"].unique().tolist() == [3]
+        assert own["step"].item() == 3
+
+
+def test_state_that_some_parameters_lack_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    module = model()
+    optimizer = optimizer_with_state(module, 2)
+    remesh.save({"model": module, "optimizer": optimizer}, MemoryStorage())
+    del optimizer.state[module.get_parameter("1.weight")]
+    module.get_parameter("2.bias").requires_grad_(False)
+    del optimizer.state[module.get_parameter("2.bias")]
+    assert "no state" not in caplog.text
+    storage = MemoryStorage()
+    remesh.save({"model": module, "optimizer": optimizer}, storage)
+    assert "optimizer: 1 parameters have no state in the optimizer, others do" in caplog.text
+    assert caplog.text.count("1.weight") == 1
+    full = optimizer_with_state(module, 2)
+    with pytest.raises(MismatchError, match="6 names are not stored"):
+        remesh.load({"model": module, "optimizer": full}, storage)

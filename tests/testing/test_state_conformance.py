@@ -11,9 +11,22 @@ import torch
 from torch import nn
 
 import remesh
+from remesh.adapters import (
+    DescribedOptimizer,
+    FlatSpan,
+    NamedModule,
+    Split,
+    flat_partition,
+    shard_weight,
+)
 from remesh.index import Index
 from remesh.storage import LocalStorage, Storage
-from remesh.testing.state_conformance import AdapterConformance, Arrays, FormatConformance
+from remesh.testing.state_conformance import (
+    AdapterConformance,
+    Arrays,
+    FormatConformance,
+    LayoutConformance,
+)
 
 
 class TestNative(FormatConformance):
@@ -108,3 +121,66 @@ class _Sampler:
 class TestStateful(AdapterConformance):
     def make(self, seed: int) -> Any:
         return {"sampler": _Sampler(seed)}
+
+
+class Shards(nn.Module):
+    """A weight of 12 rows, of which every rank has some, and a bias that all have."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self.split = Split(0, rank, num_ranks)
+        self.weight = nn.Parameter(torch.rand(12 // num_ranks, 3))
+        self.bias = nn.Parameter(torch.rand(3))
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, remesh.ShardedTensor]:
+        weight = shard_weight(f"{prefix}weight", self.weight.detach(), self.split)
+        bias = shard_weight(f"{prefix}bias", self.bias.detach())
+        return {f"{prefix}weight": weight, f"{prefix}bias": bias}
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.rand(parameter.shape)
+    optimizer.step()
+    return optimizer
+
+
+class TestShards(LayoutConformance):
+    def make(self, rank: int, num_ranks: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        module = Shards(rank, num_ranks)
+        return {"model": module, "optimizer": _stepped(torch.optim.AdamW(module.parameters()))}
+
+
+class TestStages(LayoutConformance):
+    def make(self, rank: int, num_ranks: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        count = 12 // num_ranks
+        module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
+        names = {str(n): str(n + rank * count) for n in range(count)}
+        optimizer = _stepped(torch.optim.AdamW(module.parameters()))
+        return {"model": NamedModule(module, names), "optimizer": optimizer}
+
+
+class TestFlatSlices(LayoutConformance):
+    def make(self, rank: int, num_ranks: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        spans = [FlatSpan("weight", (4, 3), 0), FlatSpan("bias", (4,), 13)]
+        per_rank = -(-17 // num_ranks)
+        flat = nn.Parameter(torch.rand(per_rank))
+        optimizer = _stepped(torch.optim.AdamW([flat]))
+        slices = flat_partition(spans, flat, start=rank * per_rank)
+        return {"optimizer": DescribedOptimizer(optimizer, {flat: slices}, own_key="master")}
+
+
+class TestDescribedOptimizer(AdapterConformance):
+    def make(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        module = nn.Linear(3, 4).bfloat16()
+        copies = {p.detach().float(): p for p in module.parameters()}
+        optimizer = _stepped(torch.optim.AdamW(copies))
+        return {
+            "model": NamedModule(module, {"": "layers.3"}),
+            "optimizer": DescribedOptimizer(optimizer, copies, own_key="master"),
+        }

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ from remesh.state import (
     role_of,
 )
 
+_log = logging.getLogger("remesh")
+_MAX_LISTED = 3
 _NAMES = frozenset({"params", "param_names"})
 _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -88,6 +91,8 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
     parameters = _parameters_of(walk, path, leaf, packed["state"])
+    if walk.stored is None:
+        _tell_of_missing_state(parameters, name_of(path))
     extras = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
     other_state = {
         key: value
@@ -158,6 +163,25 @@ def _parameters_of(
         result.append(OptimizedTensor(tensor, places, group, state, own))
         check_not_a_bare_shard(result[-1], (*path, "state"))
     return result
+
+
+def _tell_of_missing_state(parameters: list[OptimizedTensor], where: str) -> None:
+    """Log if some parameters have state and others do not.
+
+    That may be right, for those that had no gradient yet. It is also how state is lost that an
+    offloading optimizer keeps elsewhere.
+    """
+    trained = [p for p in parameters if p.tensor.requires_grad and p.holds_elements]
+    without = [place.name for p in trained if not p.packed_state for place in p.places]
+    if without and any(p.packed_state for p in trained):
+        _log.warning(
+            "%s: %d parameters have no state in the optimizer, others do, so none is stored for "
+            "them: %s%s",
+            where,
+            len(without),
+            ", ".join(without[:_MAX_LISTED]),
+            ", ..." if len(without) > _MAX_LISTED else "",
+        )
 
 
 def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Placed:

@@ -55,6 +55,11 @@ class OptimizedTensor:
         return {**self.packed_state, self.own_key: self.tensor.detach()}
 
     @property
+    def holds_elements(self) -> bool:
+        """Whether this rank has any element of its parameters."""
+        return not self.has_shards or any(p.shards and p.shards.parts for p in self.places)
+
+    @property
     def has_shards(self) -> bool:
         """Whether its places are described by views of it."""
         return all(place.shards is not None for place in self.places)

@@ -2,29 +2,32 @@
 """What every format and every adapter must do, as tests to inherit.
 
 `FormatConformance` is for what turns files on disk into an `Index`; `AdapterConformance` for what
-turns an object of a framework into named tensors and values. Subclass one, supply its hooks, and
-pytest runs the whole of it, as with `remesh.testing.conformance`.
+turns an object of a framework into named tensors and values; `LayoutConformance` for what cuts
+state between ranks. Subclass one, supply its hooks, and pytest runs the whole of it, as with
+`remesh.testing.conformance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from remesh import values
-from remesh.checkpoint import load, save
+from remesh.checkpoint import Checkpoint, load, save
 from remesh.checkpoint.local import describe_local, memory_of
 from remesh.checkpoint.stored import read_box
 from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, MismatchError
+from remesh.exchange import Exchange
 from remesh.geometry import Box, uncovered
 from remesh.index import Index
 from remesh.storage import MemoryStorage, Storage
+from remesh.testing.ranks import run_ranks
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -142,6 +145,74 @@ class AdapterConformance:
             load(target, storage)
         assert caught.value.missing
         assert _content(target) == before
+
+
+class LayoutConformance:
+    """The suite for what cuts state between ranks; supply `make`. Ranks are threads."""
+
+    numbers_of_ranks: ClassVar[tuple[int, ...]] = (2, 4, 3)
+
+    def make(self, rank: int, num_ranks: int, seed: int) -> Any:
+        """A rank's part of a state; of one rank, all of it. Other seeds have other content."""
+        raise NotImplementedError
+
+    def test_any_number_of_ranks_stores_the_same(self) -> None:
+        first = MemoryStorage()
+        save(self.make(0, 1, 0), first)
+        expected = _stored(first)
+        assert expected
+        source = first
+        for num_ranks in (*self.numbers_of_ranks, 1):
+            source = self._move(source, num_ranks)
+            assert _stored(source) == expected, f"{num_ranks} ranks"
+
+    def test_no_rank_holds_all_and_none_is_needless(self) -> None:
+        num_ranks = self.numbers_of_ranks[0]
+        whole = _content(self.make(0, 1, 0))
+        parts = [_content(self.make(rank, num_ranks, 0)) for rank in range(num_ranks)]
+        assert all(part != whole for part in parts)
+        assert all(_num_bytes(part) < _num_bytes(whole) for part in parts)
+        assert sum(map(_num_bytes, parts)) >= _num_bytes(whole)
+
+    def test_describing_changes_nothing_and_is_repeatable(self) -> None:
+        state = self.make(1, 2, 0)
+        assert _content(state) == _content(state)
+
+    def test_what_does_not_fit_changes_nothing(self) -> None:
+        storage, target = MemoryStorage(), self.make(1, 2, 1)
+        save({"something": "else"}, storage)
+        before = _content(target)
+        with pytest.raises(MismatchError) as caught:
+            load(target, storage)
+        assert caught.value.missing
+        assert _content(target) == before
+
+    def _move(self, source: MemoryStorage, num_ranks: int) -> MemoryStorage:
+        """Load into a layout, and save from it."""
+        target = MemoryStorage()
+
+        def move(exchange: Exchange) -> None:
+            state = self.make(exchange.rank, num_ranks, 1)
+            assert load(state, source, group=exchange, unexpected="error") is state
+            save(state, target, group=exchange)
+
+        run_ranks(num_ranks, move)
+        return target
+
+
+def _stored(storage: MemoryStorage) -> dict[str, bytes]:
+    """Everything in a checkpoint, by name and kind."""
+    checkpoint = Checkpoint(storage)
+    index = checkpoint.index
+    found = {name: values.encode(value) for name, value in checkpoint.values.items()}
+    for name, stored in index.items():
+        array = read_box(storage, index, name, Box.whole(stored.shape))
+        found[f"{name} {stored.dtype} {stored.shape}"] = array.tobytes()
+    return found
+
+
+def _num_bytes(content: Mapping[str, bytes]) -> int:
+    return sum(map(len, content.values()))
 
 
 def _content(state: Any) -> dict[str, bytes]:
