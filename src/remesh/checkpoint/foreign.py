@@ -25,9 +25,9 @@ from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_one
-from remesh.formats import torch_dcp_writer
+from remesh.formats import torch_dcp_writer, zarr
 from remesh.formats.building import exists
-from remesh.formats.framing import Frame, Saved, Writer
+from remesh.formats.framing import Frame, Grid, Saved, Writer
 from remesh.formats.table import Place, read_contents
 from remesh.geometry import Box
 from remesh.index import BoxTable, decode_columns, encode_columns
@@ -36,7 +36,8 @@ from remesh.pipeline import FileLayout, FilePiece, write_file
 from remesh.storage import Storage, open_storage
 
 WRITERS: Mapping[str, Writer] = {
-    writer.name: writer for writer in (torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST)
+    writer.name: writer
+    for writer in (torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST, zarr.ZARR)
 }
 """The formats of other systems that can be written, by name."""
 
@@ -183,12 +184,12 @@ def prepare(
     )
     options = SaveOptions(overwrite, {})
     mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=emit)
-    boxes = _own_boxes(exchange, mine)
-    frames = writer.frames(boxes, exchange.rank, mine.save_id)
+    boxes, grid = _own_boxes(exchange, mine, writer)
+    frames = writer.frames(boxes, exchange.rank, mine.save_id, grid)
     saved = None
     if mine.coordination is not None:
         agreed = mine.coordination
-        saved = Saved(mine.save_id, agreed.plan.boxes, agreed.assignments, agreed.document)
+        saved = Saved(mine.save_id, agreed.plan.boxes, agreed.assignments, agreed.document, grid)
     return ForeignSave(
         writer,
         storage,
@@ -207,21 +208,32 @@ def _replaced(storage: Storage, writer: Writer, overwrite: bool) -> list[str]:
             f"{storage.url}: there is a checkpoint already ({writer.mark}). Save to another path, "
             "or pass overwrite=True to replace it."
         )
+    if writer.name == zarr.NAME:
+        raise StateError(
+            f"{storage.url}: a zarr checkpoint cannot be replaced in place, because its files have "
+            "fixed names; save to another path"
+        )
     try:
         return [file.path for file in read_contents(Place(storage)).index.files]
     except (CheckpointError, StateError):
         return []  # What it refers to is unknown; what lies there harms nobody.
 
 
-def _own_boxes(exchange: Exchange, mine: Agreement) -> BoxTable:
-    """The boxes that this rank writes, in the order of its layout, as rank 0 has planned them."""
+def _own_boxes(exchange: Exchange, mine: Agreement, writer: Writer) -> tuple[BoxTable, Grid]:
+    """The boxes that this rank writes, in the order of its layout, and the grid of all."""
 
     def tell(_replies: list[bytes]) -> list[bytes]:
-        plan, assignments = mine.coordinator.plan.boxes, mine.coordinator.assignments
-        return [encode_columns(_rows(plan, rows).columns()) for rows in assignments]
+        plan = mine.coordinator.plan.boxes
+        grid = writer.grid(plan)
+        return [
+            msgspec.msgpack.encode((encode_columns(_rows(plan, rows).columns()), grid))
+            for rows in mine.coordinator.assignments
+        ]
 
-    columns, _ = decode_columns(run_joined(exchange, lambda: b"", tell), "boxes")
-    return BoxTable.from_columns(columns)
+    told = run_joined(exchange, lambda: b"", tell)
+    encoded, grid = msgspec.msgpack.decode(told, type=tuple[bytes, dict[str, list[int]]])
+    columns, _ = decode_columns(encoded, "boxes")
+    return BoxTable.from_columns(columns), grid
 
 
 def _rows(boxes: BoxTable, rows: Any) -> BoxTable:
@@ -290,7 +302,7 @@ def _all_frames(save: ForeignSave) -> list[Frame]:
     return [
         frame
         for rank, rows in enumerate(saved.assignments)
-        for frame in save.writer.frames(_rows(saved.boxes, rows), rank, saved.save_id)
+        for frame in save.writer.frames(_rows(saved.boxes, rows), rank, saved.save_id, saved.grid)
     ]
 
 

@@ -7,12 +7,15 @@ files, staged or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from remesh.formats.native import ValuesDocument
 from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable
+
+Grid = Mapping[str, Sequence[int]]
+"""Something that all ranks must know of each tensor before they frame their boxes."""
 
 SmallFile = tuple[str, bytes]
 """A path and its content."""
@@ -59,12 +62,14 @@ class Saved:
         boxes: The distinct boxes that were stored.
         assignments: Rows of `boxes` that each rank wrote, in the order of its files.
         document: The values of all ranks.
+        grid: What the writer's `grid` made of the boxes.
     """
 
     save_id: str
     boxes: BoxTable
     assignments: Sequence[IntArray]
     document: ValuesDocument
+    grid: Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +79,14 @@ class Writer:
     Attributes:
         name: What a user calls it.
         mark: The file that makes a checkpoint of it exist.
-        frames: The data files of a rank, given its boxes, its number and the save's id.
+        grid: What all ranks must know of the boxes of all ranks; may be empty.
+        frames: The data files of a rank, given its boxes, its number, the save's id and the grid.
         small_files: What rank 0 writes when all data files are durable, in this order; the last
             makes the checkpoint exist.
     """
 
     name: str
     mark: str
-    frames: Callable[[BoxTable, int, str], Sequence[Frame]]
+    grid: Callable[[BoxTable], Grid]
+    frames: Callable[[BoxTable, int, str, Grid], Sequence[Frame]]
     small_files: Callable[[Saved], Sequence[SmallFile]]

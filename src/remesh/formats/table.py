@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats import flat_param, native, paddle, torch_dcp, torch_file
+from remesh.formats import flat_param, native, paddle, torch_dcp, torch_file, zarr
 from remesh.formats.building import exists
 from remesh.formats.contents import Contents
 from remesh.index import Index
@@ -91,6 +91,12 @@ FORMATS: tuple[Format, ...] = (
         torch_dcp.LOOKS_FOR,
         lambda place: not place.file and torch_dcp.recognise(place.storage),
         lambda place: torch_dcp.read(place.storage, allow=place.allow),
+    ),
+    Format(
+        zarr.NAME,
+        zarr.LOOKS_FOR,
+        lambda place: not place.file and zarr.recognise(place.storage),
+        lambda place: zarr.read(place.storage, allow=place.allow),
     ),
     Format(
         torch_file.NAME,

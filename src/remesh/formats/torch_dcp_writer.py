@@ -18,7 +18,8 @@ import msgspec
 from remesh import values
 from remesh.dtypes import DType
 from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
-from remesh.formats.framing import Frame, FramedPiece, Saved, SmallFile, Writer
+from remesh.formats.framing import Frame, FramedPiece, Grid, Saved, SmallFile, Writer
+from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
 from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME
 from remesh.index import BoxTable
@@ -35,8 +36,9 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
 
 
-def frames(boxes: BoxTable, rank: int, save_id: str) -> list[Frame]:
+def frames(boxes: BoxTable, rank: int, save_id: str, grid: Grid) -> list[Frame]:
     """The data file of a rank: an archive for each of its boxes."""
+    del grid
     pieces, fillers, at = [], [], 0
     for row in range(len(boxes)):
         box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
@@ -65,7 +67,15 @@ def dcp_files(saved: Saved) -> list[SmallFile]:
 
 def torch_dist_files(saved: Saved) -> list[SmallFile]:
     """The objects, `common.pt`, `.metadata` and `metadata.json`."""
-    document = saved.document
+    return [
+        common_file(saved.document),
+        *_value_file_and_metadata(saved, _objects(saved), None),
+        config_file("torch_dist"),
+    ]
+
+
+def common_file(document: ValuesDocument) -> SmallFile:
+    """Megatron's file of the values that are equal on all ranks, nested as they were."""
     common: dict[Path, object] = {
         document.path_of(name): values.decode(bytes(raw)) for name, raw in document.values.items()
     }
@@ -73,17 +83,23 @@ def torch_dist_files(saved: Saved) -> list[SmallFile]:
     sequences = {tuple(path): kind for path, kind in document.sequences}
     holding = {path[:at] for path in common for at in range(len(path))}
     nested = assemble(common, {path: sequences[path] for path in holding & sequences.keys()})
+    return COMMON_NAME, archive_of(nested, COMMON_NAME)
+
+
+def config_file(backend: str) -> SmallFile:
+    """Megatron's file that says which backends wrote a checkpoint; its last one."""
     config = {
-        "sharded_backend": "torch_dist",
+        "sharded_backend": backend,
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    return [
-        (COMMON_NAME, archive_of(nested, COMMON_NAME)),
-        *_value_file_and_metadata(saved, _objects(saved), None),
-        (CONFIG_NAME, msgspec.json.encode(config)),
-    ]
+    return CONFIG_NAME, msgspec.json.encode(config)
+
+
+def no_grid(_boxes: BoxTable) -> Grid:
+    """Archives need to know nothing of each other."""
+    return {}
 
 
 def _objects(saved: Saved) -> dict[str, object]:
@@ -162,7 +178,7 @@ def _places(saved: Saved) -> dict[int, _Place]:
             saved.boxes.offsets[rows],
             saved.boxes.extents[rows],
         )
-        for file in frames(mine, rank, saved.save_id):
+        for file in frames(mine, rank, saved.save_id, saved.grid):
             # Heads and tails alternate, so each archive begins at every other filler.
             begins = [position for position, _ in file.fillers[::2]]
             ends = [*begins[1:], file.num_bytes]
@@ -214,5 +230,5 @@ def _info(place: _Place) -> New:
     )
 
 
-TORCH_DCP = Writer("torch_dcp", METADATA_NAME, frames, dcp_files)
-TORCH_DIST = Writer("torch_dist", CONFIG_NAME, frames, torch_dist_files)
+TORCH_DCP = Writer("torch_dcp", METADATA_NAME, no_grid, frames, dcp_files)
+TORCH_DIST = Writer("torch_dist", CONFIG_NAME, no_grid, frames, torch_dist_files)

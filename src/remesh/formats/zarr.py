@@ -1,0 +1,280 @@
+"""Megatron's `zarr` checkpoints: a folder of plain chunk files for each tensor.
+
+::
+
+    decoder.weight/.zarray         zarr version 2: shape, chunk shape, dtype, compressor, order
+    decoder.weight/0.1             a chunk, row by row, of full size even at the end of a dim
+    rng/shard_0.1_1.2.pt           one element of a grid of values, an archive of torch.save
+    common.pt                      values that are equal on all ranks, an archive of torch.save
+    metadata.json                  says that the backend is zarr; written last
+
+A chunk that is neither compressed nor filtered is a box of the tensor as it lies, so these
+checkpoints are read in place, like all others; nothing of zarr's own code is needed. Megatron
+never compressed. What is compressed, or has chunks that were left out because they hold nothing but
+the fill value, is refused.
+
+Writing cuts each tensor into the largest regular chunks that every stored box is made of.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from remesh import values
+from remesh.dtypes import DTYPES, DType
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StateError,
+)
+from remesh.formats.archive_writer import archive_of
+from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.contents import Contents
+from remesh.formats.framing import Frame, FramedPiece, Saved, SmallFile, Writer
+from remesh.formats.torch_dcp import COMMON_NAME, opaque
+from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
+from remesh.formats.torch_file import open_archive
+from remesh.geometry import Box, strides_of
+from remesh.index import BoxTable
+from remesh.storage import Storage, list_sizes
+
+NAME = "zarr"
+ARRAY_NAME = ".zarray"
+LOOKS_FOR = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
+MAX_CHUNKS = 1 << 16
+"""Chunk files of one tensor that are written at most."""
+
+_OBJECT = re.compile(r"(.*)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)\.pt", re.DOTALL)
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Config(msgspec.Struct):
+    sharded_backend: str = ""
+
+
+class _Array(msgspec.Struct):
+    """What `.zarray` says."""
+
+    zarr_format: int
+    shape: list[_Extent]
+    chunks: list[Annotated[int, msgspec.Meta(ge=1, le=2**62)]]
+    dtype: str
+    compressor: object = None
+    filters: object = None
+    order: str = "C"
+    fill_value: object = None
+    dimension_separator: str = "."
+
+
+def recognise(storage: Storage) -> bool:
+    """Whether a place holds such a checkpoint."""
+    if not exists(storage, CONFIG_NAME):
+        return False
+    try:
+        config = msgspec.json.decode(storage.read(CONFIG_NAME), type=_Config)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return config.sharded_backend == NAME
+
+
+def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
+    """Read what such a checkpoint holds; its tensors stay where they are.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        CorruptCheckpointError: If it is damaged: a chunk is missing or has another size.
+        FormatVersionError: If an array is compressed, filtered or in column order.
+    """
+    sizes = list_sizes(storage)
+    if not recognise(storage):
+        raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
+    builder = IndexBuilder(storage)
+    for path in sizes:
+        folder, _, name = path.rpartition("/")
+        if name == ARRAY_NAME and folder:
+            _add_array(builder, folder, sizes)
+        element = _OBJECT.fullmatch(path)
+        if element is not None:
+            key, offset, shape = element.groups()
+            archive = open_archive(storage, path, allow=allow)
+            value = opaque(archive, storage.read(path), 0)
+            builder.add_object(key, _numbers(shape), _numbers(offset), value)
+    if COMMON_NAME in sizes:
+        archive = open_archive(storage, COMMON_NAME, allow=allow)
+        builder.add_nested((), archive, COMMON_NAME)
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split("."))
+
+
+def _add_array(builder: IndexBuilder, name: str, sizes: Mapping[str, int]) -> None:
+    """Add a tensor and its chunks."""
+    storage = builder.storage
+    where = f"{storage.url}/{name}/{ARRAY_NAME}"
+    try:
+        array = msgspec.json.decode(storage.read(f"{name}/{ARRAY_NAME}"), type=_Array)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(
+            f"{where}: not the description of an array: {error}"
+        ) from error
+    dtype = _dtype_of(array.dtype, where)
+    if array.zarr_format != 2 or len(array.chunks) != len(array.shape):
+        raise FormatVersionError(f"{where}: not an array of zarr version 2; write it as version 2")
+    if array.compressor is not None or array.filters or array.order != "C":
+        raise FormatVersionError(
+            f"{where}: its chunks are compressed, filtered or in column order, so they have no "
+            "bytes that can be read in place; copy it with zarr, with compressor=None and order='C'"
+        )
+    row = builder.add_tensor(name, dtype.name, array.shape)
+    builder.set_path(name, (name,))
+    if 0 in array.shape:
+        return
+    whole, chunk_bytes = Box.whole(tuple(array.shape)), math.prod(array.chunks) * dtype.itemsize
+    counts = [-(-n // step) for n, step in zip(array.shape, array.chunks, strict=True)]
+    if math.prod(counts) > len(sizes):
+        raise _missing(storage, name, f"{math.prod(counts)} chunks, more than there are files")
+    strides = strides_of(array.chunks)
+    for number in np.ndindex(*counts):
+        path = f"{name}/{_chunk_name(number, array.dimension_separator)}"
+        size = sizes.get(path)
+        if size is None:
+            raise _missing(storage, path, "missing")
+        if size != chunk_bytes:
+            raise _missing(storage, path, f"{size} bytes long, where {chunk_bytes} were expected")
+        offset = tuple(i * step for i, step in zip(number, array.chunks, strict=True))
+        box = Box(offset, tuple(array.chunks)).intersect(whole)
+        assert box is not None
+        builder.add_strided(row, box, path, 0, strides)
+
+
+def _missing(storage: Storage, path: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{storage.url}/{path}: {what}. Load another checkpoint, or restore this file from a copy; "
+        "chunks of zeros must be written too (write_empty_chunks=True)."
+    )
+
+
+def _chunk_name(number: Sequence[int], separator: str = ".") -> str:
+    return separator.join(map(str, number)) or "0"
+
+
+def _dtype_of(text: str, where: str) -> DType:
+    # Types that numpy lacks are written by their names, as Megatron wrote bfloat16.
+    for dtype in DTYPES:
+        if text in {_dtype_text(dtype), dtype.name}:
+            return dtype
+    raise FormatVersionError(f"{where}: elements of type {text!r} are not read")
+
+
+def _dtype_text(dtype: DType) -> str:
+    return dtype.carrier.str if dtype.is_native else dtype.name
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def chunk_shapes(boxes: BoxTable) -> dict[str, tuple[int, ...]]:
+    """The chunk shape of each tensor: the largest regular one that all its boxes are made of.
+
+    Raises:
+        StateError: If a tensor would be cut into too many chunks.
+    """
+    found: dict[str, list[Box]] = {name: [] for name in boxes.tensors.names}
+    for row in range(len(boxes)):
+        found[boxes.tensors.names[boxes.tensor[row]]].append(boxes.box(row))
+    chunks = {}
+    for number, (name, held) in enumerate(found.items()):
+        shape = boxes.tensors.shape(number)
+        chunk = tuple(
+            _step(extent, [(box.offset[dim], box.end[dim]) for box in held])
+            for dim, extent in enumerate(shape)
+        )
+        num_chunks = math.prod(-(-n // step) for n, step in zip(shape, chunk, strict=True))
+        if num_chunks > MAX_CHUNKS:
+            raise StateError(
+                f"{name}: its shards lie so irregularly that zarr's regular chunks would be "
+                f"{num_chunks} files of shape {chunk}; save it in the format torch_dist instead"
+            )
+        chunks[name] = chunk
+    return chunks
+
+
+def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
+    """The longest step at whose multiples all bounds lie, the end of the dim excepted."""
+    if not bounds:
+        return max(extent, 1)
+    inner = {bound for pair in bounds for bound in pair} - {extent}
+    longest = max(stop - start for start, stop in bounds)
+    return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
+
+
+def frames(
+    boxes: BoxTable, rank: int, save_id: str, grid: Mapping[str, Sequence[int]]
+) -> list[Frame]:
+    """The chunk files of a rank."""
+    del rank, save_id  # names are zarr's
+    found = []
+    for row in range(len(boxes)):
+        box, number = boxes.box(row), int(boxes.tensor[row])
+        name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
+        chunk = tuple(grid[name])
+        first = [start // step for start, step in zip(box.offset, chunk, strict=True)]
+        counts = [
+            -(-stop // step) - begin
+            for stop, step, begin in zip(box.end, chunk, first, strict=True)
+        ]
+        for at in np.ndindex(*counts):
+            place = tuple(begin + i for begin, i in zip(first, at, strict=True))
+            part = Box(tuple(i * step for i, step in zip(place, chunk, strict=True)), chunk)
+            piece = FramedPiece(row, part, 0)
+            path = f"{name}/{_chunk_name(place)}"
+            found.append(Frame(path, part.size * itemsize, (piece,)))
+    return found
+
+
+def small_files(saved: Saved) -> list[SmallFile]:
+    """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
+    tensors, grid = saved.boxes.tensors, saved.grid
+    if saved.document.aliases:
+        alias = min(saved.document.aliases)
+        raise StateError(
+            f"{alias}: tied to {saved.document.aliases[alias]}; zarr has one array for each name, "
+            "so untie it, leave it out, or save in the format torch_dist"
+        )
+    arrays = [
+        (
+            f"{name}/{ARRAY_NAME}",
+            msgspec.json.encode(
+                {
+                    "zarr_format": 2,
+                    "shape": tensors.shape(number),
+                    "chunks": grid[name],
+                    "dtype": _dtype_text(tensors.dtype(number)),
+                    "compressor": None,
+                    "fill_value": None,
+                    "order": "C",
+                    "filters": None,
+                }
+            ),
+        )
+        for number, name in enumerate(tensors.names)
+    ]
+    objects = [
+        (f"{name}.pt", archive_of(values.decode(bytes(element.value)), name))
+        for name, element in saved.document.objects.items()
+    ]
+    return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
+
+
+ZARR = Writer(NAME, CONFIG_NAME, chunk_shapes, frames, small_files)
