@@ -1,4 +1,4 @@
-"""`remesh prune`: removing what dead saves left behind. Nothing needs torch."""
+"""`remesh prune`: removing what dead saves left, and what nobody keeps. Nothing needs torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 
 from remesh.checkpoint import garbage
 from remesh.checkpoint.garbage import Leftover
-from remesh.cli import output
+from remesh.cli import keeping, output
+from remesh.training.retention import KeepBest
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -31,7 +32,10 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
 
 
 @click.command(
-    epilog=output.example("remesh prune runs --incomplete", "remesh prune runs --incomplete --yes")
+    epilog=output.example(
+        "remesh prune runs --incomplete --yes",
+        "remesh prune runs --keep-last 3 --keep-every 1000 --keep-best loss:min",
+    )
 )
 @click.argument("root")
 @click.option("--incomplete", is_flag=True, help="What dead saves left behind.")
@@ -43,18 +47,59 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     callback=parse_duration,
     help="How long nobody must have touched it: 90s, 30m, 1h, 2d.",
 )
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Remove checkpoints, but not the newest N.",
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Remove checkpoints, but not those whose step N divides.",
+)
+@click.option(
+    "--keep-best",
+    multiple=True,
+    metavar="METRIC:min|max[:N]",
+    callback=keeping.parse_best,
+    help="Remove checkpoints, but not the best one, or N, by a metric.",
+)
+@click.option("--run", help="Whose checkpoints may be removed; by default the newest one's run.")
 @click.option("--yes", "removes", is_flag=True, help="Remove it; otherwise it is only listed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def prune(*, root: str, incomplete: bool, older_than: float, removes: bool, as_json: bool) -> None:
-    """Remove what dead saves left in a directory and below it.
+def prune(
+    *,
+    root: str,
+    incomplete: bool,
+    older_than: float,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: Sequence[KeepBest],
+    run: str | None,
+    removes: bool,
+    as_json: bool,
+) -> None:
+    """Remove what dead saves left in a directory, or checkpoints that need not be kept.
 
-    That is: folders data-<save id> that no commit record refers to, and hidden files
-    .remesh-put-*, if nothing in them was changed for some time (a running save changes its files
-    all the time). Checkpoints are never touched, nor is anything that no save writes. Without
-    --yes nothing is removed.
+    With --incomplete: folders data-<save id>, in ROOT and below it, that no commit record refers
+    to, and hidden files .remesh-put-*, if nothing in them was changed for some time (a running save
+    changes its files all the time). Checkpoints are not touched, nor is anything that no save
+    writes.
+
+    With --keep-...: those checkpoints directly in ROOT that none of these options keeps. Whatever
+    they say, the newest good checkpoint stays, and so do those that are pinned, in use, damaged or
+    of another run.
+
+    Without --yes nothing is removed.
     """
-    if not incomplete:
-        raise click.UsageError("say what to prune: --incomplete")
+    policies = keeping.keep_options(keep_last, keep_every, keep_best)
+    if incomplete == bool(policies):
+        raise click.UsageError("say what to prune: --incomplete, or --keep-last and the like")
+    if policies:
+        keeping.prune_checkpoints(root, policies, run, removes=removes, as_json=as_json)
+        return
     now = time.time()
     leftovers = garbage.decide(garbage.look(root), now=now, older_than=older_than)
     removed = {

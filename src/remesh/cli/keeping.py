@@ -1,0 +1,171 @@
+"""`remesh latest`, `pin`, `unpin`, and the part of `remesh prune` that removes checkpoints.
+
+They decide by the same functions as `remesh.Manager`. Nothing needs torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from remesh.cli import output, places
+from remesh.errors import RemeshError
+from remesh.formats import native
+from remesh.storage import open_storage
+from remesh.training import catalog, retention
+from remesh.training.catalog import CheckpointInfo
+from remesh.training.retention import Fate, KeepBest, KeepEvery, KeepLast, KeepPolicy
+
+
+@click.command(epilog=output.example("remesh latest runs"))
+@click.argument("root")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def latest(*, root: str, as_json: bool) -> None:
+    """Print the path of the newest checkpoint in a directory.
+
+    The newest is the committed one with the highest step that is not known to be damaged; a job
+    resumes from it. The exit code is 2 if there is none.
+    """
+    storage = open_storage(root)
+    infos = catalog.look(storage)
+    newest = retention.newest_of([info for info in infos if not info.problem])
+    if newest is None:
+        raise places.nothing_at(storage)
+    if as_json:
+        output.print_json(_facts(newest))
+    else:
+        click.echo(output.printable(newest.path))
+
+
+@click.command(epilog=output.example("remesh pin runs/step_00001000"))
+@click.argument("checkpoint")
+def pin(*, checkpoint: str) -> None:
+    """Keep a checkpoint, whatever retention policies say."""
+    places.open_checkpoint(checkpoint)
+    catalog.pin(checkpoint)
+    click.echo(f"{output.printable(checkpoint)}: pinned")
+
+
+@click.command(epilog=output.example("remesh unpin runs/step_00001000"))
+@click.argument("checkpoint")
+def unpin(*, checkpoint: str) -> None:
+    """Let retention policies decide about a checkpoint again."""
+    places.open_checkpoint(checkpoint)
+    catalog.unpin(checkpoint)
+    click.echo(f"{output.printable(checkpoint)}: not pinned")
+
+
+def parse_best(
+    _ctx: click.Context, _param: click.Parameter, texts: Sequence[str]
+) -> list[KeepBest]:
+    """The values of `--keep-best`; a callback for click.
+
+    Raises:
+        BadParameter: If one is not METRIC:min, METRIC:max or one of them with a number behind.
+    """
+    found = []
+    for text in texts:
+        metric, _, rest = text.partition(":")
+        mode, _, count = rest.partition(":")
+        if not metric or mode not in {"min", "max"} or not (count or "1").strip("0").isdecimal():
+            raise click.BadParameter(f"{text!r}: write METRIC:min or METRIC:max, then :N for N")
+        found.append(KeepBest(metric, "min" if mode == "min" else "max", int(count or 1)))
+    return found
+
+
+def keep_options(
+    keep_last: int | None, keep_every: int | None, keep_best: Sequence[KeepBest]
+) -> list[KeepPolicy]:
+    """The policies that the options of `remesh prune` name."""
+    last = [] if keep_last is None else [KeepLast(keep_last)]
+    every = [] if keep_every is None else [KeepEvery(keep_every)]
+    return [*last, *every, *keep_best]
+
+
+def prune_checkpoints(
+    root: str, policies: Sequence[KeepPolicy], run: str | None, *, removes: bool, as_json: bool
+) -> None:
+    """Show what policies keep of the checkpoints of a directory, and remove the rest if asked to.
+
+    Args:
+        root: The directory.
+        policies: What to keep.
+        run: Whose checkpoints may go; None for the run of the newest one.
+        removes: Whether to remove.
+        as_json: Whether to print JSON.
+    """
+    storage = open_storage(root)
+    infos = [_checked(info) for info in catalog.look(storage)]
+    if not infos:
+        raise places.nothing_at(storage)
+    newest = retention.newest_of([info for info in infos if not info.problem])
+    whose = run if run is not None else "" if newest is None else newest.run
+    fates = retention.decide(infos, policies, run=whose, now=time.time())
+    removed = {
+        fate.info.name
+        for fate in fates
+        if removes and not fate.is_kept and catalog.remove(storage, fate.info.name, now=time.time())
+    }
+    if removes:
+        catalog.finish_removals(storage)
+    if as_json:
+        items = [
+            {**_facts(fate.info), "kept": list(fate.reasons), "removed": fate.info.name in removed}
+            for fate in fates
+        ]
+        output.print_json({"root": root, "run": whose, "checkpoints": items})
+    else:
+        _print_fates(fates, removed, removes=removes)
+
+
+def _checked(info: CheckpointInfo) -> CheckpointInfo:
+    """What is known of a checkpoint, with a look at the sizes of its files."""
+    if info.problem:
+        return info
+    below = open_storage(info.path)
+    try:
+        findings = places.check_sizes(below, native.read_record(below))
+    except RemeshError as error:
+        return msgspec.structs.replace(info, problem=str(error))
+    return msgspec.structs.replace(info, problem=places.describe_findings(findings))
+
+
+def _facts(info: CheckpointInfo) -> dict[str, object]:
+    return {
+        "path": info.path,
+        "step": info.step,
+        "run": info.run,
+        "created": info.created,
+        "num_bytes": info.num_bytes,
+        "metrics": info.metrics,
+        "pinned": info.is_pinned,
+        "problem": info.problem,
+    }
+
+
+def _print_fates(fates: Sequence[Fate], removed: set[str], *, removes: bool) -> None:
+    rows = []
+    for fate in fates:
+        info = fate.info
+        gone = info.name in removed
+        rest = "removed" if gone else "in use" if removes else "superfluous"
+        what = "kept" if fate.is_kept else rest
+        why = f"  ({output.printable('; '.join(fate.reasons))})" if fate.is_kept else ""
+        size = output.format_bytes(info.num_bytes)
+        rows.append((what, str(info.step), size, f"{output.printable(info.path)}{why}"))
+    console = output.stdout_console()
+    output.print_table(console, ("<what", ">step", ">size", "<path"), rows)
+    chosen = [
+        fate for fate in fates if (fate.info.name in removed if removes else not fate.is_kept)
+    ]
+    size = output.format_bytes(sum(fate.info.num_bytes for fate in chosen))
+    count = output.plural(len(chosen), "checkpoint")
+    if removes:
+        console.out(f"removed {count}, {size}", highlight=False)
+    elif chosen:
+        console.out(f"{count}, {size}; --yes removes them", highlight=False)
+    else:
+        console.out("nothing to remove", highlight=False)

@@ -1,0 +1,121 @@
+"""`remesh latest`, `pin`, `unpin` and `prune --keep-...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import remesh
+from remesh.exchange import Alone
+from remesh.training.manager import Manager
+
+Run = Callable[..., Result]
+RunJson = Callable[..., Any]
+
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.25}
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Path:
+    """A run with five checkpoints and their losses."""
+    root = tmp_path / "run"
+    with Manager(root, group=Alone()) as manager:
+        for step, loss in LOSSES.items():
+            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss})
+    return root
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[-8:]) for path in root.glob("step_*/remesh.json"))
+
+
+def test_latest(run: Run, run_json: RunJson, managed: Path, tmp_path: Path) -> None:
+    newest = managed / "step_00000050"
+    assert run("latest", managed).stdout == f"{newest}\n"
+    found = run_json("latest", managed)
+    assert (found["path"], found["step"], found["metrics"]) == (str(newest), 50, {"loss": 2.25})
+    (newest / "remesh.json").write_text("{}")
+    assert run_json("latest", managed)["step"] == 40
+    nowhere = run("latest", tmp_path / "nowhere")
+    assert (nowhere.exit_code, nowhere.stdout) == (2, "")
+    assert "no such directory" in nowhere.stderr
+
+
+def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Path) -> None:
+    before = sorted(managed.rglob("*"))
+    options = ("--keep-last", 1, "--keep-every", 40, "--keep-best", "loss:min")
+    lines = run("prune", managed, *options).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:-1]] == [
+        ["superfluous", "10"],
+        ["kept", "20"],
+        ["superfluous", "30"],
+        ["kept", "40"],
+        ["kept", "50"],
+    ]
+    assert lines[2].endswith("step_00000020  (among the best 1 by loss:min)")
+    assert lines[-1].startswith("2 checkpoints, ")
+    assert lines[-1].endswith("; --yes removes them")
+    listed = run_json("prune", managed, *options)["checkpoints"]
+    assert not any(one["removed"] for one in listed)
+    assert sorted(managed.rglob("*")) == before
+
+
+def test_with_yes_they_are_removed(run: Run, run_json: RunJson, managed: Path) -> None:
+    listed = run_json("prune", managed, "--keep-best", "loss:max:2", "--yes")["checkpoints"]
+    assert [one["step"] for one in listed if one["removed"]] == [20, 30]
+    assert steps(managed) == [10, 40, 50]
+    result = run("prune", managed, "--keep-last", 1, "--yes")
+    assert result.stdout.splitlines()[-1].startswith("removed 2 checkpoints, ")
+    assert steps(managed) == [50]
+    assert run("prune", managed, "--keep-last", 1).stdout.endswith("nothing to remove\n")
+
+
+def test_pinned_checkpoints_stay(run: Run, managed: Path) -> None:
+    assert run("pin", managed / "step_00000010").exit_code == 0
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [10, 50]
+    assert run("unpin", managed / "step_00000010").exit_code == 0
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [50]
+    wrong = run("pin", managed)
+    assert wrong.exit_code == 2
+    assert "not a checkpoint itself" in wrong.stderr
+
+
+def test_a_truncated_newest_is_not_the_last_good_one(run: Run, managed: Path) -> None:
+    (file,) = (managed / "step_00000050").glob("data-*/00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    listing = run("prune", managed, "--keep-last", 1, "--yes").stdout
+    assert "has another size than was written" in listing
+    assert steps(managed) == [40, 50]
+
+
+def test_other_runs_are_left_alone(run: Run, run_json: RunJson, managed: Path) -> None:
+    remesh.save({"w": np.zeros(3)}, managed / "step_00000005")
+    run("prune", managed, "--keep-last", 1, "--yes")
+    assert steps(managed) == [5, 50]
+    assert run_json("prune", managed, "--keep-last", 1, "--run", "")["run"] == ""
+    remesh.save({"w": np.zeros(3)}, managed / "step_00000004")
+    run("prune", managed, "--keep-last", 1, "--run", "", "--yes")
+    assert steps(managed) == [5, 50]
+
+
+def test_wrong_usage(run: Run, managed: Path, tmp_path: Path) -> None:
+    for options, text in (
+        ((), "say what to prune"),
+        (("--incomplete", "--keep-last", 1), "say what to prune"),
+        (("--keep-best", "loss"), "write METRIC:min or METRIC:max"),
+        (("--keep-best", "loss:min:x"), "write METRIC:min or METRIC:max"),
+        (("--keep-best", "loss:min:0"), "write METRIC:min or METRIC:max"),
+        (("--keep-last", 0), "0 is not in the range"),
+    ):
+        result = run("prune", managed, *options)
+        assert result.exit_code == 2
+        assert text in result.stderr
+    assert run("prune", tmp_path / "nowhere", "--keep-last", 1).exit_code == 2
+    assert steps(managed) == sorted(LOSSES)
