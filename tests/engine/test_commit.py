@@ -25,15 +25,19 @@ from remesh.testing import (
 )
 
 WORLD_SIZE = 3
-RANK_0_POINTS = SAVE_POINTS[
-    SAVE_POINTS.index("save.parts_gathered") : SAVE_POINTS.index("save.committed") + 1
-]
+RANK_0_POINTS = (
+    "save.planned",
+    "save.values_written",
+    *SAVE_POINTS[
+        SAVE_POINTS.index("save.parts_gathered") : SAVE_POINTS.index("save.committed") + 1
+    ],
+)
 CASES = [
     (rank, point)
     for rank in (0, 2)
     for point in SAVE_POINTS
     if point not in ("save.done", "save.chunk_staged", "save.staged")
-    and (rank == 0 or point not in (*RANK_0_POINTS, "save.planned"))
+    and (rank == 0 or point not in RANK_0_POINTS)
 ]
 
 

@@ -76,6 +76,7 @@ class _WriterProcess:
         self._outbox = Outbox(channel)
         self._saves: dict[int, _Save] = {}
         self._is_orphan = threading.Event()
+        self._is_aborted = False
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""
@@ -99,6 +100,7 @@ class _WriterProcess:
             self._begin(message)
             return
         if isinstance(message, Abort):
+            self._is_aborted = True
             for each in self._saves.values():
                 each.background.cancel()
             return
@@ -143,7 +145,7 @@ class _WriterProcess:
 
         def run() -> None:
             error = background.run()
-            if self._is_orphan.is_set():
+            if self._is_orphan.is_set() and not self._is_aborted:
                 end = "is committed" if error is None else f"failed: {error}"
                 _LOGGER.warning(
                     "rank %d ended before its save to %s did; the save %s",

@@ -155,6 +155,21 @@ class Arena:
     def _has_chunk(self) -> bool:
         return bool(self._free or self._fresh)
 
+    def _resize(self, num_bytes: int) -> None:
+        """Let the shared file have room for more chunks.
+
+        Raises:
+            MemoryError: If the system refuses.
+        """
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, num_bytes)
+        except OSError as error:
+            raise MemoryError(
+                f"no shared memory of {num_bytes} bytes ({error}); raise `ulimit -f`, which counts "
+                "for it, or lower the memory budget"
+            ) from error
+
     def _allocate(self) -> None:
         """Add a slab. Others may use the arena meanwhile."""
         with self._changed:
@@ -168,7 +183,7 @@ class Arena:
             if self._file is not None:
                 # Others map whole slabs. What was never touched takes no memory.
                 whole = -(-end // self._slab_chunks) * self._slab_chunks
-                os.ftruncate(self._file, whole * self.chunk_bytes)
+                self._resize(whole * self.chunk_bytes)
         slab = map_memory(count * self.chunk_bytes, self._file, first * self.chunk_bytes)
         unpin = None if self._pin is None else self._pin(slab)
         chunks = [

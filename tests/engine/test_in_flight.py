@@ -1,0 +1,189 @@
+"""Several saves in flight, and what is said of slow ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.errors import ExchangeError, RankFailedError
+from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.pipeline.write import CHUNK_SIZE
+from remesh.storage import MemoryStorage
+from remesh.testing import FaultInjector, InjectedError, run_ranks
+
+WORLD_SIZE = 2
+
+
+def state_of(rank: int, value: float) -> dict[str, Any]:
+    """A half of a tensor of two chunks a rank, of which every element is `value`."""
+    rows = CHUNK_SIZE // 4
+    part = np.full((rows, 2), value, dtype=np.float32)
+    shape, offset = (rows * WORLD_SIZE, 2), (rows * rank, 0)
+    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset)}
+
+
+class Gate:
+    """A listener that holds a save up before its first byte is written, until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.num_saves = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.point == "save.file_created":
+            self.num_saves += 1
+            assert self.opened.wait(30)
+
+
+def test_as_many_as_asked_for_and_within_the_budget(tmp_path: Path) -> None:
+    gate = Gate()
+    budget = 4 * CHUNK_SIZE
+    weights = np.zeros(CHUNK_SIZE // 8 + 5)
+    saver = remesh.Saver(max_in_flight=2, arena_bytes=budget, on_event=gate)
+    handles = []
+    for number in range(2):
+        weights[:] = number
+        handles.append(saver.save_async({"w": weights}, tmp_path / str(number)))
+    assert not any(handle.done() for handle in handles)
+    third = threading.Thread(
+        target=lambda: handles.append(saver.save_async({"w": weights * 0 + 2}, tmp_path / "2"))
+    )
+    third.start()
+    third.join(0.3)
+    assert third.is_alive()
+    gate.opened.set()
+    third.join(30)
+    saver.close()
+    assert [handle.exception() for handle in handles] == [None] * 3
+    for number in range(3):
+        assert (remesh.Checkpoint(tmp_path / str(number)).read_array("w") == number).all()
+
+
+def test_the_default_budget_grows_with_the_saves_in_flight(tmp_path: Path) -> None:
+    gate = Gate()
+    saver = remesh.Saver(max_in_flight=3, on_event=gate)
+    weights = np.ones(CHUNK_SIZE // 8 - 1000)  # one chunk with its header
+    for number in range(3):
+        saver.save_async({"w": weights}, tmp_path / str(number))
+    assert saver.num_arena_bytes == 3 * CHUNK_SIZE
+    gate.opened.set()
+    saver.close()
+
+
+def test_a_save_to_the_same_place_waits_for_the_one_before(tmp_path: Path) -> None:
+    with remesh.Saver(max_in_flight=4) as saver:
+        for number in range(4):
+            weights = np.full(CHUNK_SIZE // 4, number)
+            saver.save_async({"w": weights}, tmp_path / "c", overwrite=True)
+    assert (remesh.Checkpoint(tmp_path / "c").read_array("w") == 3).all()
+    assert len(list((tmp_path / "c").iterdir())) == 2
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_save_in_flight_is_no_saver(number: int) -> None:
+    with pytest.raises(ValueError, match="max_in_flight"):
+        remesh.Saver(max_in_flight=number)
+
+
+def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
+    """Rank 0 has committed; rank 1 fails afterwards, so only rank 1's handle has the failure."""
+    faults = FaultInjector().fail_at(1, "save.done")
+    storages = [MemoryStorage() for _ in range(3)]
+
+    def train(exchange: Exchange) -> list[BaseException | None]:
+        saver = remesh.Saver(group=exchange, on_event=faults)
+        first = saver.save_async(state_of(exchange.rank, 1.0), storages[0])
+        first.wait_ended(30)
+        with pytest.raises((InjectedError, RankFailedError)) as caught:
+            saver.save_async(state_of(exchange.rank, 2.0), storages[1])
+        saver.save_async(state_of(exchange.rank, 3.0), storages[2])
+        saver.close()
+        return [first.exception(), caught.value]
+
+    (first_0, raised_0), (first_1, raised_1) = run_ranks(WORLD_SIZE, train)
+    assert first_0 is None
+    assert isinstance(raised_0, RankFailedError)
+    assert raised_0.rank == 1
+    assert isinstance(first_1, InjectedError)
+    assert raised_1 is first_1
+    assert storages[1].list() == []
+    assert remesh.Checkpoint(storages[2]).verify().ok
+
+
+def test_waiting_raises_the_first_failure_and_notes_the_others(tmp_path: Path) -> None:
+    def fail(event: Event) -> None:
+        if event.point == "save.before_commit":
+            raise InjectedError(f"number {next(numbers)}")
+
+    numbers = iter(range(2))
+    saver = remesh.Saver(max_in_flight=2, on_event=fail)
+    handles = [saver.save_async({"w": np.ones(3)}, tmp_path / str(n)) for n in range(2)]
+    with pytest.raises(InjectedError) as caught:
+        saver.wait()
+    assert caught.value is handles[0].exception()
+    assert caught.value.__notes__ == [f"A later save failed as well: {handles[1].exception()}"]
+    saver.close()
+
+
+def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 writes a chunk and hangs in the next; rank 0 says so, and then gives up."""
+    storage = MemoryStorage()
+    released = threading.Event()
+    seen: list[int] = []
+
+    def hang(event: Event) -> None:
+        if event.rank == 1 and event.point == "save.chunk_written":
+            seen.append(event.num_bytes)
+            if len(seen) == 1:
+                time.sleep(0.3)  # so that a note of it is due
+            else:
+                released.wait(30)
+
+    def train(exchange: Exchange) -> str:
+        saver = remesh.Saver(group=exchange, deadline=2.0, report_seconds=0.2, on_event=hang)
+        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
+        if exchange.rank == 1:
+            exchange.all_gather(b"")
+            released.set()
+            handle.wait_ended(30)
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            handle.wait(timeout=30)
+        exchange.all_gather(b"")
+        return str(caught.value)
+
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        message = run_ranks(WORLD_SIZE, train)[0]
+    slowest = "slowest is rank 1 with 4.2 of 8.4 MB written"
+    assert "ranks [1] to finish their files" in message
+    assert slowest in message
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(slowest in line and "for 1 of 2 ranks" in line for line in lines)
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(storage)
+
+
+def test_notes_of_progress_are_gone_after_the_commit() -> None:
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> None:
+        saver = remesh.Saver(group=exchange, report_seconds=0.0)
+        saver.save_async(state_of(exchange.rank, 1.0), storage)
+        saver.close()
+
+    run_ranks(WORLD_SIZE, train)
+    assert sorted(path.rpartition("/")[2] for path in storage.list()) == [
+        "00000.safetensors",
+        "00001.safetensors",
+        "index.safetensors",
+        "remesh.json",
+        "values.msgpack",
+    ]

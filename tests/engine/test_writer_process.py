@@ -1,0 +1,300 @@
+"""A process that writes what is staged: same results, same errors, and a life of its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.errors import ExchangeError, NoSpaceError, RankFailedError, StorageError
+from remesh.events import Event, Timeline
+from remesh.exchange import Exchange
+from remesh.pipeline.write import CHUNK_SIZE
+from remesh.storage import MemoryStorage
+from remesh.testing import (
+    FaultInjector,
+    InjectedError,
+    run_processes_outcomes,
+    run_ranks,
+)
+from remesh.testing.outcomes import Died
+
+WORLD_SIZE = 2
+
+
+def state_of(rank: int, value: float, rows: int = 2) -> dict[str, Any]:
+    """A half of a tensor, of which every element is `value`, and a plain value."""
+    part = np.full((rows, 5), value, dtype=np.float32)
+    shape, offset = (rows * WORLD_SIZE, 5), (rows * rank, 0)
+    return {"w": remesh.ShardedTensor.at_offset("w", part, shape, offset), "step": value}
+
+
+def stored_value(place: Path) -> float:
+    """The one value of a checkpoint; fails if it is a mixture or damaged."""
+    checkpoint = remesh.Checkpoint(place)
+    assert checkpoint.verify().ok
+    value = checkpoint.values["step"]
+    assert isinstance(value, float)
+    assert (checkpoint.read_array("w") == value).all()
+    return value
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, what
+        time.sleep(0.02)
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE])
+def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).random(5 * CHUNK_SIZE // 8 + 17)
+    timeline = Timeline()
+    with remesh.Saver(writer="process", arena_bytes=arena_bytes, on_event=timeline) as saver:
+        process_id = saver.writer_process_id
+        assert process_id is not None
+        for number in range(3):
+            expected = weights.copy()
+            handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
+            weights += 1.0
+            handle.wait(timeout=60)
+            checkpoint = remesh.Checkpoint(tmp_path / str(number))
+            np.testing.assert_array_equal(checkpoint.read_array("w"), expected)
+            assert checkpoint.values["n"] == number
+            assert checkpoint.verify().ok
+            progress = handle.progress()
+            assert progress.phase == "done"
+            assert progress.num_bytes == progress.staged_bytes == progress.written_bytes
+        assert saver.writer_process_id == process_id
+        assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
+        if arena_bytes is not None:
+            assert saver.num_arena_bytes <= arena_bytes
+    assert not is_alive(process_id)
+    points = [moment.event.point for moment in timeline.moments]
+    assert points.count("save.done") == points.count("save.committed") == 3
+
+
+def save_twice(exchange: Exchange, path: Path) -> list[str]:
+    ends = []
+    with remesh.Saver(group=exchange, writer="process") as saver:
+        for value in (1.0, 2.0):
+            saver.save_async(state_of(exchange.rank, value), path, overwrite=True)
+            saver.wait()
+            exchange.all_gather(b"")
+            ends.append(str(stored_value(path)))
+            exchange.all_gather(b"")
+        assert saver.num_plans_reused == 1
+    return ends
+
+
+def test_each_rank_has_its_writer(tmp_path: Path) -> None:
+    assert run_ranks(WORLD_SIZE, save_twice, tmp_path / "c") == [["1.0", "2.0"]] * WORLD_SIZE
+    assert len(list((tmp_path / "c").iterdir())) == 2
+
+
+def stage_and_wait_for_death(exchange: Exchange, path: Path, ids: Path) -> None:
+    saver = remesh.Saver(group=exchange, writer="process")
+    # The writer is stopped, so that nothing can be written before the trainer is dead.
+    assert saver.writer_process_id is not None
+    wait_until(lambda: b"writer_main" in command_of(saver.writer_process_id), "the writer starts")
+    os.kill(saver.writer_process_id, signal.SIGSTOP)
+    (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))
+    handle = saver.save_async(state_of(exchange.rank, 5.0), path)
+    assert handle.wait_staged(timeout=30)
+    assert not handle.done()
+    exchange.all_gather(b"")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def command_of(process_id: int | None) -> bytes:
+    return Path(f"/proc/{process_id}/cmdline").read_bytes()
+
+
+def test_what_is_staged_outlives_a_killed_trainer(tmp_path: Path) -> None:
+    path, ids = tmp_path / "c", tmp_path / "ids"
+    ids.mkdir()
+    outcomes = run_processes_outcomes(WORLD_SIZE, stage_and_wait_for_death, path, ids, timeout=60)
+    assert outcomes == [Died(-signal.SIGKILL)] * WORLD_SIZE
+    writers = [int((ids / str(rank)).read_text()) for rank in range(WORLD_SIZE)]
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(path)
+    for writer in writers:
+        os.kill(writer, signal.SIGCONT)
+    wait_until(lambda: not any(map(is_alive, writers)), "the writers end")
+    assert stored_value(path) == 5.0
+    assert not [name for name in os.listdir("/dev/shm") if "remesh" in name]
+
+
+def die_while_staging(exchange: Exchange, path: Path, ids: Path) -> str:
+    def on_event(event: Event) -> None:
+        if event.point == "save.chunk_staged" and event.rank == 1:
+            (ids / "staging").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saver = remesh.Saver(group=exchange, writer="process", on_event=on_event)
+    (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))
+    handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
+    with pytest.raises(ExchangeError, match="rank 1 ended while it staged") as caught:
+        handle.wait(timeout=60)
+    assert caught.value.rank == 1
+    return "told"
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_while_staging_ends_the_save_for_all(tmp_path: Path) -> None:
+    path, ids = tmp_path / "c", tmp_path / "ids"
+    ids.mkdir()
+    run_ranks(WORLD_SIZE, lambda e: remesh.save(state_of(e.rank, 1.0), path, group=e))
+    outcomes = run_processes_outcomes(WORLD_SIZE, die_while_staging, path, ids, timeout=60)
+    assert isinstance(outcomes[1], Died)
+    assert not isinstance(outcomes[0], Died)
+    writers = [int((ids / str(rank)).read_text()) for rank in range(WORLD_SIZE)]
+    wait_until(lambda: not any(map(is_alive, writers)), "the writers end")
+    assert stored_value(path) == 1.0
+
+
+def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
+    saver = remesh.Saver(writer="process")
+    assert saver.writer_process_id is not None
+    # Files of the writer may not be as large as the one that it is given.
+    resource.prlimit(saver.writer_process_id, resource.RLIMIT_FSIZE, (CHUNK_SIZE, CHUNK_SIZE))
+    handle = saver.save_async({"w": np.ones(CHUNK_SIZE // 4)}, tmp_path / "c")
+    with pytest.raises(NoSpaceError, match=f"{tmp_path}/c/data-.*/00000.safetensors") as caught:
+        handle.wait(timeout=60)
+    assert caught.value.rank == 0
+    # The failure is raised by the next save as well, once, and then all is well again.
+    with pytest.raises(NoSpaceError):
+        saver.save_async({"w": np.ones(10)}, tmp_path / "c")
+    with pytest.raises(StorageError, match="pass a path or a URL"):
+        saver.save_async({"w": np.ones(10)}, MemoryStorage())
+    saver.save_async({"w": np.ones(10)}, tmp_path / "c")
+    saver.close()
+    assert remesh.Checkpoint(tmp_path / "c").verify().ok
+
+
+def test_a_failure_while_staging_reaches_all(tmp_path: Path) -> None:
+    faults = FaultInjector().fail_at(1, "save.chunk_staged")
+
+    def train(exchange: Exchange) -> BaseException | None:
+        with remesh.Saver(group=exchange, writer="process", on_event=faults) as saver:
+            handle = saver.save_async(state_of(exchange.rank, 1.0), tmp_path / "c")
+            handle.wait_ended(timeout=60)
+            with pytest.raises((InjectedError, RankFailedError)):
+                saver.wait()
+        return handle.exception()
+
+    errors = run_ranks(WORLD_SIZE, train)
+    assert isinstance(errors[1], InjectedError)
+    assert isinstance(errors[0], RankFailedError)
+    assert errors[0].rank == 1
+
+
+def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Path) -> None:
+    def train(exchange: Exchange) -> str:
+        saver = remesh.Saver(group=exchange, writer="process", deadline=60)
+        if exchange.rank == 1:
+            assert saver.writer_process_id is not None
+            os.kill(saver.writer_process_id, signal.SIGSTOP)
+        handle = saver.save_async(state_of(exchange.rank, 1.0), tmp_path / "c")
+        if exchange.rank == 1:
+            assert saver.writer_process_id is not None
+            os.kill(saver.writer_process_id, signal.SIGKILL)
+        with pytest.raises(ExchangeError) as caught:
+            handle.wait(timeout=60)
+        with pytest.raises(ExchangeError):
+            saver.wait()
+        exchange.all_gather(b"")
+        saver.save_async(state_of(exchange.rank, 2.0), tmp_path / "c", overwrite=True)
+        saver.close()
+        return str(caught.value)
+
+    for message in run_ranks(WORLD_SIZE, train):
+        assert "rank 1" in message
+        assert "was killed by signal 9" in message
+    assert stored_value(tmp_path / "c") == 2.0
+
+
+def test_cancel(tmp_path: Path) -> None:
+    saver = remesh.Saver(writer="process")
+    assert saver.writer_process_id is not None
+    os.kill(saver.writer_process_id, signal.SIGSTOP)
+    handle = saver.save_async({"w": np.ones(10)}, tmp_path / "c")
+    assert handle.cancel()
+    os.kill(saver.writer_process_id, signal.SIGCONT)
+    with pytest.raises(CancelledError):
+        handle.wait(timeout=60)
+    assert not handle.cancel()
+    with pytest.raises(CancelledError):
+        saver.close()
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(tmp_path / "c")
+
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import remesh
+
+saver = remesh.Saver(writer="process", at_exit=sys.argv[1])
+os.kill(saver.writer_process_id, signal.SIGSTOP)
+saver.save_async({"w": np.ones(10)}, sys.argv[2])
+os.kill(saver.writer_process_id, signal.SIGCONT) if sys.argv[1] == "wait" else None
+print(saver.writer_process_id, flush=True)
+import threading
+threading.Timer(0.5, os.kill, (saver.writer_process_id, signal.SIGCONT)).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_exit", ["wait", "abort"])
+def test_the_end_of_the_interpreter(at_exit: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, at_exit, tmp_path / "c"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    wait_until(lambda: not is_alive(int(done.stdout)), "the writer ends")
+    assert done.stderr == ""
+    if at_exit == "wait":
+        assert remesh.Checkpoint(tmp_path / "c").read_array("w").tolist() == [1.0] * 10
+
+
+@pytest.mark.slow
+def test_an_idle_writer_ends_with_its_trainer(tmp_path: Path) -> None:
+    code = """
+import os, signal, remesh
+saver = remesh.Saver(writer="process")
+if os.fork() == 0:  # a child that has copies of all descriptors, and outlives its parent
+    import time
+    time.sleep(20)
+    os._exit(0)
+print(saver.writer_process_id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert done.stdout is not None
+    writer = int(done.stdout.readline())
+    assert done.wait(30) == -signal.SIGKILL
+    done.stdout.close()
+    wait_until(lambda: not is_alive(writer), "the writer ends", seconds=15)
