@@ -1,0 +1,172 @@
+"""The example `examples/minimind.py`: interrupted on some ranks, resumed on others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.testing import run_processes
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "minimind.py"
+
+Steps = list[tuple[int, int, list[int]]]
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("minimind_example", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class PowerCutError(Exception):
+    """The power went out."""
+
+
+def _train(_exchange: Exchange, directory: str, stop_at: int, words: tuple[str, ...]) -> Steps:
+    """One start of the script on this rank: its finished steps until it is interrupted."""
+    minimind = example()
+    done: Steps = []
+
+    def on_step(epoch: int, step: int, samples: list[int]) -> None:
+        done.append((epoch, step, samples))
+        if step == stop_at:
+            raise PowerCutError
+
+    args = minimind.parse_args(["--save-dir", directory, "--hidden-size", "8", *words])
+    with suppress(PowerCutError):
+        minimind.train(args, on_step)
+    return done
+
+
+def samples_of(ranks: list[Steps], last_step: int) -> list[int]:
+    return [
+        i for steps in ranks for _, step, samples in steps if step <= last_step for i in samples
+    ]
+
+
+@pytest.mark.parametrize("step", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_interrupted_on_two_ranks_and_resumed_on_four(tmp_path: Path, step: int) -> None:
+    last = step // 2 + 10
+    words = ("--save-interval", str(step), "--num-samples", str(last * 4 * 16))
+    first = run_processes(2, _train, str(tmp_path), step + 5, words)
+    assert [len(steps) for steps in first] == [step + 5] * 2
+    before = samples_of(first, step)
+    assert len(set(before)) == len(before) == step * 2 * 16
+
+    found = example().load_run(str(tmp_path / "full_sft_8_resume.pth"), 4)
+    assert (found["step"], found["epoch"], found["world_size"]) == (step // 2, 0, 2)
+
+    second = run_processes(4, _train, str(tmp_path), 0, (*words, "--from-resume"))
+    assert [steps[0][:2] for steps in second] == [(0, step // 2 + 1)] * 4
+    assert [steps[-1][:2] for steps in second] == [(0, last)] * 4
+    assert sorted(before + samples_of(second, last)) == list(range(last * 4 * 16))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "full_sft_8.pth",
+        "full_sft_8_resume.pth",
+    ]
+    weights = torch.load(tmp_path / "full_sft_8.pth")
+    stored = remesh.Checkpoint(tmp_path / "full_sft_8_resume.pth").state()
+    assert stored["step"] == last
+    assert weights.keys() == stored["model"].keys()
+    for name, value in weights.items():
+        assert value.dtype == torch.float16
+        assert stored["model"][name].dtype == torch.float32
+        assert torch.equal(value, stored["model"][name].half())
+
+
+def test_both_modes_of_one_call(tmp_path: Path) -> None:
+    minimind = example()
+    config = minimind.LMConfig(16, use_moe=True)
+    assert minimind.lm_checkpoint(config, weight="pretrain", save_dir=str(tmp_path)) is None
+
+    def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        model = minimind.LanguageModel(config)
+        return model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+
+    model, optimizer, scaler = parts()
+    scaler.scale(model(torch.arange(12).reshape(2, 6))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for step in (6, 7):
+        saved = minimind.lm_checkpoint(
+            config,
+            weight="pretrain",
+            model=model,
+            optimizer=optimizer,
+            epoch=1,
+            step=step,
+            save_dir=str(tmp_path),
+            scaler=scaler,
+            note="a value",
+            nothing=None,
+        )
+        assert saved is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "pretrain_16_moe.pth",
+        "pretrain_16_moe_resume.pth",
+    ]
+    data = minimind.lm_checkpoint(config, weight="pretrain", save_dir=str(tmp_path))
+    assert (data["epoch"], data["step"], data["note"], data["wandb_id"]) == (1, 7, "a value", None)
+    assert "nothing" not in data
+    other, other_optimizer, other_scaler = parts()
+    other.load_state_dict(data["model"])
+    other_optimizer.load_state_dict(data["optimizer"])
+    other_scaler.load_state_dict(data["scaler"])
+    assert other_scaler.state_dict() == scaler.state_dict()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        state, other_state = optimizer.state[ours], other_optimizer.state[theirs]
+        assert state["step"] == other_state["step"] == 1
+        assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
+
+
+def test_the_id_of_a_tracked_run_is_kept(tmp_path: Path) -> None:
+    minimind = example()
+    run = type("Run", (), {"__module__": "wandb.sdk.wandb_run", "id": "abc123"})()
+    run.project = run.entity = "p"
+    model = minimind.LanguageModel(minimind.LMConfig(4))
+    minimind.lm_checkpoint(
+        minimind.LMConfig(4),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        wandb=run,
+        save_dir=str(tmp_path),
+    )
+    data = minimind.lm_checkpoint(minimind.LMConfig(4), save_dir=str(tmp_path))
+    assert data["wandb_id"] == "abc123"
+
+
+@pytest.mark.slow
+def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
+    words = [str(SCRIPT), "--hidden-size", "8", "--num-samples", "640", "--save-interval", "5"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for command in ([sys.executable, *words], [*launch, *words, "--from-resume", "--epochs", "2"]):
+        done = subprocess.run(
+            command,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "epoch 2, step 20/20" in done.stderr
+    assert "1 ranks, now 2: step 20" in done.stderr
+    assert remesh.Checkpoint(tmp_path / "checkpoints/full_sft_8_resume.pth").values["epoch"] == 1
