@@ -34,6 +34,7 @@ from remesh.formats.building import IndexBuilder, exists
 from remesh.formats.contents import Contents
 from remesh.geometry import boxes_of_flat_range
 from remesh.safetensors_file import decode_header, header_length
+from remesh.state import Path, name_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
 
@@ -131,7 +132,7 @@ def _add_model(
 ) -> dict[str, tuple[int, ...]]:
     """Add parameters and buffers; returns the shapes of the parameters."""
     storage = builder.storage
-    _check_version(storage)
+    _check_version(storage, meta_files[0])
     units = [_arrays_of(storage, path) for path in files]
     parts: dict[str, list[_Part]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -148,18 +149,25 @@ def _add_model(
                 units[rank][own.unit].part(own.start, own.stop, where)
             )
     for name, shape in shapes.items():
-        _add_parts(builder, f"model.{name}", shape, parts[name])
+        _add_parts(builder, ("model", name), shape, parts[name])
     if exists(storage, BUFFERS):
         for name, array in _arrays_of(storage, BUFFERS).items():
             whole = array.part(0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
-            _add_parts(builder, f"model.{name}", array.shape, [whole])
+            _add_parts(builder, ("model", name), array.shape, [whole])
     return shapes
 
 
-def _check_version(storage: Storage) -> None:
-    """Early checkpoints have no version; later ones say that they are of version 1."""
+def _check_version(storage: Storage, meta_file: str) -> None:
+    """Check what the file says that is written last.
+
+    Early checkpoints of ATorch have none; later ones are of version 1.
+    """
     if not exists(storage, MODEL_META):
-        return
+        if storage.read(meta_file, 0, 1) == _PICKLE:
+            return
+        raise CheckpointNotFoundError(
+            f"{storage.url}: only files of a save that was not finished (no {MODEL_META})"
+        )
     version = _plain(storage, MODEL_META).get("version")
     if version not in {0, VERSION}:
         raise FormatVersionError(
@@ -213,30 +221,33 @@ def _add_optimizer(
     """
     storage = builder.storage
     parts: dict[str, list[_Part]] = {}
+    wholes: dict[str, _Array] = {}
     for path in files:
         for key, array in _arrays_of(storage, path).items():
-            name, _, state = key.rpartition("-")
-            full = f"optimizer.state.{name}.{state}"
-            where = f"{storage.url}/{path}: {key}"
             if len(array.shape) == 1:
-                parts.setdefault(full, []).append(array.part(0, array.shape[0], where))
-            elif full not in parts:
-                parts[full] = [array.part(0, math.prod(array.shape), where)]
-                _add_parts(builder, full, array.shape, parts[full])
-    sizes = {full: sum(part.num_elements for part in found) for full, found in parts.items()}
-    for full, found in parts.items():
-        parameter = full.removeprefix("optimizer.state.").rpartition(".")[0]
-        shape = shapes.get(parameter, ())
-        if found[0].is_flat:
-            fits = shape and math.prod(shape) == sizes[full]
-            _add_parts(builder, full, shape if fits else (sizes[full],), found)
+                whole = array.part(0, array.shape[0], f"{storage.url}/{path}: {key}")
+                parts.setdefault(key, []).append(whole)
+            else:
+                wholes.setdefault(key, array)
+    for key, found in parts.items():
+        parameter, _, state = key.rpartition("-")
+        size = sum(part.num_elements for part in found)
+        shape = shapes.get(parameter, (size,))
+        fitting = shape if math.prod(shape) == size else (size,)
+        _add_parts(builder, ("optimizer", "state", parameter, state), fitting, found)
+    for key, array in wholes.items():
+        parameter, _, state = key.rpartition("-")
+        whole = array.part(0, math.prod(array.shape), f"{storage.url}: {key}")
+        _add_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
     groups = _plain(storage, OPTIMIZER_META)
     if not isinstance(groups, list):
         raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: holds no list of groups")
     for number, group in enumerate(groups):
         for option, value in group.items():
             if option not in _NOT_OPTIONS:
-                builder.add_value(f"optimizer.param_groups.{number}.{option}", value)
+                place = ("optimizer", "param_groups", number, option)
+                builder.add_value(name_of(place), value)
+                builder.set_path(name_of(place), place)
     builder.set_sequences({("optimizer", "param_groups"): "list"})
 
 
@@ -253,7 +264,6 @@ class _Part:
     position: int
     num_elements: int
     dtype: str
-    is_flat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +286,7 @@ class _Array:
                 f"{where}: the range [{start}, {stop}) is not in a tensor of shape {self.shape}"
             )
         position = self.position + start * BY_NAME[self.dtype].itemsize
-        return _Part(self.path, position, stop - start, self.dtype, len(self.shape) == 1)
+        return _Part(self.path, position, stop - start, self.dtype)
 
 
 def _arrays_of(storage: Storage, path: str) -> dict[str, _Array]:
@@ -303,13 +313,20 @@ def _arrays_of(storage: Storage, path: str) -> dict[str, _Array]:
 
 
 def _add_parts(
-    builder: IndexBuilder, name: str, shape: tuple[int, ...], parts: Sequence[_Part]
+    builder: IndexBuilder, place: Path, shape: tuple[int, ...], parts: Sequence[_Part]
 ) -> None:
     """Add a tensor whose flattened elements are those of some parts, one after the other.
+
+    Args:
+        builder: What is built.
+        place: The keys that lead to the tensor in the state.
+        shape: Its shape.
+        parts: Its elements.
 
     Raises:
         CorruptCheckpointError: If they are too few, too many, or differ in dtype.
     """
+    name = name_of(place)
     found = sum(part.num_elements for part in parts)
     dtypes = sorted({part.dtype for part in parts})
     if found != math.prod(shape) or len(dtypes) != 1:
@@ -318,6 +335,7 @@ def _add_parts(
             f"{shape}"
         )
     row = builder.add_tensor(name, dtypes[0], shape)
+    builder.set_path(name, place)
     start = 0
     for part in parts:
         position = part.position

@@ -1,0 +1,226 @@
+"""`ShardOptim` and `init_empty_weights_with_disk_offload`: each rank reads the elements it has now.
+
+The directory is opened as a checkpoint of the engine (`remesh.formats.flat_param`), from which any
+box of any tensor can be read. What is read is what the engine's description of the model says that
+this rank holds, so the number of ranks, the wrapping and FSDP1 or FSDP2 may all have changed.
+
+A model that is built inside of `init_empty_weights_with_disk_offload` has no memory. Whoever gives
+it some (FSDP1 when it wraps a module, a trainer after FSDP2's `fully_shard`) afterwards calls
+`reset_parameters` of every module that has parameters or buffers. That is where they are read: on
+leaving the context each module gets a `reset_parameters` of its own, which reads what the module
+has at that moment, and goes away.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from remesh.adapters.memory import torch_dtype
+from remesh.adapters.wrappers import entry_names
+from remesh.checkpoint import Checkpoint
+from remesh.checkpoint.local import describe_local
+from remesh.errors import MismatchError, StateError
+from remesh.geometry import Box, flat_span
+from remesh.state import TensorEntry
+
+_STATE = "optimizer.state."
+_GROUPS = "optimizer.param_groups."
+
+
+class ShardOptim:
+    """The state of an optimizer that `save_fsdp_optim_param` or ATorch saved.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        CorruptCheckpointError: If files are missing, damaged, or contradict each other.
+        PickleRefusedError: If ATorch's meta files ask for more than plain values.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._checkpoint = Checkpoint(path)
+
+    def reshard_optim_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The state that an optimizer over a model needs on this rank. Not collective.
+
+        Args:
+            model: The model, wrapped as it is going to be trained: in FSDP1 with
+                `use_orig_params=True`, in FSDP2, or not at all.
+
+        Returns:
+            A state dict for `load_state_dict` of an optimizer that has the parameters of `model`
+            in the groups and the order in which they were saved.
+
+        Raises:
+            MismatchError: If the model lacks parameters of the optimizer, or has others.
+            StateError: If the model's parameters are not the original ones.
+        """
+        groups = self._groups()
+        entries = {entry.name: entry for entry in describe_local(model).tensors}
+        parameters = dict(model.named_parameters())
+        names = entry_names(model, parameters)
+        by_name = {names[raw].name: parameter for raw, parameter in parameters.items()}
+        saved = [name for group in groups for name in group["params"]]
+        missing = sorted(set(saved) - by_name.keys())
+        if missing:
+            raise MismatchError(
+                f"the model has no parameters {', '.join(missing[:10])}, for which optimizer state "
+                "is stored; FSDP1 needs use_orig_params=True",
+                missing=tuple(missing),
+            )
+        numbers = {name: number for number, name in enumerate(saved)}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for full in self._checkpoint.index:
+            name, _, key = full.removeprefix(_STATE).rpartition(".")
+            if full.startswith(_STATE) and name in numbers and by_name[name].numel():
+                own = self._read_state(full, entries[name], by_name[name])
+                state.setdefault(numbers[name], {})[key] = own
+        for group in groups:
+            group["params"] = [numbers[name] for name in group["params"]]
+        return {"state": state, "param_groups": groups}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with the names of their parameters."""
+        groups: dict[int, dict[str, Any]] = {}
+        for name, value in self._checkpoint.values.items():
+            if name.startswith(_GROUPS):
+                number, _, option = name.removeprefix(_GROUPS).partition(".")
+                groups.setdefault(int(number), {})[option] = value
+        return [groups[number] for number in sorted(groups)]
+
+    def _read_state(self, full: str, entry: TensorEntry, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of optimizer state, in the form of its parameter."""
+        shape = self._checkpoint.tensor(full).shape
+        if not shape:
+            return self._read(full)
+        if shape != entry.global_shape and shape != (math.prod(entry.global_shape),):
+            raise MismatchError(
+                f"{full}: stored with shape {shape}, but the parameter has {entry.global_shape}",
+                conflicts=(full,),
+            )
+        if not isinstance(parameter, DTensor):
+            flat = [self._read_part(full, entry, part.box).reshape(-1) for part in entry.parts]
+            return torch.cat(flat).reshape(parameter.shape)
+        if len(entry.parts) > 1:
+            raise StateError(
+                f"{entry.name}: this rank holds {len(entry.parts)} boxes of the parameter; use "
+                "remesh.load"
+            )
+        if entry.parts:
+            local = self._read_part(full, entry, entry.parts[0].box)
+        else:
+            dtype = torch_dtype(self._checkpoint.tensor(full).dtype)
+            local = torch.empty(parameter.to_local().shape, dtype=dtype)
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def _read_part(self, full: str, entry: TensorEntry, box: Box) -> torch.Tensor:
+        """One box of a tensor that is stored in its own shape or flattened."""
+        if self._checkpoint.tensor(full).shape == entry.global_shape:
+            return self._read(full, box)
+        start, stop, is_contiguous = flat_span(entry.global_shape, box)
+        if is_contiguous:
+            return self._read(full, Box((start,), (stop - start,))).reshape(box.shape)
+        return self._read(full).reshape(entry.global_shape)[box.slices].clone()
+
+    def _read(self, full: str, box: Box | None = None) -> torch.Tensor:
+        tensor: torch.Tensor = self._checkpoint.read(full, box)
+        return tensor
+
+
+@contextmanager
+def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> Iterator[None]:
+    """Build a model without memory; its parameters are read when it gets some. Not collective.
+
+    Inside the context, modules are built on the meta device. FSDP1 gives a module memory when it
+    wraps it, unit by unit, and lets it read then. For anything else: shard the model, call its
+    `to_empty(device=...)`, then `reset_parameters()` of each of its `modules()` that has tensors of
+    its own. Each rank reads the part that it has at that moment.
+
+    Args:
+        ckpt_path: Directory that `save_fsdp_flat_param` or ATorch saved to.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = Checkpoint(ckpt_path)
+    owners: dict[int, nn.Module] = {}
+    children: set[int] = set()
+
+    def note_owner(module: nn.Module, _name: str, _tensor: Any) -> None:
+        owners[id(module)] = module
+
+    def note_child(module: nn.Module, _name: str, child: Any) -> None:
+        owners[id(module)] = module
+        children.add(id(child))
+
+    hooks = [
+        register_module_parameter_registration_hook(note_owner),
+        register_module_buffer_registration_hook(note_owner),
+        register_module_module_registration_hook(note_child),
+    ]
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for root in (module for key, module in owners.items() if key not in children):
+        for prefix, module in root.named_modules():
+            if any(True for _ in _own_tensors(module)):
+                fill = functools.partial(_fill, checkpoint, f"{prefix}." if prefix else "", module)
+                vars(module)["reset_parameters"] = fill
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module itself."""
+    return itertools.chain(
+        module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    )
+
+
+def _fill(checkpoint: Checkpoint, prefix: str, module: nn.Module) -> None:
+    """Read what a module has of its tensors; what stands in for its `reset_parameters`.
+
+    Raises:
+        MismatchError: If a tensor is not stored, or in another shape or dtype.
+    """
+    tensors = {f"model.{prefix}{name}": tensor for name, tensor in _own_tensors(module)}
+    for entry in describe_local(tensors).tensors:
+        if entry.name not in checkpoint.index:
+            raise MismatchError(f"{entry.name}: not stored in {checkpoint}", (entry.name,))
+        stored = checkpoint.tensor(entry.name)
+        if (stored.shape, stored.dtype) != (entry.global_shape, entry.dtype):
+            raise MismatchError(
+                f"{entry.name}: stored as {stored.dtype} {stored.shape}, but the module has "
+                f"{entry.dtype} {entry.global_shape}",
+                conflicts=(entry.name,),
+            )
+        for part in entry.parts:
+            assert isinstance(part.data, torch.Tensor)
+            with torch.no_grad():
+                part.data.copy_(checkpoint.read(entry.name, part.box))
+    vars(module).pop("reset_parameters", None)
