@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from remesh.sharded import ShardedObject as ShardedObject
     from remesh.sharded import ShardedTensor as ShardedTensor
     from remesh.sharded import ShardedTensorFactory as ShardedTensorFactory
+    from remesh.training.manager import Manager as Manager
     from remesh.transform import Transform as Transform
 
 __version__ = "0.1.0"
@@ -89,6 +90,7 @@ _HOMES = {
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
+    "remesh.training.manager": ("Manager",),
     "remesh.transform": ("Transform",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
