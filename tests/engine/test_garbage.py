@@ -216,5 +216,5 @@ def test_what_was_committed_after_it_was_seen_stays(tmp_path: Path) -> None:
 def test_no_such_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
         garbage.look(tmp_path / "nowhere")
-    with pytest.raises(StorageError, match="local directories only"):
+    with pytest.raises(StorageError, match="cannot be found in a storage of this kind"):
         garbage.look(MemoryStorage())

@@ -374,7 +374,7 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
 
 
 def check_samples(holdings: Sequence[Holdings], samples: Sequence[Sequence[str]]) -> None:
-    """Check that copies which ranks only assume to be equal begin and end equally.
+    """Check that copies which ranks only assume to be equal agree where they are sampled.
 
     Raises:
         DivergedReplicaError: Naming the first tensor that differs, and the ranks.

@@ -4,12 +4,14 @@ A save that was killed leaves a folder `data-<save id>` that no commit record re
 hidden files of an unfinished put. Nothing on disk says whether the process behind them still lives,
 so age decides: a save that runs changes its files all the time, and what nobody has touched for
 long is dead. `decide` is a pure function of what was seen and of the time; `look` sees, and
-`remove` removes.
+`remove` removes. Local directories and object stores are looked at; of uploads that were never
+completed a bucket shows nothing, so a lifecycle rule of the bucket must remove those.
 
 Nothing is ever garbage
 
 * that a commit record refers to, or that lies beside a record which cannot be read;
 * that is not recognisably remesh's: another name of a folder, a file that no save writes;
+* whose age the storage does not tell;
 * that is complete but for its commit record, with no other record beside it: the record may have
   been lost, and `remesh repair` saves such a checkpoint.
 """
@@ -31,7 +33,13 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.storage import LocalStorage, open_storage
+from remesh.storage import (
+    Directory,
+    DirectoryListing,
+    LocalStorage,
+    Storage,
+    open_storage,
+)
 
 DEFAULT_AGE = 3600.0
 """Seconds after which what nobody has touched is taken for dead."""
@@ -55,7 +63,8 @@ class Seen:
     Attributes:
         path: Where it is.
         kind: Which of the two.
-        modified: When it, or anything in it, was last changed: seconds since the epoch.
+        modified: When it, or anything in it, was last changed: seconds since the epoch; None if
+            the storage does not say.
         num_bytes: Its size.
         files: Names of what is in the folder.
         strange: Name of something in it that no save writes; empty if there is nothing.
@@ -63,7 +72,7 @@ class Seen:
 
     path: str
     kind: Literal["save", "put"]
-    modified: float
+    modified: float | None
     num_bytes: int
     files: tuple[str, ...] = ()
     strange: str = ""
@@ -93,7 +102,7 @@ class Leftover:
     Attributes:
         path: Where it is.
         kind: A folder of a `save`, or a hidden file of a `put`.
-        age: Seconds since its last change.
+        age: Seconds since its last change; 0 if that is not known.
         num_bytes: Its size.
         kept: Why it is not garbage; empty if it is.
     """
@@ -117,9 +126,9 @@ def decide(places: Sequence[Place], *, now: float, older_than: float) -> list[Le
         Leftover(
             seen.path,
             seen.kind,
-            now - seen.modified,
+            0.0 if seen.modified is None else now - seen.modified,
             seen.num_bytes,
-            _reason_to_keep(place, seen, now - seen.modified, older_than),
+            _reason_to_keep(place, seen, now, older_than),
         )
         for place in places
         for seen in place.seen
@@ -127,10 +136,12 @@ def decide(places: Sequence[Place], *, now: float, older_than: float) -> list[Le
     ]
 
 
-def _reason_to_keep(place: Place, seen: Seen, age: float, older_than: float) -> str:
+def _reason_to_keep(place: Place, seen: Seen, now: float, older_than: float) -> str:
     if place.record == "unreadable":
         return f"{native.RECORD_NAME} beside it cannot be read and may refer to it"
-    if age <= older_than:
+    if seen.modified is None:
+        return "the storage does not say when it was changed"
+    if now - seen.modified <= older_than:
         return "changed not long ago; a save may be running"
     if seen.strange:
         return f"holds something that no save writes: {seen.strange}"
@@ -145,20 +156,20 @@ def _reason_to_keep(place: Place, seen: Seen, age: float, older_than: float) -> 
 
 
 def look(root: Any) -> list[Place]:
-    """Find what remesh left in a local directory and in all directories below it.
+    """Find what remesh left in a directory and in all directories below it.
 
     Links to directories are not followed.
 
     Args:
-        root: A checkpoint's directory, or one with checkpoints below it.
+        root: A checkpoint's directory, or one with checkpoints below it; a path or a URL.
 
     Raises:
         CheckpointNotFoundError: If there is no such directory.
-        StorageError: If it is not local, or something in it cannot be listed.
+        StorageError: If its storage cannot list directories, or fails to.
     """
     storage = open_storage(root)
     if not isinstance(storage, LocalStorage):
-        raise StorageError(f"{storage.url}: leftovers are found in local directories only")
+        return _look_below(storage, _listing_of(storage), "")
     if not Path(storage.url).is_dir():
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
 
@@ -188,7 +199,8 @@ def _look_at(directory: Path) -> Place:
         elif stat.S_ISREG(status.st_mode) and _HIDDEN.fullmatch(entry.name):
             seen.append(Seen(entry.path, "put", status.st_mtime, status.st_size))
     # The record is read after the folders: a save that commits meanwhile is then seen.
-    record, referred = _read_record(directory) if seen else ("missing", frozenset[str]())
+    nothing: tuple[RecordState, frozenset[str]] = ("missing", frozenset())
+    record, referred = _read_record(LocalStorage(directory), "") if seen else nothing
     # Hidden files in a folder count for themselves only if the folder belongs to a checkpoint.
     inside = tuple(
         one
@@ -217,10 +229,11 @@ def _look_into(folder: Path, status: os.stat_result) -> Iterator[Seen]:
     yield Seen(str(folder), "save", newest, num_bytes, tuple(names), strange)
 
 
-def _read_record(directory: Path) -> tuple[RecordState, frozenset[str]]:
+def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[str]]:
     """The state of a directory's record, and the folders that it refers to."""
+    name = _joined(path, native.RECORD_NAME)
     try:
-        record = native.read_record(LocalStorage(directory))
+        record = native.decode_record(storage.read(name), _joined(storage.url, name))
     except CheckpointNotFoundError:
         return "missing", frozenset()
     except (CheckpointError, StorageError):
@@ -255,6 +268,70 @@ def _cannot(action: str, path: object, error: OSError) -> StorageError:
 
 
 # ---------------------------------------------------------------------------------------------
+# Looking into object stores
+# ---------------------------------------------------------------------------------------------
+
+
+def _listing_of(storage: Storage) -> DirectoryListing:
+    if not isinstance(storage, DirectoryListing):
+        raise StorageError(f"{storage.url}: leftovers cannot be found in a storage of this kind")
+    return storage
+
+
+def _look_below(storage: Storage, listing: DirectoryListing, path: str) -> list[Place]:
+    """`look` for what is not local, in a directory and below."""
+    here = listing.list_directory(path)
+    place = _look_at_listed(storage, listing, path, here)
+    places = [place] if place.seen else []
+    for name in here.directories:
+        if not _FOLDER.fullmatch(name):
+            places += _look_below(storage, listing, _joined(path, name))
+    return places
+
+
+def _look_at_listed(
+    storage: Storage, listing: DirectoryListing, path: str, here: Directory
+) -> Place:
+    """What lies directly in a directory, and in its folders of saves."""
+    url = _joined(storage.url, path)
+    folders = [name for name in here.directories if _FOLDER.fullmatch(name)]
+    inside = {name: listing.list_directory(_joined(path, name)) for name in folders}
+    saves = [_seen_folder(_joined(url, name), found) for name, found in inside.items()]
+    puts = list(_seen_puts(url, here))
+    # As for local directories, the record is read after the folders.
+    record, referred = _read_record(storage, path) if saves or puts else ("missing", frozenset())
+    for name in folders:
+        if name in referred:
+            puts += _seen_puts(_joined(url, name), inside[name])
+    return Place(url, record, referred, (*saves, *puts))
+
+
+def _seen_folder(url: str, found: Directory) -> Seen:
+    times = [facts.modified for facts in found.files.values()]
+    known = [time for time in times if time is not None]
+    names = tuple(sorted(found.files))
+    strange = [name for name in names if _OURS.fullmatch(name) is None]
+    return Seen(
+        url,
+        "save",
+        max(known) if known and len(known) == len(times) else None,
+        sum(facts.num_bytes for facts in found.files.values()),
+        names,
+        next(iter([*strange, *found.directories]), ""),
+    )
+
+
+def _seen_puts(url: str, found: Directory) -> Iterator[Seen]:
+    for name, facts in found.files.items():
+        if _HIDDEN.fullmatch(name):
+            yield Seen(_joined(url, name), "put", facts.modified, facts.num_bytes)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}/{name}" if path and name else path or name
+
+
+# ---------------------------------------------------------------------------------------------
 # Removing
 # ---------------------------------------------------------------------------------------------
 
@@ -276,6 +353,9 @@ def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> b
     Raises:
         StorageError: If it cannot be removed.
     """
+    storage = open_storage(root)
+    if not isinstance(storage, LocalStorage):
+        return _remove_listed(storage, leftover, now=now, older_than=older_than)
     path = Path(leftover.path)
     directory = path.parent
     if leftover.kind == "put" and _FOLDER.fullmatch(directory.name):
@@ -296,7 +376,27 @@ def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> b
         return False
     except OSError as error:
         raise _cannot("remove", error.filename or path, error) from error
-    if directory != Path(open_storage(root).url):
+    if directory != Path(storage.url):
         with suppress(OSError):  # it holds something else
             directory.rmdir()
+    return True
+
+
+def _remove_listed(storage: Storage, leftover: Leftover, *, now: float, older_than: float) -> bool:
+    """`remove` for what is not local; directories there end with their last file."""
+    listing = _listing_of(storage)
+    path = leftover.path.removeprefix(storage.url).removeprefix("/")
+    directory = path.rpartition("/")[0]
+    if leftover.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
+        directory = directory.rpartition("/")[0]
+    place = _look_at_listed(storage, listing, directory, listing.list_directory(directory))
+    again = decide([place], now=now, older_than=older_than)
+    if not any(one.path == leftover.path and not one.kept for one in again):
+        return False
+    files = [path]
+    if leftover.kind == "save":
+        seen = next(seen for seen in place.seen if seen.path == leftover.path)
+        files = [_joined(path, file) for file in seen.files]
+    for file in files:
+        storage.delete(file)
     return True

@@ -7,6 +7,7 @@ torch objects, so there is nothing that the torch adapters could find in its sta
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ from remesh.state import (
     describe,
 )
 
-SAMPLE_ELEMENTS = 1024
-"""How much of each end of a tensor is compared between ranks that are assumed to hold copies."""
+SAMPLE_BLOCKS = 8
+"""How many stretches of a tensor are compared between ranks that are assumed to hold copies."""
+
+SAMPLE_BLOCK_BYTES = 8 << 10
+"""Bytes of each; what is no larger than all of them together is compared as a whole."""
 
 
 def exchange_of(group: Any) -> Exchange:
@@ -226,7 +230,7 @@ def with_all_names(entries: list[TensorEntry]) -> list[tuple[TensorEntry, list[s
 
 
 def sample_digests(tensors: LocalTensors) -> list[str]:
-    """For each box, a digest of its first and last elements if its copies are only assumed equal.
+    """For each box, a digest of stretches of its elements if its copies are only assumed equal.
 
     Undeclared shards of one shape differ almost surely in them. The digest is empty for boxes that
     a framework keeps equal.
@@ -238,18 +242,39 @@ def sample_digests(tensors: LocalTensors) -> list[str]:
             continue
         box = tensors.boxes.box(row)
         dtype = tensors.boxes.tensors.dtype(int(tensors.boxes.tensor[row]))
-        head = min(box.size, SAMPLE_ELEMENTS)
-        tail = max(head, box.size - SAMPLE_ELEMENTS)
+        ranges = sample_ranges(box.shape, dtype.itemsize)
         plain = contiguous_bytes(memory)
         if plain is not None:
-            ends = (plain[: head * dtype.itemsize], plain[tail * dtype.itemsize :])
-            samples.append(hex_digest(np.concatenate(ends).tobytes()))
+            size = dtype.itemsize
+            data = [plain[start * size : stop * size] for start, stop in ranges]
+            samples.append(hex_digest(np.concatenate(data).tobytes()))
             continue
-        data = []
-        for start, stop in ((0, head), (tail, box.size)):
+        elements = []
+        for start, stop in ranges:
             for part in boxes_of_flat_range(box.shape, start, stop):
                 values = np.empty(part.shape, dtype.carrier)
                 memory.copy_out(part, values)
-                data.append(values.tobytes())
-        samples.append(hex_digest(b"".join(data)))
+                elements.append(values.tobytes())
+        samples.append(hex_digest(b"".join(elements)))
     return samples
+
+
+def sample_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """The stretches of a box that are compared, as ranges of flat elements.
+
+    They are spread evenly from the first element to the last, and consist of whole rows if these
+    are short, for each stretch of a device's memory is then one copy.
+
+    Args:
+        shape: Shape of the box.
+        itemsize: Bytes of an element.
+    """
+    size = math.prod(shape)
+    length = SAMPLE_BLOCK_BYTES // itemsize
+    if size <= SAMPLE_BLOCKS * length:
+        return [(0, size)]
+    row = shape[-1] if shape[-1] <= length else 1
+    length -= length % row
+    last = (size - length) // row
+    starts = [last * number // (SAMPLE_BLOCKS - 1) * row for number in range(SAMPLE_BLOCKS)]
+    return [(start, start + length) for start in starts]

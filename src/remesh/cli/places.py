@@ -4,15 +4,16 @@ Looking is cheap: it reads commit records and asks for the sizes of files, and n
 It finds files that are missing or have another size than the record says; damage inside a file is
 found by reading it, which `remesh verify` does.
 
-Local directories are looked at one level deep. Buckets have no directories, and a request takes
-longer than a page of names: there, one listing tells the names and sizes of all files.
+Directories are looked at one level deep, those of buckets too: a bucket is asked for what lies
+directly in a place, and what is no checkpoint is not listed any further. A request takes longer
+than a page of names, so the sizes of a checkpoint's files come from one listing.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,16 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.storage import LocalStorage, SizedListing, Storage, list_sizes, open_storage
+from remesh.storage import (
+    Directory,
+    DirectoryListing,
+    FileFacts,
+    LocalStorage,
+    SizedListing,
+    Storage,
+    list_sizes,
+    open_storage,
+)
 
 Problem = Literal["missing", "size", "content"]
 Status = Literal["committed", "unfinished", "damaged", "unreadable"]
@@ -123,9 +133,14 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
         # Unlike `Path.exists`, this takes a directory that we may not look into for one without.
         holding = {name for name in found if os.path.exists(directory / name / native.RECORD_NAME)}
     else:
-        paths = storage.list()
-        found = {path.partition("/")[0] for path in paths}
-        holding = {name for name in found if f"{name}/{native.RECORD_NAME}" in set(paths)}
+        here = _directory(storage, "")
+        found = {name for name in (*here.directories, *here.files) if not name.startswith(".")}
+        holding = {
+            name
+            for name in here.directories
+            if not name.startswith("data-")
+            and native.RECORD_NAME in _directory(storage, name).files
+        }
     names, committed = sorted(found, key=natural_key), sorted(holding, key=natural_key)
     if not names:
         return CheckpointNotFoundError(f"{root}: no checkpoint there, {_emptiness(storage)}")
@@ -235,38 +250,59 @@ def _unfinished(storage: Storage, name: str, path: str) -> Step | None:
     return Step(name, path, "unfinished", _NO_RECORD, num_bytes)
 
 
+def _directory(storage: Storage, path: str) -> Directory:
+    """What lies directly in a directory of a storage that is not local."""
+    if isinstance(storage, DirectoryListing):
+        return storage.list_directory(path)
+    directories, files = set(), {}
+    for file, size in list_sizes(storage).items():
+        if not path or file.startswith(f"{path}/"):
+            name, slash, _ = file[len(path) + 1 if path else 0 :].partition("/")
+            if slash:
+                directories.add(name)
+            else:
+                files[name] = FileFacts(size, None)
+    return Directory(tuple(sorted(directories)), files)
+
+
+def _sizes_below(storage: Storage, path: str) -> dict[str, int]:
+    """Relative path → bytes of all files below a directory."""
+    prefix = f"{path}/"
+    if isinstance(storage, SizedListing):
+        sizes = storage.list_sizes(prefix)
+    else:
+        sizes = {file: storage.size(file) for file in storage.list(prefix)}
+    return {file.removeprefix(prefix): size for file, size in sizes.items()}
+
+
 def _scan_listing(storage: Storage) -> list[Step]:
-    """The steps directly below the root of a storage without directories."""
-    steps: dict[str, dict[str, int]] = {}
-    for path, size in list_sizes(storage).items():
-        name, slash, rest = path.partition("/")
-        if slash and not name.startswith("."):
-            steps.setdefault(name, {})[rest] = size
-    found = (_step_listed(storage, name, sizes) for name, sizes in steps.items())
+    """The steps directly below the root of a storage that is not local."""
+    names = [name for name in _directory(storage, "").directories if not name.startswith(".")]
+    found = (_step_listed(storage, name) for name in names)
     return sorted(
         (step for step in found if step is not None), key=lambda step: natural_key(step.name)
     )
 
 
-def _step_listed(storage: Storage, name: str, sizes: Mapping[str, int]) -> Step | None:
-    """The step that files with a common first name are, or None if they are something else.
-
-    Args:
-        storage: Where they are.
-        name: Their first name.
-        sizes: What follows it → bytes.
-    """
+def _step_listed(storage: Storage, name: str) -> Step | None:
+    """The step that a directory of a storage is, or None if it is something else."""
     path = f"{storage.url}/{name}"
-    if native.RECORD_NAME not in sizes:
-        num_bytes = sum(size for file, size in sizes.items() if file.startswith("data-"))
-        begun = any(file.startswith("data-") for file in sizes)
-        return Step(name, path, "unfinished", _NO_RECORD, num_bytes) if begun else None
+    here = _directory(storage, name)
+    folders = [folder for folder in here.directories if folder.startswith("data-")]
+    if native.RECORD_NAME not in here.files:
+        num_bytes = sum(
+            sum(_sizes_below(storage, f"{name}/{folder}").values()) for folder in folders
+        )
+        return Step(name, path, "unfinished", _NO_RECORD, num_bytes) if folders else None
     try:
         record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
     except CorruptCheckpointError:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except RemeshError as error:
         return Step(name, path, "unreadable", str(error))
+    folder = native.data_folder(record.save_id)
+    below = _sizes_below(storage, f"{name}/{folder}")
+    sizes = {f"{folder}/{file}": size for file, size in below.items()}
     return _committed(name, path, record, _compare_sizes(record, sizes.get))
 
 

@@ -24,11 +24,20 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
 from remesh.storage.paths import check_path
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
-from remesh.storage.sizes import SizedListing, list_sizes
+from remesh.storage.sizes import (
+    Directory,
+    DirectoryListing,
+    FileFacts,
+    SizedListing,
+    list_sizes,
+)
 
 __all__ = [
     "ALIGNMENT",
     "Buffer",
+    "Directory",
+    "DirectoryListing",
+    "FileFacts",
     "FileSystemSpace",
     "LocalStorage",
     "MemoryStorage",

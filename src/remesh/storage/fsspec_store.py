@@ -14,10 +14,11 @@ Buckets of S3, Google Cloud and Azure have a storage with stronger promises
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +31,7 @@ from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import explain
+from remesh.storage.sizes import Directory, FileFacts
 
 PART_BYTES = 16 << 20
 """Bytes given to the file system at a time."""
@@ -88,6 +90,25 @@ class FsspecStorage:
             if relative and relative.startswith(prefix) and not hidden:
                 sizes[relative] = int(entry["size"])
         return sizes
+
+    def list_directory(self, path: str = "") -> Directory:
+        """See `DirectoryListing.list_directory`."""
+        place = self._path(path) if path else self._root
+        try:
+            self._files.invalidate_cache()
+            found = self._files.ls(place, detail=True)
+        except _ABSENT:
+            return Directory((), {})
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            raise explain("list", self._name(path), error) from None
+        directories, files = [], {}
+        for entry in found:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if entry["type"] == "directory":
+                directories.append(name)
+            else:
+                files[name] = FileFacts(int(entry["size"] or 0), _time_of(entry))
+        return Directory(tuple(sorted(directories)), files)
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""
@@ -265,6 +286,17 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
     except Exception as error:  # noqa: BLE001 - file systems raise what they like
         raise explain("open", url, error) from None
     return FsspecStorage(url, file_system, root)
+
+
+def _time_of(entry: Mapping[str, object]) -> float | None:
+    """When a file was last changed, if its file system says so in a way that we know."""
+    for key in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
+        match entry.get(key):
+            case int() | float() as seconds:
+                return float(seconds)
+            case dt.datetime() as time:
+                return time.timestamp()
+    return None
 
 
 def _beside(place: str, name: str) -> str:

@@ -39,6 +39,7 @@ from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import explain
+from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -119,6 +120,25 @@ class ObjectStorage:
             for entry in found
             if entry["path"] and entry["path"].startswith(prefix)
         }
+
+    def list_directory(self, path: str = "") -> Directory:
+        """See `DirectoryListing.list_directory`; one request per 1000 entries."""
+        try:
+            found = obstore.list_with_delimiter(self._store, path or None)
+        except _FAILURES as error:
+            raise explain("list", self._name(path), error) from None
+        names = (prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
+        files = {
+            entry["path"].rpartition("/")[2]: FileFacts(
+                entry["size"], entry["last_modified"].timestamp()
+            )
+            for entry in found["objects"]
+        }
+        # Consoles make empty objects for folders; those have no name of their own.
+        return Directory(
+            tuple(sorted(name for name in names if name)),
+            {name: facts for name, facts in files.items() if name},
+        )
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""

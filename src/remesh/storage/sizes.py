@@ -1,10 +1,14 @@
-"""Sizes of many files at once, where a storage can tell them without being asked for each.
+"""What storages can tell of many files at once, without being asked for each.
 
-A listing of a bucket has the sizes; asking for each of a thousand files takes a thousand requests.
+A listing of a bucket has sizes and times; asking for each of a thousand files takes a thousand
+requests. And it can stop at the next slash, which is what makes directories of common beginnings of
+names: to look at one of them, nothing below it need be listed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from remesh.storage.protocol import Storage
@@ -16,6 +20,43 @@ class SizedListing(Protocol):
 
     def list_sizes(self, prefix: str = "") -> dict[str, int]:
         """Relative path → bytes of all files below the root that begin with `prefix`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a listing says of a file.
+
+    Attributes:
+        num_bytes: Its size.
+        modified: When it was last changed, in seconds since the epoch; None if nobody says.
+    """
+
+    num_bytes: int
+    modified: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What lies directly in a directory, by name."""
+
+    directories: tuple[str, ...]
+    files: Mapping[str, FileFacts]
+
+
+@runtime_checkable
+class DirectoryListing(Protocol):
+    """What storages may have besides the methods of `Storage`."""
+
+    def list_directory(self, path: str = "") -> Directory:
+        """What lies directly in a directory, hidden files included; nothing if there is none.
+
+        Args:
+            path: The directory, relative to the root.
+
+        Raises:
+            StorageError: If the storage fails.
+        """
         ...
 
 

@@ -1,0 +1,154 @@
+"""Directories of stores: listing one, and what commands make of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from obstore.store import MemoryStore
+
+import remesh
+from remesh.checkpoint import garbage
+from remesh.cli import cli, places
+from remesh.storage import DirectoryListing, Storage, open_storage
+from remesh.storage.fsspec_store import FsspecStorage
+from remesh.storage.object_store import ObjectStorage
+from tests.storage.object_servers import BUCKET, s3_server
+
+HOUR = 3600.0
+DEAD = "data-0123456789ab"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+@pytest.fixture(params=["s3", "fsspec"])
+def place(request: pytest.FixtureRequest) -> Iterator[Storage]:
+    """An empty place in a bucket, or in a file system that fsspec knows."""
+    name = str(request.function.__name__)
+    if request.param == "s3":
+        request.getfixturevalue("server")
+        yield open_storage(f"s3://{BUCKET}/{name}")
+        return
+    yield open_storage(f"memory://{name}")
+    files = fsspec.filesystem("memory")
+    if files.exists(name):
+        files.rm(name, recursive=True)
+
+
+def invoke(*args: object) -> Any:
+    result = CliRunner().invoke(cli, [str(arg) for arg in args], terminal_width=80)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def fill(place: Storage) -> None:
+    """A checkpoint, what a dead save left, and much that has nothing to do with it."""
+    remesh.save({"a": np.arange(1000.0)}, f"{place.url}/step_1")
+    place.put(f"step_2/{DEAD}/00000.safetensors", bytes(1500), overwrite=False)
+    place.put(f"step_2/{DEAD}/part-00001.msgpack", bytes(10), overwrite=False)
+    for number in range(3):
+        place.put(f"images/cats/{number}.png", b"meow", overwrite=False)
+
+
+def test_a_directory(place: Storage) -> None:
+    assert isinstance(place, DirectoryListing)
+    empty = place.list_directory()
+    assert (empty.directories, empty.files) == ((), {})
+    before = time.time()
+    for path in ("a/b/c", "a/b/d", "a/e", "f", "aa/g"):
+        place.put(path, b"123", overwrite=False)
+    root = place.list_directory()
+    assert root.directories == ("a", "aa")
+    assert set(root.files) == {"f"}
+    inside = place.list_directory("a")
+    assert inside.directories == ("b",)
+    assert inside.files["e"].num_bytes == 3
+    modified = inside.files["e"].modified
+    assert modified is not None
+    assert before - 60 < modified < time.time() + 60
+    assert place.list_directory("nothing").files == {}
+
+
+def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
+    fill(place)
+    places = garbage.look(place)
+    young = garbage.decide(places, now=time.time(), older_than=HOUR)
+    assert [one.path for one in young] == [f"{place.url}/step_2/{DEAD}"]
+    assert young[0].kept == "changed not long ago; a save may be running"
+    later = time.time() + 2 * HOUR
+    (dead,) = garbage.decide(places, now=later, older_than=HOUR)
+    assert (dead.num_bytes, dead.kept) == (1510, "")
+    assert not garbage.remove(dead, place, now=time.time(), older_than=HOUR)
+    assert garbage.remove(dead, place, now=later, older_than=HOUR)
+    assert not any(path.startswith("step_2/") for path in place.list())
+    assert remesh.Checkpoint(f"{place.url}/step_1").verify().ok
+    assert not garbage.remove(dead, place, now=later, older_than=HOUR)
+    assert len(place.list("images/")) == 3
+
+
+def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> None:
+    remesh.save({"a": np.arange(10.0)}, place)
+    place.put(f"{DEAD}/index.safetensors", b"1", overwrite=False)
+    place.put("data-ba9876543210/notes.txt", b"mine", overwrite=False)
+    later = time.time() + 2 * HOUR
+    found = {
+        one.path.rpartition("/")[2]: one
+        for one in garbage.decide(garbage.look(place), now=later, older_than=HOUR)
+    }
+    assert set(found) == {DEAD, "data-ba9876543210"}
+    assert found["data-ba9876543210"].kept == "holds something that no save writes: notes.txt"
+    assert garbage.remove(found[DEAD], place, now=later, older_than=HOUR)
+    assert remesh.Checkpoint(place).verify().ok
+
+
+def test_what_has_no_date_is_kept() -> None:
+    seen = garbage.Seen("s3://b/step/data-0123456789ab", "save", None, 1)
+    place = garbage.Place("s3://b/step", "readable", frozenset(), (seen,))
+    (leftover,) = garbage.decide([place], now=1e12, older_than=0)
+    assert leftover.kept == "the storage does not say when it was changed"
+
+
+def test_the_commands(place: Storage) -> None:
+    fill(place)
+    listed = invoke("ls", place.url).stdout
+    assert [line.split()[0] for line in listed.splitlines()[1:3]] == ["committed", "unfinished"]
+    assert "images" not in listed
+    kept = invoke("prune", place.url, "--incomplete", "--yes").stdout
+    assert "changed not long ago" in kept
+    result = invoke("verify", f"{place.url}/step_1")
+    assert result.exit_code == 0
+    assert ": sound, 1 file with tensors" in result.stdout
+
+
+@pytest.mark.parametrize("kind", [ObjectStorage, FsspecStorage])
+def test_ls_does_not_list_what_is_no_checkpoint(
+    kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage: Storage
+    if kind is ObjectStorage:
+        storage = ObjectStorage("s3://bucket", MemoryStore())
+    else:
+        storage = FsspecStorage("memory://ls", fsspec.filesystem("memory"), "/ls")
+    for path in ("images/a", "images/b/c", f"step_1/{DEAD}/00000.safetensors"):
+        storage.put(path, b"12", overwrite=False)
+    listed: list[str] = []
+    list_sizes = kind.list_sizes
+
+    def spy(self: Any, prefix: str = "") -> Any:
+        listed.append(prefix)
+        return list_sizes(self, prefix)
+
+    monkeypatch.setattr(kind, "list_sizes", spy)
+    (step,) = places.scan(storage)
+    assert (step.name, step.status, step.num_bytes) == ("step_1", "unfinished", 2)
+    assert listed == [f"step_1/{DEAD}/"]
