@@ -152,7 +152,9 @@ def test_objects_without_state_are_refused() -> None:
 @pytest.mark.filterwarnings(OLD_WARNING)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stateful_loader_over_our_sampler_goes_on_anywhere(num_workers: int) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader import (  # type: ignore[import-untyped]
+        StatefulDataLoader,
+    )
 
     def loader(rank: int, world_size: int, batch_size: int) -> tuple[ResumableBatchSampler, Any]:
         sampler = ResumableSampler(48, seed=1, rank=rank, world_size=world_size)

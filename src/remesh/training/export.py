@@ -139,7 +139,7 @@ def export_weights(
     Raises:
         ValueError: If there is no such format.
         StateError: If there are no such weights, two get one name, or a value is too large for the
-            dtype. Earlier files are still there.
+            dtype. In a file system, earlier files are still there then.
         UnsupportedValueError: If the format has no name for an element type.
         StorageError: If the storage fails.
         ExchangeError: If a rank died.

@@ -85,7 +85,7 @@ def _seed_of(sampler: RandomSampler) -> int:
             "this RandomSampler draws its order from torch's global generator, so nobody can "
             "draw it again; give it generator=torch.Generator().manual_seed(...)"
         )
-    return sampler.generator.initial_seed() % 2**63
+    return int(sampler.generator.initial_seed()) % 2**63
 
 
 class PerRankState:
