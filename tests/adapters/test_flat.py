@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,6 +24,7 @@ from tests.adapters.parallel_transformer import optimizer_with_state, randomise
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(SHAPES, st.integers(0, 3)), min_size=1, max_size=5), st.integers(1, 5))
 def test_slices_of_all_ranks_are_the_parameters(
     sizes: list[tuple[tuple[int, ...], int]], num_ranks: int

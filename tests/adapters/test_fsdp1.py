@@ -24,10 +24,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import remesh
-from remesh.adapters import NamedModule, describe_leaf
+from remesh.adapters import DescribedOptimizer, NamedModule, describe_leaf
 from remesh.errors import UnsupportedValueError
 from remesh.exchange import Exchange
 from remesh.state import describe
@@ -292,8 +293,23 @@ def from_meta(source: Path) -> tuple[int, list[Any]]:
     return reports[0].bytes_needed, module(torch.ones(2, 5)).tolist()
 
 
+def local_copies(folder: Path) -> None:
+    """An optimizer over plain copies of this rank's parts of FSDP2's parameters."""
+    torch.manual_seed(0)
+    block = Block(5)
+    whole = copy.deepcopy(block)
+    fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    copies = {cast("DTensor", p).to_local().detach() + 1: p for p in block.parameters()}
+    described = DescribedOptimizer(torch.optim.AdamW(copies), copies, own_key="master")
+    remesh.save({"m": block, "o": described}, folder / "copies")
+    checkpoint = remesh.Checkpoint(folder / "copies")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(checkpoint.read(f"o.state.{name}.master"), parameter.detach() + 1)
+
+
 def corner_cases(_exchange: Exchange, folder: Path, source: Path) -> tuple[int, list[Any]]:
     refused()
+    local_copies(folder)
     uneven(folder)
     offloaded = fsdp1(Model(1), cpu_offload=CPUOffload(offload_params=True), use_orig_params=False)
     remesh.save({"model": offloaded}, folder / "offloaded")

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import remesh
 from remesh.adapters import (
@@ -24,7 +28,7 @@ from remesh.geometry import Box
 from remesh.sharded import ShardedTensor
 from remesh.state import describe
 from remesh.storage import MemoryStorage
-from remesh.testing import run_ranks
+from remesh.testing import run_processes, run_ranks
 from tests.adapters.parallel_transformer import (
     HEAD,
     HIDDEN,
@@ -180,6 +184,7 @@ def splits(draw: st.DrawFn) -> tuple[int, tuple[Block, ...]]:
     return num_shards, tuple(blocks)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(splits())
 def test_shards_of_blocks_cover_each_block(case: tuple[int, tuple[Block, ...]]) -> None:
     num_shards, blocks = case
@@ -195,6 +200,7 @@ def test_shards_of_blocks_cover_each_block(case: tuple[int, tuple[Block, ...]]) 
     assert counts == expected
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 3))
 def test_padding_is_left_out(num_shards: int, size: int, extra: int) -> None:
     extent = -(-size // num_shards) + extra
@@ -265,9 +271,14 @@ def test_shards_that_nobody_declares_differ_and_are_refused() -> None:
 
 
 class Wrong(nn.Linear):
-    """Says what it is told to say."""
+    """Says what it is told to say; its weight is the first half of a buffer."""
 
     said: Any = None
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.both = torch.zeros(2 * num_inputs * num_outputs)
+        self.weight = nn.Parameter(self.both[:4].view(2, 2))
 
     def sharded_state_dict(self, prefix: str = "") -> Any:
         return self.said(self, prefix)
@@ -285,6 +296,13 @@ class Wrong(nn.Linear):
         (
             lambda m, p: {f"{p}weight": ShardedTensor.whole("w", m.weight.detach())},
             r"leaves out 0\.bias",
+        ),
+        (
+            lambda m, p: {
+                f"{p}weight": ShardedTensor.whole(f"{p}weight", m.both[4:8].view(2, 2)),
+                f"{p}bias": ShardedTensor.whole(f"{p}bias", m.bias.detach()),
+            },
+            r"data of '0\.weight' is not memory of the module's tensor",
         ),
         (
             lambda m, p: build_sharded_state_dict(
@@ -333,3 +351,31 @@ def test_the_default_speaks_for_all_entries() -> None:
     assert said.keys() == {f"m.{key}" for key in model.state_dict()}
     assert said["m.layers.0.norm.weight"].parts[0].box == Box.whole((HIDDEN,))
     assert said["m.layers.0.mlp.experts.0.down.weight"].global_shape == (HIDDEN, INNER)
+
+
+def fsdp_over_shards(exchange: Exchange, source: str, target: str) -> bool:
+    """FSDP2 over layers that are cut by hand: two mesh axes, of which torch knows one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Transformer(Tp(mesh["tp"].get_local_rank(), 2), layers=1)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    remesh.load(state, source, unexpected="error")
+    remesh.save(state, target)
+    weight = model.get_parameter("layers.0.attention.qkv.weight")
+    return isinstance(optimizer.state[weight]["exp_avg"], DTensor)
+
+
+def test_fsdp_over_layers_that_are_cut_by_hand(tmp_path: Path) -> None:
+    model = Transformer(layers=1)
+    randomise(model, 8)
+    state = {"model": model, "optimizer": optimizer_with_state(model, 9)}
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    remesh.save(state, source)
+    assert run_processes(4, fsdp_over_shards, source, target) == [True] * 4
+    first, second = remesh.Checkpoint(source), remesh.Checkpoint(target)
+    assert set(first.index) == set(second.index)
+    for name in first.index:
+        assert torch.equal(first.read(name), second.read(name)), name

@@ -115,15 +115,21 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
     for child, raw_prefix, clean in _children(module, "", prefix):
         spoken_for |= _declared_under(child, raw_prefix, clean, entries)
     refuse_marked(module, spoken_for, prefix)
+    names = entry_names(module, entries)
     result = {}
     for raw, entry in entries.items():
         if raw in spoken_for:
             result[prefix + raw] = spoken_for[raw]
         elif isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
-            name = prefix + _clean(module, raw)
+            name = prefix + names[raw].name
             shape = tuple(entry.shape)
             result[prefix + raw] = ShardedTensor(name, shape, parts_of(entry, name), None)
     return result
+
+
+def speaks(module: nn.Module) -> bool:
+    """Whether a module, or one below it, has a `sharded_state_dict` method."""
+    return any(callable(getattr(one, "sharded_state_dict", None)) for one in module.modules())
 
 
 def declared_shards(
@@ -133,7 +139,7 @@ def declared_shards(
 
     Args:
         module: The root of the tree.
-        entries: Its state dict.
+        entries: Its state dict; not looked at if no module `speaks`.
         where: Its place in the state, for error messages.
 
     Raises:
@@ -156,8 +162,9 @@ def refuse_marked(module: nn.Module, spoken_for: Iterable[str], prefix: str) -> 
             continue
         for mark in _MARKS:
             if getattr(parameter, mark, False) is True:
+                name = entry_names(module, [raw])[raw].name
                 raise StateError(
-                    f"{prefix}{_clean(module, raw)}: this parameter has {mark}=True, so it is "
+                    f"{prefix}{name}: this parameter has {mark}=True, so it is "
                     "a shard, but nothing says of what. Give its module a "
                     "sharded_state_dict(prefix) method that describes it; "
                     "remesh.adapters.build_sharded_state_dict makes what the method returns."
@@ -210,10 +217,6 @@ def parts_like(
         data = target.as_strided(view.shape, view.stride(), view.storage_offset() + shift)
         parts.append(Part(part.box, data))
     return tuple(parts)
-
-
-def _clean(module: nn.Module, raw: str) -> str:
-    return entry_names(module, [raw])[raw].name
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -295,13 +298,26 @@ def _check_views(shards: ShardedTensor, entry: torch.Tensor, where: str) -> None
     """Refuse parts that are not views of the tensor that they describe."""
     local = local_of(entry)
     for part in shards.parts:
-        data = part.data
-        if (
-            not isinstance(data, torch.Tensor)
-            or data.dtype != local.dtype
-            or (data.numel() and data.untyped_storage() is not local.untyped_storage())
-        ):
+        if not _is_view(part.data, local):
             raise StateError(
                 f"{where}: the data of {shards.name!r} is not memory of the module's tensor, so "
                 "loading would not reach it; describe views of it, not copies"
             )
+
+
+def _is_view(data: object, tensor: torch.Tensor) -> bool:
+    """Whether all elements of an array are elements of a tensor."""
+    if not isinstance(data, torch.Tensor) or data.dtype != tensor.dtype:
+        return False
+    if data.numel() == 0:
+        return True
+    (start, stop), (first, last) = _reach(data), _reach(tensor)
+    same_storage = data.untyped_storage() is tensor.untyped_storage()
+    return same_storage and first <= start and stop <= last
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element and one past the last of a tensor that is not empty, in its storage."""
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + 1 + sum(int((n - 1) * stride) for n, stride in steps)

@@ -127,9 +127,8 @@ def _originals(root: nn.Module, where: str) -> list[_Original]:
     """The original parameters of all flat ones, in the order of the modules."""
     found: list[_Original] = []
     for name, module in root.named_modules():
-        if callable(getattr(module, "sharded_state_dict", None)) and not isinstance(
-            module, FullyShardedDataParallel
-        ):
+        is_wrapper = isinstance(module, FullyShardedDataParallel)
+        if not is_wrapper and callable(getattr(module, "sharded_state_dict", None)):
             raise UnsupportedValueError(
                 f"{where}: {name} describes its shards by a sharded_state_dict method, but is in "
                 "FullyShardedDataParallel (FSDP1), which has flattened them; use "

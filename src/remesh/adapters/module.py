@@ -28,6 +28,7 @@ from remesh.adapters.declared import (
     declared_shards,
     module_of,
     new_name,
+    speaks,
 )
 from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
@@ -102,7 +103,8 @@ def placed_parameters(
     if has_fsdp1(module):
         flat = fsdp1_parameters(leaf, where)
         return [(tensor, flat[id(tensor)]) for tensor in own.values()]
-    places = _places(leaf, own, module.state_dict(), where)
+    entries = module.state_dict() if speaks(module) else {}
+    places = _places(leaf, own, entries, where)
     return [(tensor, (places[raw],)) for raw, tensor in own.items()]
 
 

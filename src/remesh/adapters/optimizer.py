@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from remesh.adapters.declared import NamedModule, module_of, parts_like
+from remesh.adapters.declared import NamedModule, module_of, parts_like, parts_of
 from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import describe_copy, leaves_of
 from remesh.adapters.optimizer_state import (
@@ -42,7 +43,6 @@ from remesh.adapters.optimizer_state import (
 )
 from remesh.adapters.placed import Placed
 from remesh.errors import StateError
-from remesh.geometry import Box
 from remesh.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.state import (
     Loaded,
@@ -186,17 +186,24 @@ def _tell_of_missing_state(parameters: list[OptimizedTensor], where: str) -> Non
 
 def _copy_of(place: Placed, parameter: torch.Tensor, tensor: torch.Tensor) -> Placed:
     """The place of a tensor that is a parameter or a copy of it."""
-    if place.shards is None or tensor is parameter:
+    alike = isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
+    if tensor is parameter or (place.shards is None and alike and tensor.shape == parameter.shape):
         return place
-    parts = parts_like(place.shards, parameter, tensor, f"the copy of {place.name}")
-    return dataclasses.replace(place, shards=dataclasses.replace(place.shards, parts=parts))
+    where = f"the copy of {place.name}"
+    shards = place.shards
+    if shards is None:  # such as a plain copy of this rank's part of a DTensor
+        parts = parts_of(parameter, where)
+        shards = ShardedTensor(place.name, tuple(parameter.shape), parts, None)
+    copied = parts_like(shards, parameter, tensor, where)
+    return dataclasses.replace(place, shards=dataclasses.replace(shards, parts=copied))
 
 
 def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tuple[Placed, ...]]:
     """The places of parameters, by identity, from the modules in a state.
 
-    The first name of a parameter counts. If modules give one name to different parameters, the
-    names of all parameters begin with the path of their module.
+    The first name of a parameter counts. If several modules give one name to parameters, the names
+    of all parameters begin with the path of their module. Within a module, parameters of one name
+    are shards of one tensor.
     """
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, tuple[Path, tuple[Placed, ...]]] = {}
@@ -206,8 +213,8 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
             leaf, lambda tensor: id(tensor) in wanted and id(tensor) not in found, name_of(path)
         )
         found.update({id(tensor): (path, places) for tensor, places in own})
-    boxes = [_box_of(place) for _, places in found.values() for place in places]
-    if len(set(boxes)) == len(boxes):
+    homes = {(place.name, path) for path, places in found.values() for place in places}
+    if len({name for name, _ in homes}) == len(homes):
         return {key: places for key, (_, places) in found.items()}
     return {
         key: tuple(
@@ -215,12 +222,6 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
         )
         for key, (path, places) in found.items()
     }
-
-
-def _box_of(place: Placed) -> tuple[str, frozenset[Box] | None]:
-    """What no two parameters have in common: they may be shards of one tensor."""
-    boxes = None if place.shards is None else frozenset(p.box for p in place.shards.parts)
-    return place.name, boxes
 
 
 def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | NamedModule]]:
