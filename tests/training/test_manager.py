@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
+    RankFailedError,
     StateError,
     StorageError,
 )
@@ -31,7 +33,7 @@ from remesh.storage import open_storage
 from remesh.testing import run_ranks
 from remesh.training import catalog
 from remesh.training.manager import MAX_FAILURES, Manager
-from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals
+from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals, SavePolicy
 from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from remesh.training.rng import Randomness
 
@@ -408,6 +410,58 @@ def test_heartbeats_and_requests_of_the_agent(
     assert names(tmp_path / "run") == ["0002"]
 
 
+def test_what_cannot_be_read_or_written_is_said_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "gone" / "beat"))
+    monkeypatch.setattr("remesh.training.watch.BEAT_SECONDS", 0.0)
+    ask = tmp_path / "ask"
+    ask.write_text("quit")
+    every: list[SavePolicy] = [OnRequest(str(ask)), EverySteps(3)]
+    with Manager(tmp_path / "run", every=every, group=Alone()) as manager:
+        for step in range(1, 5):
+            manager.step(step, state_of(step))
+    first, second = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert first.startswith(f"cannot write {tmp_path / 'gone' / 'beat'}")
+    assert second.startswith(f"{ask} asks for 'quit'")
+    assert names(tmp_path / "run") == ["0003"]
+
+
+def test_a_rank_that_cannot_save_tells_the_others(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> str:
+        with Manager(tmp_path, group=exchange) as manager:
+            if exchange.rank == 1:
+                manager.trackers["what"] = 5
+            with pytest.raises((ValueError, RankFailedError)) as caught:
+                manager.save(1, state_of(1, exchange))
+            manager.trackers.clear()
+            manager.save(2, state_of(2, exchange))
+        return str(caught.value)
+
+    assert all("is of no tracker" in said for said in run_ranks(2, play))
+    assert names(tmp_path) == ["0002"]
+
+
+def test_in_a_store_without_directories(tmp_path: Path) -> None:
+    root = f"memory://bucket-{tmp_path.name}/run"
+    for first, last in ((1, 5), (6, 9)):
+        with Manager(root, every=1, keep=[KeepLast(2), KeepEvery(4)], group=Alone()) as manager:
+            state = state_of(0)
+            resumed = manager.resume(state)
+            assert (0 if resumed is None else resumed.step) == first - 1
+            assert content(state) == expected(first - 1)
+            for step in range(first, last + 1):
+                manager.step(step, state_of(step))
+            if last == 5:
+                manager.wait()
+                catalog.pin(manager.checkpoints[-1].path)
+    assert [info.step for info in manager.checkpoints] == [4, 5, 8, 9]
+    storage = open_storage(root)
+    assert {path.partition("/")[0] for path in storage.list()} == {
+        f"step_0000000{step}" for step in (4, 5, 8, 9)
+    }
+
+
 # ---------------------------------------------------------------------------------------------
 # What is kept
 # ---------------------------------------------------------------------------------------------
@@ -446,6 +500,19 @@ def test_pinned_held_and_foreign_checkpoints_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "backup", "step_00000001", "step_00000007"
     ]  # fmt: skip
+
+
+def test_marks_of_the_run_s_own_dead_processes_do_not_count(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    (run,) = {info.run for info in catalog.look(open_storage(tmp_path))}
+    with ExitStack() as readers:
+        for step, who in ((1, run), (2, "")):
+            place = tmp_path / f"step_0000000{step}"
+            readers.enter_context(catalog.hold(place, now=0.0, seconds=1e12, run=who))
+        with Manager(tmp_path, keep=1, group=Alone()) as manager:
+            manager.resume(state_of(0))
+            manager.save(4, state_of(4))
+    assert names(tmp_path) == ["0002", "0004"]
 
 
 def test_what_was_half_removed_is_finished(tmp_path: Path) -> None:

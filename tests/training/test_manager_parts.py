@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import remesh
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
+from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Alone
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_ranks
@@ -248,7 +248,7 @@ def test_what_is_no_generator_or_no_state() -> None:
     streams = rng.streams_of({"a": np.random.default_rng(0)}, is_alone=True)
     rows = rng.rows_of(streams, rng.Roles({}, 0), is_empty=True)
     for name in streams:
-        with pytest.raises(CorruptCheckpointError, match=f"manager.rng.{name}: not a state"):
+        with pytest.raises(StateError, match=f"manager.rng.{name}: what is stored is not"):
             rng.take_rows(streams, {name: rows[name]})
 
 

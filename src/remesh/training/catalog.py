@@ -115,6 +115,11 @@ class _Failures(msgspec.Struct, frozen=True):
     reason: str
 
 
+class _InUse(msgspec.Struct, frozen=True):
+    until: float
+    run: str = ""
+
+
 def step_name(step: int) -> str:
     """The name of the directory of a step's checkpoint."""
     return f"step_{step:08d}"
@@ -215,12 +220,17 @@ def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
     latest = 0.0
     for file in files:
         if _IN_USE.fullmatch(file):
-            try:
-                until = msgspec.json.decode(storage.read(f"{name}/{file}"), type=float)
-            except (CheckpointNotFoundError, msgspec.MsgspecError):
-                continue  # its reader has just finished, or it is none of ours
-            latest = max(latest, until)
+            mark = _read_mark(storage, f"{name}/{file}")
+            latest = latest if mark is None else max(latest, mark.until)
     return latest
+
+
+def _read_mark(storage: Storage, path: str) -> _InUse | None:
+    """A reader's mark; None if the reader has just finished, or it is none of ours."""
+    try:
+        return msgspec.json.decode(storage.read(path), type=_InUse)
+    except (CheckpointNotFoundError, msgspec.MsgspecError):
+        return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -254,7 +264,7 @@ def unpin(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def hold(
-    path: str | os.PathLike[str], *, now: float, seconds: float = HOLD_SECONDS
+    path: str | os.PathLike[str], *, now: float, seconds: float = HOLD_SECONDS, run: str = ""
 ) -> Iterator[None]:
     """Keep a checkpoint from being removed while it is read.
 
@@ -262,6 +272,7 @@ def hold(
         path: The checkpoint.
         now: The time, in seconds since the epoch.
         seconds: After which the mark does not count any more, if this process dies.
+        run: The run that resumes from it; empty for other readers.
 
     Raises:
         CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
@@ -270,13 +281,24 @@ def hold(
     storage = open_storage(path)
     storage.size(native.RECORD_NAME)
     mark = f"in-use-{secrets.token_hex(6)}.json"
-    storage.put(mark, msgspec.json.encode(now + seconds), overwrite=True)
+    storage.put(mark, msgspec.json.encode(_InUse(now + seconds, run)), overwrite=True)
     try:
         # Looked for after the mark is there: who removes looks the other way round.
         storage.size(native.RECORD_NAME)
         yield
     finally:
         storage.delete(mark)
+
+
+def release(storage: Storage, info: CheckpointInfo) -> None:
+    """Remove the marks of a run that died while it resumed from a checkpoint of its own.
+
+    Only for who begins to resume that run: its former processes are gone by then.
+    """
+    for path in storage.list(f"{info.name}/in-use-"):
+        mark = _read_mark(storage, path)
+        if mark is not None and mark.run and mark.run == info.run:
+            storage.delete(path)
 
 
 def note_failure(storage: Storage, name: str, reason: str) -> int:

@@ -240,16 +240,20 @@ class Manager:
         """
 
         def end() -> bytes:
-            if self._handle is not None:
-                self._handle = None
-                self._saver.wait()
-                self._saved_step = self._saving_step
-            error, self._retention_error = self._retention_error, None
-            if error is not None:
-                raise error
+            self._end_save()
             return b""
 
         run_on_all(self._exchange, end)
+
+    def _end_save(self) -> None:
+        """Wait for this rank's part of the save in flight, and raise what failed."""
+        if self._handle is not None:
+            self._handle = None
+            self._saver.wait()
+            self._saved_step = self._saving_step
+        error, self._retention_error = self._retention_error, None
+        if error is not None:
+            raise error
 
     def _begin(
         self,
@@ -259,24 +263,20 @@ class Manager:
         metadata: Mapping[str, object] | None,
         reason: str,
     ) -> None:
-        self.wait()
+        full: dict[str, Any] = {}
+        what: dict[str, object] = dict(metadata or {})
+
+        def prepare() -> bytes:
+            self._end_save()
+            streams = self._streams()
+            full.update(resuming.with_rows(state, rng.rows_of(streams, self._roles)))
+            note = self._note(step, metrics or {}, streams)
+            what[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
+            return b""
+
+        run_on_all(self._exchange, prepare)
         if self._exchange.rank == 0:
             _LOGGER.info("saving step %d: %s", step, reason)
-        streams = self._streams()
-        note = ManagerNote(
-            step=step,
-            run=self._run,
-            metrics=_finite(metrics or {}),
-            role_grid=self._roles.grid,
-            streams=tuple(streams),
-            trackers={**self._saved_trackers, **_runs_of(self.trackers)},
-            provenance=provenance(self._config_digest, self._parent),
-        )
-        full = resuming.with_rows(state, rng.rows_of(streams, self._roles))
-        what = {
-            **(metadata or {}),
-            catalog.NOTE_KEY: msgspec.json.decode(msgspec.json.encode(note)),
-        }
         place = catalog.place_of(self._root, catalog.step_name(step))
         overwrite = step in self._superseded
         self._saving_step = step
@@ -287,6 +287,20 @@ class Manager:
             self._saver.save(full, place, overwrite=overwrite, metadata=what)
             self._saved_step = step
             self.wait()
+
+    def _note(
+        self, step: int, metrics: Mapping[str, float], streams: Mapping[str, rng.Stream]
+    ) -> ManagerNote:
+        """What is recorded with a save."""
+        return ManagerNote(
+            step=step,
+            run=self._run,
+            metrics=_finite(metrics),
+            role_grid=self._roles.grid,
+            streams=tuple(streams),
+            trackers={**self._saved_trackers, **_runs_of(self.trackers)},
+            provenance=provenance(self._config_digest, self._parent),
+        )
 
     def _hear(self, event: Event) -> None:
         """Listen to saves: when one is done on rank 0, it is time to tidy up."""

@@ -65,7 +65,11 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
     def list_them() -> bytes:
         catalog.finish_removals(storage)
         _remove_garbage(storage)
-        return msgspec.msgpack.encode(catalog.look(storage))
+        infos = catalog.look(storage)
+        for info in infos:
+            if info.in_use_until:
+                catalog.release(storage, info)
+        return msgspec.msgpack.encode(infos)
 
     data = run_on_one(exchange, list_them)
     return msgspec.msgpack.decode(data, type=list[CheckpointInfo])[::-1]
@@ -141,7 +145,7 @@ def restore(
     with ExitStack() as marks:
 
         def hold() -> bytes:
-            marks.enter_context(catalog.hold(place, now=time.time()))
+            marks.enter_context(catalog.hold(place, now=time.time(), run=note.run))
             return b""
 
         run_on_one(exchange, hold)

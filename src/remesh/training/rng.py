@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remesh.errors import CorruptCheckpointError, StateError
+from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.sharded import ShardedTensor
 
@@ -281,7 +281,7 @@ def take_rows(streams: Mapping[str, Stream], rows: Mapping[str, ShardedTensor]) 
     """Give streams the states that were loaded into their rows.
 
     Raises:
-        CorruptCheckpointError: If a row holds no state of its stream.
+        StateError: If a row holds no state of its stream.
     """
     for name, tensor in rows.items():
         row = np.asarray(tensor.parts[0].data).reshape(-1).tobytes()
@@ -289,9 +289,9 @@ def take_rows(streams: Mapping[str, Stream], rows: Mapping[str, ShardedTensor]) 
         try:
             streams[name].set(row[_LENGTH_BYTES : _LENGTH_BYTES + length])
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
-            raise CorruptCheckpointError(
-                f"{tensor.name}: not a state of this generator ({error}); was it of another kind "
-                "when it was saved?"
+            raise StateError(
+                f"{tensor.name}: what is stored is not a state of this generator ({error}); give "
+                "one of the kind that was saved, or another name"
             ) from error
 
 

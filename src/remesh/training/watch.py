@@ -1,21 +1,25 @@
 """A rank's connection to those who watch it: pace, heartbeats, signals and requests.
 
 Nothing here is collective. What a rank hears it tells the others when notes are exchanged
-(`remesh.training.policies`).
+(`remesh.training.policies`). No training ends because a heartbeat cannot be written or a request
+cannot be read: that is logged, once for each file.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from remesh.errors import StorageError
 from remesh.heartbeat import (
     Heartbeat,
+    Request,
     clear_request,
     clear_request_file,
     read_request,
@@ -26,6 +30,8 @@ from remesh.training.policies import OnRequest, OnSignals, SavePolicy
 
 BEAT_SECONDS = 0.25
 """Shortest time between two heartbeats."""
+
+_LOGGER = logging.getLogger("remesh")
 
 
 class Watch:
@@ -42,6 +48,7 @@ class Watch:
     def __init__(self, every: Sequence[SavePolicy], heartbeat_file: str) -> None:
         self._files = [policy.file for policy in every if isinstance(policy, OnRequest)]
         self._heartbeat_file = heartbeat_file
+        self._warned: set[str] = set()
         self._signal = ""
         self._last_beat = -math.inf
         self._last_step: tuple[int, float] | None = None
@@ -66,21 +73,36 @@ class Watch:
         if self._heartbeat_file and (at_once or now - self._last_beat >= BEAT_SECONDS):
             self._last_beat = now
             beat = Heartbeat(step, saved_step, time.time(), self.step_seconds)
-            write_heartbeat(self._heartbeat_file, beat)
+            try:
+                write_heartbeat(self._heartbeat_file, beat)
+            except StorageError as error:
+                self._warn(self._heartbeat_file, error)
 
     def asked(self) -> tuple[str, bool]:
         """Who asks for a save, or nothing; and whether the training is to end after it."""
         if self._signal:
             return f"signal {self._signal}", True
         for file in self._files:
-            asked = read_request_file(file)
+            asked = self._read(file, read_request_file)
             if asked is not None:
                 return f"request in {file}", asked == "save-and-stop"
         if self._heartbeat_file:
-            asked = read_request(self._heartbeat_file)
+            asked = self._read(self._heartbeat_file, read_request)
             if asked is not None:
                 return "request of the agent", asked == "save-and-stop"
         return "", False
+
+    def _read(self, file: str, read: Callable[[str], Request | None]) -> Request | None:
+        try:
+            return read(file)
+        except StorageError as error:
+            self._warn(file, error)
+            return None
+
+    def _warn(self, file: str, error: StorageError) -> None:
+        if file not in self._warned:
+            self._warned.add(file)
+            _LOGGER.warning("%s", error)
 
     def answered(self) -> None:
         """Forget who asked: the save has begun."""
