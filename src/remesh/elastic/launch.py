@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Torchrun's options and ours."""
     parser = get_args_parser()
     parser.prog = "remesh run"
+    parser.set_defaults(max_restarts=3)
     parser.description = (
         "Train with processes that are restarted, and with nodes that may die, leave and join. "
         "Takes what torchrun takes; the options of its rendezvous are not needed."

@@ -1,0 +1,95 @@
+"""What the nodes of the tests train: a tiny model, cut by FSDP2, kept by the Manager.
+
+`train.py DIRECTORY NUM_STEPS [SECONDS]`. The batch of a step is a function of the step alone and is
+shared out evenly, so the loss of every step is the same for every number of ranks. Each rank
+appends what it did to a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from remesh.training.manager import Manager
+
+BATCH = 12
+"""Divides among 1, 2, 3 and 4 ranks."""
+
+
+def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
+    """The losses of a rank's part of a batch."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, 8, generator=generator)[rank::world_size]
+    result: torch.Tensor = model(inputs).square().mean(1)
+    return result
+
+
+def make_model() -> nn.Sequential:
+    """The model before the first step."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def uninterrupted(num_steps: int) -> list[float]:
+    """The loss of every step in one process."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        loss = losses_of(model, step, 0, 1).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return losses
+
+
+def main() -> None:
+    directory, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_model()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    log = (directory / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def say(**what: object) -> None:
+        log.write(
+            json.dumps({"time": time.time(), "rank": rank, "size": world_size, **what}) + "\n"
+        )
+
+    say(kind="start", node=os.environ["GROUP_RANK"], parent=os.getppid())
+    with Manager(directory / "checkpoints", every=5, keep=3) as manager:
+        manager.resume(state)
+        for step in range(state["step"], num_steps):
+            hang = directory / f"hang-{rank}"
+            if hang.exists():
+                hang.unlink()
+                time.sleep(3600)
+            own = losses_of(model, step, rank, world_size).mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(own)
+            optimizer.step()
+            total = own.detach().clone()
+            dist.all_reduce(total)
+            state["step"] = step + 1
+            say(kind="step", step=step, loss=total.item() / world_size)
+            manager.step(step + 1, state)
+            time.sleep(seconds)
+    say(kind="end")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
