@@ -206,6 +206,13 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(found["body.0.weight"], model.state_dict()["body.0.weight"].bfloat16())
 
 
+def test_weights_of_another_system(tmp_path: Path) -> None:
+    model = small_model()
+    export_weights(model, tmp_path / "a", format="pth")
+    export_weights(tmp_path / "a" / "model.pth", tmp_path / "b", entry=None)
+    assert same(untied(load_file(tmp_path / "b/model.safetensors")), untied(halves(model)))
+
+
 def test_names_are_the_callers_business(tmp_path: Path) -> None:
     model = small_model()
 

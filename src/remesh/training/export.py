@@ -40,6 +40,7 @@ from remesh.checkpoint.local import describe_local, exchange_of, split_aliases
 from remesh.dtypes import BY_NAME
 from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.formats.table import Source
 from remesh.geometry import boxes_of_flat_range
 from remesh.resharding import reshard
 from remesh.sharded import Part, ShardedTensor
@@ -118,7 +119,8 @@ def export_weights(
         torch.float16
 
     Args:
-        source: A module; a nested state, as for `remesh.save`; or the place of a checkpoint.
+        source: A module; a nested state, as for `remesh.save`; or the place of a checkpoint,
+            also of another system that `remesh.load` reads.
         path: Directory of the files, the same on every rank; it need not exist.
         dtype: Element type of all floating-point tensors in the files; None keeps theirs. Other
             tensors always keep theirs.
@@ -205,7 +207,7 @@ class _Weight(msgspec.Struct, frozen=True):
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     """A state with nothing but what is exported, or the place of a checkpoint."""
-    if isinstance(source, str | os.PathLike | Storage):
+    if isinstance(source, str | os.PathLike | Storage | Source):
         return {}, source
     if isinstance(source, nn.Module):
         return (source if entry is None else {entry: source}), None
@@ -250,7 +252,7 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
 
 def _stored_weights(exchange: Exchange, place: Any) -> list[_Weight]:
     """What a checkpoint holds."""
-    stored = open_shared(exchange, open_storage(place))
+    stored = open_shared(exchange, place)
     index, path_of = stored.index, stored.document.path_of
     others: dict[str, list[tuple[str | int, ...]]] = {}
     for alias, name in index.aliases.items():

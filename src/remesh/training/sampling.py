@@ -340,6 +340,9 @@ class SkipBatchSampler(Sampler[list[int]]):
         sampler: Gives the samples.
         batch_size: Samples of a batch; the last one may have fewer.
         skip_batches: How many batches to leave out.
+
+    Raises:
+        ValueError: If the batch size is not positive or the number of batches is negative.
     """
 
     def __init__(self, sampler: Indices, batch_size: int, skip_batches: int = 0) -> None:
