@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,11 @@ class Net(nn.Module):
         return result
 
 
-def fsdp1(model: Net, ranks: dist.ProcessGroup) -> nn.Module:
+def fsdp1(model: Net, ranks: dist.ProcessGroup, use_orig_params: bool = True) -> nn.Module:
     wrap = functools.partial(
         FullyShardedDataParallel,
         process_group=ranks,
-        use_orig_params=True,
+        use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
     for number, block in enumerate(model.blocks):
@@ -84,7 +84,9 @@ def fsdp2(model: Net, ranks: dist.ProcessGroup) -> nn.Module:
     return model
 
 
-WRAPS = {"fsdp1": fsdp1, "fsdp2": fsdp2}
+Wrap = Callable[[Net, dist.ProcessGroup], nn.Module]
+WRAPS: dict[str, Wrap] = {"fsdp1": fsdp1, "fsdp2": fsdp2}
+SAVED: dict[str, Wrap] = {**WRAPS, "flat": functools.partial(fsdp1, use_orig_params=False)}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -127,7 +129,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, *, exact: bool = T
 def _job(exchange: Exchange, path: Path, pairs: list[tuple[str, str]]) -> None:
     two, everybody = dist.new_group([0, 1]), dist.group.WORLD
     assert everybody is not None
-    for name, wrap in WRAPS.items():
+    for name, wrap in SAVED.items():
         if exchange.rank < 2:
             torch.manual_seed(1)
             model = wrap(Net(), two)
@@ -174,11 +176,11 @@ FILES = [
 
 
 def test_two_ranks_to_three(tmp_path: Path) -> None:
-    run_processes(3, _job, tmp_path, [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")])
-    for name in WRAPS:
+    run_processes(3, _job, tmp_path, [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1"), ("flat", "fsdp2")])
+    for name in SAVED:
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == FILES
 
 
 @pytest.mark.slow
 def test_two_ranks_to_four(tmp_path: Path) -> None:
-    run_processes(4, _job, tmp_path, list(itertools.product(WRAPS, WRAPS)))
+    run_processes(4, _job, tmp_path, list(itertools.product(SAVED, WRAPS)))

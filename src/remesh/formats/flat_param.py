@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,12 @@ def recognise(storage: Storage) -> bool:
     return any(_FILE.fullmatch(path) for path in storage.list())
 
 
-def read(storage: Storage) -> Contents:
+def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
     """Read what a directory holds; its tensors stay where they are.
+
+    Args:
+        storage: The directory.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
@@ -82,9 +86,9 @@ def read(storage: Storage) -> Contents:
             raise CorruptCheckpointError(
                 f"{storage.url}: {len(model)} files flat_param, but {len(metas)} flat_meta"
             )
-        shapes = _add_model(builder, model, metas)
+        shapes = _add_model(builder, model, metas, allow)
     if optimizer:
-        _add_optimizer(builder, optimizer, shapes)
+        _add_optimizer(builder, optimizer, shapes, allow)
     return Contents(NAME, builder.build(), builder.document)
 
 
@@ -128,16 +132,16 @@ class ParameterSlice:
 
 
 def _add_model(
-    builder: IndexBuilder, files: Sequence[str], meta_files: Sequence[str]
+    builder: IndexBuilder, files: Sequence[str], meta_files: Sequence[str], allow: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Add parameters and buffers; returns the shapes of the parameters."""
     storage = builder.storage
-    _check_version(storage, meta_files[0])
+    _check_version(storage, meta_files[0], allow)
     units = [_arrays_of(storage, path) for path in files]
     parts: dict[str, list[_Part]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, path in enumerate(meta_files):
-        for name, own in _read_slices(storage, path).items():
+        for name, own in _read_slices(storage, path, allow).items():
             where = f"{storage.url}/{path}: {name}"
             if shapes.setdefault(name, own.shape) != own.shape:
                 raise CorruptCheckpointError(
@@ -157,7 +161,7 @@ def _add_model(
     return shapes
 
 
-def _check_version(storage: Storage, meta_file: str) -> None:
+def _check_version(storage: Storage, meta_file: str, allow: Collection[str]) -> None:
     """Check what the file says that is written last.
 
     Early checkpoints of ATorch have none; later ones are of version 1.
@@ -168,21 +172,22 @@ def _check_version(storage: Storage, meta_file: str) -> None:
         raise CheckpointNotFoundError(
             f"{storage.url}: only files of a save that was not finished (no {MODEL_META})"
         )
-    version = _plain(storage, MODEL_META).get("version")
-    if version not in {0, VERSION}:
+    meta = _plain(storage, MODEL_META, allow)
+    version = meta.get("version") if isinstance(meta, dict) else None
+    if version not in (0, VERSION):
         raise FormatVersionError(
             f"{storage.url}/{MODEL_META}: version {version}; known are 0 and {VERSION}"
         )
 
 
-def _read_slices(storage: Storage, path: str) -> dict[str, ParameterSlice]:
+def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[str, ParameterSlice]:
     """What a flat meta file says.
 
     Raises:
         FormatVersionError: If the rank held experts of its own.
     """
     where = f"{storage.url}/{path}"
-    document = _plain(storage, path)
+    document = _plain(storage, path, allow)
     try:
         if any("expert_ranks" in unit for unit in document.get("flat_param_meta", {}).values()):
             raise FormatVersionError(
@@ -213,7 +218,10 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _add_optimizer(
-    builder: IndexBuilder, files: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    builder: IndexBuilder,
+    files: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    allow: Collection[str],
 ) -> None:
     """Add the state and the groups of the optimizer.
 
@@ -239,15 +247,19 @@ def _add_optimizer(
         parameter, _, state = key.rpartition("-")
         whole = array.part(0, math.prod(array.shape), f"{storage.url}: {key}")
         _add_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
-    groups = _plain(storage, OPTIMIZER_META)
-    if not isinstance(groups, list):
-        raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: holds no list of groups")
+    groups = _plain(storage, OPTIMIZER_META, allow)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: not a list of groups")
     for number, group in enumerate(groups):
         for option, value in group.items():
-            if option not in _NOT_OPTIONS:
-                place = ("optimizer", "param_groups", number, option)
+            place = ("optimizer", "param_groups", number, option)
+            if option == "params":
+                builder.document.lists[name_of(place)] = [str(name) for name in value]
+            elif option not in _NOT_OPTIONS:
                 builder.add_value(name_of(place), value)
-                builder.set_path(name_of(place), place)
+            else:
+                continue
+            builder.set_path(name_of(place), place)
     builder.set_sequences({("optimizer", "param_groups"): "list"})
 
 
@@ -345,7 +357,7 @@ def _add_parts(
         start += part.num_elements
 
 
-def _plain(storage: Storage, path: str) -> Any:
+def _plain(storage: Storage, path: str, allow: Collection[str]) -> Any:
     """The content of a meta file: a pickle of plain values, or JSON.
 
     Raises:
@@ -358,7 +370,7 @@ def _plain(storage: Storage, path: str) -> Any:
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(f"{where}: missing") from None
     if data[:1] == _PICKLE:
-        return restricted_pickle.resolved(restricted_pickle.loads(data, where), where)
+        return restricted_pickle.resolved(restricted_pickle.loads(data, where, allow=allow), where)
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,12 +113,13 @@ class Metadata:
 # ---------------------------------------------------------------------------------------------
 
 
-def read_metadata(storage: Storage, path: str) -> Metadata:
+def read_metadata(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Metadata:
     """Read a metadata file.
 
     Args:
         storage: The directory.
         path: Name of the file in it.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         PickleRefusedError: If it asks for anything but the classes of metadata.
@@ -127,7 +128,7 @@ def read_metadata(storage: Storage, path: str) -> Metadata:
     where = f"{storage.url}/{path}"
     kinds = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
     also = {f"{home}.{kind}": record_type(f"{home}.{kind}") for home in _HOMES for kind in kinds}
-    found = restricted_pickle.loads(storage.read(path), where, also=also)
+    found = restricted_pickle.loads(storage.read(path), where, allow=allow, also=also)
     try:
         return Metadata(
             {
@@ -201,15 +202,22 @@ class StoredArray:
     itemsize: int
 
 
-def find_arrays(storage: Storage, path: str) -> dict[str, StoredArray]:
+def find_arrays(
+    storage: Storage, path: str, *, allow: Collection[str] = ()
+) -> dict[str, StoredArray]:
     """Where the arrays of a data file lie; what is between them is all that is read.
+
+    Args:
+        storage: The directory.
+        path: Name of the file in it.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         PickleRefusedError: If the file asks for anything but numpy arrays.
         CorruptCheckpointError: If it is no such file.
     """
     where = f"{storage.url}/{path}"
-    found = restricted_pickle.loads(_skeleton(storage, path), where)
+    found = restricted_pickle.loads(_skeleton(storage, path), where, allow=allow)
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{where}: not a data file of Paddle: it holds no dict")
     return {
@@ -343,12 +351,13 @@ def recognise(storage: Storage) -> bool:
     return bool(checkpoint_numbers(storage.list()))
 
 
-def read(storage: Storage, path: str = "") -> Contents:
+def read(storage: Storage, path: str = "", *, allow: Collection[str] = ()) -> Contents:
     """Read what a checkpoint holds; its tensors stay where they are.
 
     Args:
         storage: The directory.
         path: Name of the metadata file; by default that with the largest number.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
@@ -360,7 +369,7 @@ def read(storage: Storage, path: str = "") -> Contents:
         if not numbers:
             raise CheckpointNotFoundError(f"{storage.url}: {LOOKS_FOR} is not there")
         path = metadata_name(numbers[-1])
-    metadata = read_metadata(storage, path)
+    metadata = read_metadata(storage, path, allow=allow)
     builder = IndexBuilder(storage)
     rows = {}
     for name, boxes in metadata.state_dict_metadata.items():
@@ -368,7 +377,7 @@ def read(storage: Storage, path: str = "") -> Contents:
         rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
         keys = (metadata.flat_mapping or {}).get(name)
         builder.set_path(name, keys or (name,))
-    arrays = _Arrays(storage)
+    arrays = _Arrays(storage, allow)
     for index, file in metadata.storage_metadata.items():
         where = f"{storage.url}/{file}: {index.tensor_key}"
         if index.tensor_key not in rows:
@@ -391,6 +400,7 @@ class _Arrays:
     """The arrays of data files; each file is looked into once."""
 
     storage: Storage
+    allow: Collection[str]
     known: dict[str, dict[str, StoredArray]] = field(default_factory=dict)
 
     def find(self, path: str, name: str) -> StoredArray:
@@ -401,7 +411,7 @@ class _Arrays:
         """
         if path not in self.known:
             try:
-                self.known[path] = find_arrays(self.storage, path)
+                self.known[path] = find_arrays(self.storage, path, allow=self.allow)
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
                     f"{self.storage.url}/{path}: missing, though the metadata name it"

@@ -111,14 +111,14 @@ FORMATS: tuple[Format, ...] = (
         paddle.NAME,
         paddle.LOOKS_FOR,
         lambda place: not place.file and paddle.recognise(place.storage),
-        lambda place: paddle.read(place.storage, place.file),
+        lambda place: paddle.read(place.storage, place.file, allow=place.allow),
         lists=True,
     ),
     Format(
         flat_param.NAME,
         flat_param.LOOKS_FOR,
         lambda place: not place.file and flat_param.recognise(place.storage),
-        lambda place: flat_param.read(place.storage),
+        lambda place: flat_param.read(place.storage, allow=place.allow),
         lists=True,
     ),
 )

@@ -65,8 +65,8 @@ class ShardOptim:
                 `use_orig_params=True`, in FSDP2, or not at all.
 
         Returns:
-            A state dict for `load_state_dict` of an optimizer that has the parameters of `model`
-            in the groups and the order in which they were saved.
+            A state dict for `load_state_dict` of an optimizer whose groups have the parameters that
+            they had when they were saved, each group in the order of `model.parameters()`.
 
         Raises:
             MismatchError: If the model lacks parameters of the optimizer, or has others.
@@ -77,15 +77,16 @@ class ShardOptim:
         parameters = dict(model.named_parameters())
         names = entry_names(model, parameters)
         by_name = {names[raw].name: parameter for raw, parameter in parameters.items()}
-        saved = [name for group in groups for name in group["params"]]
-        missing = sorted(set(saved) - by_name.keys())
+        saved = {name for group in groups for name in group["params"]}
+        missing = sorted(saved - by_name.keys())
         if missing:
             raise MismatchError(
                 f"the model has no parameters {', '.join(missing[:10])}, for which optimizer state "
                 "is stored; FSDP1 needs use_orig_params=True",
                 missing=tuple(missing),
             )
-        numbers = {name: number for number, name in enumerate(saved)}
+        order = [name for name in by_name if name in saved]
+        numbers = {name: number for number, name in enumerate(order)}
         state: dict[int, dict[str, torch.Tensor]] = {}
         for full in self._checkpoint.index:
             name, _, key = full.removeprefix(_STATE).rpartition(".")
@@ -93,13 +94,14 @@ class ShardOptim:
                 own = self._read_state(full, entries[name], by_name[name])
                 state.setdefault(numbers[name], {})[key] = own
         for group in groups:
-            group["params"] = [numbers[name] for name in group["params"]]
+            group["params"] = sorted(numbers[name] for name in group["params"])
         return {"state": state, "param_groups": groups}
 
     def _groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with the names of their parameters."""
         groups: dict[int, dict[str, Any]] = {}
-        for name, value in self._checkpoint.values.items():
+        options = {**self._checkpoint.values, **self._checkpoint.lists}
+        for name, value in options.items():
             if name.startswith(_GROUPS):
                 number, _, option = name.removeprefix(_GROUPS).partition(".")
                 groups.setdefault(int(number), {})[option] = value
