@@ -246,6 +246,39 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
         call(torch.zeros(4, 4))
 
 
+def test_optimizer_state_of_a_transposed_weight_is_transposed() -> None:
+    class Head(nn.Linear):
+        def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
+            name = f"{prefix}weight"
+            return {name: shard_weight(name, self.weight.detach(), transposed=True)}
+
+    head, plain = Head(3, 5, bias=False), nn.Linear(5, 3, bias=False)
+    source, target = optimizer_with_state(head, 1), torch.optim.AdamW(plain.parameters())
+    storage = MemoryStorage()
+    remesh.save({"head": head, "optimizer": source}, storage)
+    remesh.load({"head": plain, "optimizer": target}, storage, unexpected="error")
+    assert torch.equal(plain.weight, head.weight.t())
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = target.state[plain.weight][key]
+        assert torch.equal(moment, source.state[head.weight][key].t())
+
+
+def test_resharding_live_from_shards_to_the_whole() -> None:
+    source = whole_state("tied", 2)
+
+    def reshard(exchange: Exchange) -> None:
+        shards = fresh_state(exchange.rank, 2, "tied")
+        remesh.reshard(source if exchange.rank == 0 else {}, shards, group=exchange)
+        target = fresh_state(0, 1, "tied") if exchange.rank == 1 else {}
+        remesh.reshard(shards, target, group=exchange)
+        if exchange.rank == 1:
+            found, expected = by_name(target), by_name(source)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    run_ranks(2, reshard)
+
+
 def test_a_marked_shard_that_nobody_declares_is_refused() -> None:
     for mark in ("tensor_model_parallel", "is_distributed"):
         model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))

@@ -22,7 +22,9 @@ views of its own memory (`parts_like`).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -61,6 +63,35 @@ class NamedModule:
 
     module: nn.Module
     names: Names
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensors:
+    """The tensors of a root's state dict, extra state left out.
+
+    Attributes:
+        by_key: By key.
+        keys: The keys in alphabetical order, in which those of a module are neighbours.
+    """
+
+    by_key: dict[str, torch.Tensor]
+    keys: list[str]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, object]) -> _Tensors:
+        """Those of a state dict."""
+        tensors = {
+            key: entry
+            for key, entry in entries.items()
+            if isinstance(entry, torch.Tensor) and not key.endswith(EXTRA_STATE)
+        }
+        return cls(tensors, sorted(tensors))
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that begin with a prefix."""
+        first = bisect.bisect_left(self.keys, prefix)
+        following = itertools.islice(self.keys, first, None)
+        return list(itertools.takewhile(lambda key: key.startswith(prefix), following))
 
 
 def module_of(leaf: nn.Module | NamedModule) -> nn.Module:
@@ -111,19 +142,20 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
             is marked as a shard is not described.
     """
     entries: dict[str, object] = module.state_dict()
+    tensors = _Tensors.of(entries)
     spoken_for: dict[str, ShardedTensor] = {}
     for child, raw_prefix, clean in _children(module, "", prefix):
-        spoken_for |= _declared_under(child, raw_prefix, clean, entries)
+        spoken_for |= _declared_under(child, raw_prefix, clean, tensors)
     refuse_marked(module, spoken_for, prefix)
     names = entry_names(module, entries)
     result = {}
-    for raw, entry in entries.items():
+    for raw, tensor in tensors.by_key.items():
         if raw in spoken_for:
             result[prefix + raw] = spoken_for[raw]
-        elif isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
+        else:
             name = prefix + names[raw].name
-            shape = tuple(entry.shape)
-            result[prefix + raw] = ShardedTensor(name, shape, parts_of(entry, name), None)
+            shape = tuple(tensor.shape)
+            result[prefix + raw] = ShardedTensor(name, shape, parts_of(tensor, name), None)
     return result
 
 
@@ -145,7 +177,7 @@ def declared_shards(
     Raises:
         StateError: See `default_sharded_state_dict`.
     """
-    spoken_for = _declared_under(module, "", "", entries)
+    spoken_for = _declared_under(module, "", "", _Tensors.of(entries))
     refuse_marked(module, spoken_for, f"{where}." if where else "")
     return spoken_for
 
@@ -235,7 +267,7 @@ def _children(module: nn.Module, raw: str, clean: str) -> list[tuple[nn.Module, 
 
 
 def _declared_under(
-    module: nn.Module, raw_prefix: str, prefix: str, entries: Mapping[str, object]
+    module: nn.Module, raw_prefix: str, prefix: str, tensors: _Tensors
 ) -> dict[str, ShardedTensor]:
     """What a module and those below it say, by key of the root's state dict."""
     while (attribute := inner_attribute(module)) is not None:
@@ -245,10 +277,10 @@ def _declared_under(
     if not callable(method):
         found: dict[str, ShardedTensor] = {}
         for child in _children(module, raw_prefix, prefix):
-            found |= _declared_under(*child, entries)
+            found |= _declared_under(*child, tensors)
         return found
     said: Mapping[str, object] = method(prefix)
-    return _checked(said, module, raw_prefix, prefix, entries)
+    return _checked(said, module, raw_prefix, prefix, tensors)
 
 
 def _checked(
@@ -256,7 +288,7 @@ def _checked(
     module: nn.Module,
     raw_prefix: str,
     prefix: str,
-    entries: Mapping[str, object],
+    tensors: _Tensors,
 ) -> dict[str, ShardedTensor]:
     """What a method said, by key of the root's state dict, once it is known to be sound."""
     where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
@@ -270,22 +302,15 @@ def _checked(
                 f"{where}: {key!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}; "
                 "each entry must be a remesh.ShardedTensor"
             )
-        entry = entries.get(raw)
-        if not key.startswith(prefix) or not isinstance(entry, torch.Tensor):
+        entry = tensors.by_key.get(raw)
+        if not key.startswith(prefix) or entry is None:
             raise StateError(
                 f"{where}: {key!r} is no tensor of the module's state dict. A key is the prefix "
                 "and the name in the module; the name in the checkpoint is the ShardedTensor's."
             )
         _check_views(tensor, entry, where)
         found[raw] = tensor
-    tensors = {
-        raw
-        for raw, entry in entries.items()
-        if raw.startswith(raw_prefix)
-        and isinstance(entry, torch.Tensor)
-        and not raw.endswith(EXTRA_STATE)
-    }
-    left_out = sorted(tensors.difference(found))
+    left_out = [raw for raw in tensors.under(raw_prefix) if raw not in found]
     if left_out:
         raise StateError(
             f"{where} leaves out {', '.join(left_out)}; start from "
