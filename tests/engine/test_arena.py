@@ -1,0 +1,164 @@
+"""The arena and what stages through it: budgets, sharing, pinning, and queues of copies."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.geometry import Box
+from remesh.memory import CarrierArray, Span
+from remesh.pipeline import FileLayout, FilePiece
+from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
+from remesh.pipeline.stage import Filled, StagedWriter, Stager
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
+from remesh.storage import Buffer, MemoryStorage
+
+PAGE = mmap.PAGESIZE
+
+
+def test_a_shared_arena_is_seen_through_its_descriptor() -> None:
+    num_chunks = SHARED_SLAB_CHUNKS + 3
+    arena = Arena(2 * PAGE, PAGE, shared=True)
+    stop = threading.Event()
+    chunks = [arena.take(stop) for _ in range(2)]
+    arena.grow(num_chunks * PAGE)
+    chunks += [arena.take(stop) for _ in range(num_chunks - 2)]
+    other = SharedChunks(arena.file, PAGE)
+    slots = set()
+    for number, chunk in enumerate(chunks):
+        assert chunk is not None
+        assert chunk.buffer.size == PAGE
+        chunk.buffer[:] = number % 251
+        assert (other.chunk(chunk.slot).buffer == number % 251).all()
+        slots.add(chunk.slot)
+    assert slots == set(range(num_chunks))
+    assert arena.num_bytes == arena.budget == num_chunks * PAGE
+    arena.close()
+    assert arena.num_bytes == 0
+
+
+def test_warming_touches_what_later_is_taken() -> None:
+    arena = Arena(5 * PAGE, PAGE)
+    arena.warm(3 * PAGE)
+    assert arena.num_bytes == 5 * PAGE  # whole slabs, within the budget
+    taken = [arena.take(threading.Event()) for _ in range(5)]
+    assert len({chunk.slot for chunk in taken if chunk is not None}) == 5
+
+
+def test_every_slab_is_pinned_and_unpinned() -> None:
+    pinned: list[int] = []
+    unpinned: list[int] = []
+
+    def pin(buffer: Buffer) -> Callable[[], None]:
+        pinned.append(buffer.size)
+        return lambda: unpinned.append(buffer.size)
+
+    arena = Arena(PAGE, PAGE)
+    arena.pin_with(pin)
+    for _ in range(2):
+        assert arena.take(threading.Event()) is not None
+        arena.grow(arena.budget + 20 * PAGE)
+    assert sum(pinned) == arena.num_bytes
+    arena.close()
+    assert sorted(unpinned) == sorted(pinned)
+
+
+@dataclass
+class Queue:
+    """Copies that are done when somebody waits for them."""
+
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        CURRENT.queue = self
+
+    def __exit__(self, *_error: object) -> None:
+        CURRENT.queue = None
+
+    def mark(self) -> Callable[[], None]:
+        queued, self.pending = self.pending, []
+
+        def wait() -> None:
+            for copy in queued:
+                copy()
+
+        return wait
+
+
+CURRENT = threading.local()
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory that is only copied through the queue that is entered."""
+
+    array: npt.NDArray[Any]
+    device: str = "cuda:0"
+
+    @property
+    def carrier(self) -> CarrierDType:
+        return self.array.dtype
+
+    @property
+    def span(self) -> Span | None:
+        return None
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        raise AssertionError("not queued")
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        raise AssertionError("not read")
+
+    def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
+        source = self.array[box.slices]
+        CURRENT.queue.pending.append(lambda: np.copyto(into, source))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 7])
+def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> None:
+    size = 6 * CHUNK_SIZE // 8 + 17
+    source = np.random.default_rng(0).random(size)
+    header = bytes(range(256)) * 16
+    piece = FilePiece(DeviceMemory(source), (size,), BY_NAME["float64"], len(header))
+    num_bytes = len(header) + source.nbytes
+    layout = FileLayout(header, [piece], [len(header)], num_bytes)
+    arena = Arena(num_chunks * CHUNK_SIZE, CHUNK_SIZE)
+    storage = MemoryStorage()
+    expected = np.frombuffer(header + source.tobytes(), np.uint8)
+
+    def check_and_put(filled: Filled) -> None:
+        start = filled.number * CHUNK_SIZE
+        found = filled.chunk.buffer[: filled.num_bytes]
+        np.testing.assert_array_equal(found, expected[start : start + filled.num_bytes])
+        writer.put(filled)
+
+    stager = Stager(layout, arena, check_and_put, Queue)
+    assert stager.fits == (num_chunks == 7)
+    writer = StagedWriter(arena.give, at_once=not stager.fits)
+
+    def write() -> None:
+        writer.write(
+            lambda: ChunkWriter(storage, "file", num_bytes),
+            lambda _size: None,
+            stager.cancel,
+            lambda: None,
+        )
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    staged: list[int] = []
+    stager.stage(staged.append)
+    source[:] = -1.0  # what comes after must not reach what is stored
+    writer.end()
+    thread.join(30)
+    assert sum(staged) == num_bytes
+    assert storage.read("file") == expected.tobytes()
+    assert arena.num_bytes <= num_chunks * CHUNK_SIZE
