@@ -15,7 +15,8 @@ xxh3-128 digest. Checkpoints of other systems have no digests; `block_size` is 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,8 +239,9 @@ class Index(Mapping[str, StoredTensor]):
         start, stop = self.piece_range(row)
         tensors = self.boxes.tensors
         shape = tensors.shape(row)
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * tensors.dtype(row).itemsize
-        return StoredTensor(name, tensors.dtype(row).name, shape, stop - start, num_bytes)
+        dtype = tensors.dtype(row)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return StoredTensor(name, dtype.name, shape, stop - start, num_bytes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -257,6 +259,40 @@ class Index(Mapping[str, StoredTensor]):
     def piece_range(self, row: int) -> tuple[int, int]:
         """First and one past the last piece of a tensor, as rows of `boxes`."""
         return int(self._first_piece[row]), int(self._first_piece[row + 1])
+
+    def without(self, is_removed: Callable[[str], bool]) -> Index:
+        """The index without some tensors, by name; an alias stays if the tensor itself does."""
+        tensors = self.boxes.tensors
+        kept = [row for row, name in enumerate(tensors.names) if not is_removed(name)]
+        left = TensorTable(
+            tuple(tensors.names[row] for row in kept),
+            tensors.dtypes[kept],
+            tensors.ndims[kept],
+            tensors.shapes[kept],
+        )
+        new_row = np.full(len(tensors), -1, dtype=np.int64)
+        new_row[kept] = np.arange(len(kept))
+        tensor = new_row[self.boxes.tensor]
+        pieces = tensor >= 0
+        boxes = BoxTable(
+            left, tensor[pieces], self.boxes.offsets[pieces], self.boxes.extents[pieces]
+        )
+        names = set(left.names)
+        aliases = {
+            alias: name
+            for alias, name in self.aliases.items()
+            if name in names and not is_removed(alias)
+        }
+        return Index(
+            boxes,
+            self.file[pieces],
+            self.position[pieces],
+            self.files,
+            aliases,
+            self.block_size,
+            self.digests,
+            self.first_block,
+        )
 
     def pieces(self, name: str) -> list[Piece]:
         """What a tensor is cut into."""

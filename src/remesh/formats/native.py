@@ -424,6 +424,27 @@ def read_small_files(storage: Storage) -> NativeFiles:
     )
 
 
+def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
+    """Give a checkpoint another index over the same data files.
+
+    Readers see the old one until they see the new one, because the record is replaced in one step.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    data = index.encode()
+    digest = hex_digest(data)
+    path = f"{data_folder(record.save_id)}/index-{digest[:12]}.safetensors"
+    if path == record.index.path:
+        return
+    storage.put(path, data, overwrite=True)
+    changed = msgspec.structs.replace(
+        record, index=FileRecord(path=path, num_bytes=len(data), digest=digest)
+    )
+    storage.put(RECORD_NAME, encode_record(changed), overwrite=True)
+    storage.delete(record.index.path)
+
+
 def _read_checked(storage: Storage, file: FileRecord) -> bytes:
     try:
         data = storage.read(file.path)

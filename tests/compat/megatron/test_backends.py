@@ -28,7 +28,7 @@ from remesh.compat.megatron import (
 from remesh.compat.megatron.serialization import load, save
 from tests.compat.megatron.layouts import flat_shards, row_shards
 
-BACKENDS = ["remesh", "torch_dist"]
+BACKENDS = ["remesh", "torch_dist", "zarr"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -231,7 +231,7 @@ def test_irregular_shards_with_a_hole_are_refused(tmp_path: Path, backend: str) 
         with pytest.raises(CheckpointingException, match=r"nobody holds \[1:2\]"):
             save(
                 {"a": shard(0, 1), "b": shard(2, 4)},
-                tmp_path,
+                tmp_path / str(validate),
                 (backend, 1),
                 validate_access_integrity=validate,
             )
@@ -373,6 +373,18 @@ def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text("{")
     with pytest.raises(CheckpointingException, match=r"metadata\.json: not the config"):
         load({}, tmp_path)
+
+
+def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path) -> None:
+    keys = ("optimizer.a", "optimizer.b", "model.a")
+    save({key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in keys}, tmp_path)
+    for _ in range(2):
+        dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")
+        assert set(dist_checkpointing.load_tensors_metadata(tmp_path)) == {"model.a"}
+        assert dist_checkpointing.load_plain_tensors(tmp_path)["model.a"].tolist() == [1, 1, 1]
+        assert remesh.Checkpoint(tmp_path).verify().ok
+    with pytest.raises(CheckpointingException, match=r"optimizer\.a"):
+        load({"a": ShardedTensor.from_rank_offsets("optimizer.a", torch.ones(3))}, tmp_path)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ allowed. What comes back has the structure of what was asked for, with tensors a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from remesh.checkpoint import SaveHandle, Saver, load
 from remesh.checkpoint.loading import open_shared
@@ -44,11 +44,15 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     Args:
         backend: Format that is written.
         version: Its version.
+        writer: What writes saves beside the training: threads of this process, or a process of its
+            own, which neither shares the interpreter with the trainer nor dies with it.
     """
 
-    def __init__(self, backend: str, version: int = 1) -> None:
+    def __init__(
+        self, backend: str, version: int = 1, *, writer: Literal["thread", "process"] = "thread"
+    ) -> None:
         super().__init__(backend, version)
-        self._saver = Saver()
+        self._saver = Saver(writer=writer)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -69,6 +73,15 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         with as_checkpointing_exception():
             state = state_to_save(sharded_state_dict)
             self._saver.save(state, storage_of(checkpoint_dir), overwrite=True)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and give memory and process back.
+
+        Raises:
+            CheckpointingException: If that save failed.
+        """
+        with as_checkpointing_exception():
+            self._saver.close()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Prepare a save: scheduling it stages the state and begins to write. Collective.

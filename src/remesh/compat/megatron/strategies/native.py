@@ -6,10 +6,14 @@ there is no `common.pt`, and nothing is a pickle. `metadata.json` lies beside.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from remesh.compat.megatron.boxes import COMMON_KEY
-from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    storage_of,
+)
 from remesh.compat.megatron.mapping import ShardedObject
 from remesh.compat.megatron.objects import decode_object
 from remesh.compat.megatron.strategies.base import LoadCommonStrategy, SaveCommonStrategy
@@ -17,6 +21,8 @@ from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
+from remesh.formats import native
+from remesh.index import Index
 
 
 def common_object(common_state_dict: Any, rank: int) -> ShardedObject:
@@ -27,14 +33,37 @@ def common_object(common_state_dict: Any, rank: int) -> ShardedObject:
 
 
 class RemeshSaveShardedStrategy(EngineSaveShardedStrategy):
-    """Writes remesh's own format."""
+    """Writes remesh's own format; arguments as of `EngineSaveShardedStrategy`."""
 
-    def __init__(self, backend: str = "remesh", version: int = 1) -> None:
-        super().__init__(backend, version)
+    def __init__(
+        self,
+        backend: str = "remesh",
+        version: int = 1,
+        *,
+        writer: Literal["thread", "process"] = "thread",
+    ) -> None:
+        super().__init__(backend, version, writer=writer)
 
 
 class RemeshLoadShardedStrategy(EngineLoadShardedStrategy):
     """Reads remesh's own format."""
+
+    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
+        """Take the tensors whose keys begin with a prefix out of the index. Not collective.
+
+        Readers see the checkpoint with them until they see it without. Their bytes stay in the data
+        files, which hold others too.
+
+        Raises:
+            CheckpointingException: If there is no checkpoint.
+        """
+        storage = storage_of(checkpoint_dir)
+        with as_checkpointing_exception():
+            files = native.read_small_files(storage)
+            index = Index.decode(files.index_bytes, storage.url).without(
+                lambda name: name.startswith(key_prefix)
+            )
+            native.replace_index(storage, files.record, index)
 
 
 class RemeshSaveCommonStrategy(SaveCommonStrategy):

@@ -8,34 +8,15 @@ Megatron are read, though newer Megatron refuses them.
 
 from __future__ import annotations
 
-from typing import Any
-
-from remesh.checkpoint.foreign import save_as
-from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
-from remesh.compat.megatron.strategies.base import SaveShardedStrategy
-from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy, state_to_save
+from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
+from remesh.compat.megatron.strategies.foreign import ForeignSaveShardedStrategy
 
 
-class TorchDistSaveShardedStrategy(SaveShardedStrategy):
+class TorchDistSaveShardedStrategy(ForeignSaveShardedStrategy):
     """Writes backend `torch_dist`."""
 
-    def __init__(self, backend: str = "torch_dist", version: int = 1, **_options: Any) -> None:
-        super().__init__(backend, version)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects are written with the tensors."""
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Save; returns when the checkpoint is durable. Collective.
-
-        Raises:
-            CheckpointingException: On every rank, if something cannot be stored.
-        """
-        with as_checkpointing_exception():
-            state = state_to_save(sharded_state_dict)
-            save_as(state, storage_of(checkpoint_dir), format="torch_dcp", overwrite=True)
+    def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
+        super().__init__(backend, version, file_format="torch_dcp")
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
