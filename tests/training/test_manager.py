@@ -442,8 +442,8 @@ def test_a_rank_that_cannot_save_tells_the_others(tmp_path: Path) -> None:
     assert names(tmp_path) == ["0002"]
 
 
-def test_in_a_store_without_directories(tmp_path: Path) -> None:
-    root = f"memory://bucket-{tmp_path.name}/run"
+def train_pin_and_train_on(root: str) -> None:
+    """Two launches in a store that has no directories."""
     for first, last in ((1, 5), (6, 9)):
         with Manager(root, every=1, keep=[KeepLast(2), KeepEvery(4)], group=Alone()) as manager:
             state = state_of(0)
@@ -456,10 +456,21 @@ def test_in_a_store_without_directories(tmp_path: Path) -> None:
                 manager.wait()
                 catalog.pin(manager.checkpoints[-1].path)
     assert [info.step for info in manager.checkpoints] == [4, 5, 8, 9]
-    storage = open_storage(root)
-    assert {path.partition("/")[0] for path in storage.list()} == {
+    assert {path.partition("/")[0] for path in open_storage(root).list()} == {
         f"step_0000000{step}" for step in (4, 5, 8, 9)
     }
+
+
+def test_in_a_store_of_fsspec(tmp_path: Path) -> None:
+    train_pin_and_train_on(f"memory://bucket-{tmp_path.name}/run")
+
+
+@pytest.mark.slow
+def test_in_a_bucket() -> None:
+    from tests.storage.object_servers import BUCKET, s3_server
+
+    with s3_server():
+        train_pin_and_train_on(f"s3://{BUCKET}/run")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,40 @@ def test_every_kind_of_generator_goes_on_where_it_was() -> None:
         seeded.append({name: draw() for name, draw in draws.items()})
     assert seeded[0] == seeded[1]
     assert all(seeded[0][name] != first[name] for name in draws)
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "is_alone", "expected"),
+    [(True, True, [0, 1, 2]), (True, False, [1]), (False, True, [])],
+)
+def test_which_devices_are_the_process_s_own(
+    *, is_initialized: bool, is_alone: bool, expected: list[int]
+) -> None:
+    generators = [torch.Generator() for _ in range(3)]
+    module = SimpleNamespace(
+        default_generators=generators,
+        is_initialized=lambda: is_initialized,
+        current_device=lambda: 1,
+    )
+    fake: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(current_accelerator=lambda: torch.device("cuda")),
+        get_device_module=lambda _device: module,
+    )
+    found = rng._device_generators(fake, is_alone=is_alone)
+    assert [generators.index(one) for one in found] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_generator_of_a_device_goes_on_where_it_was() -> None:
+    torch.rand(3, device="cuda")
+    streams = rng.streams_of({}, is_alone=False)
+    rows = rng.rows_of(streams, rng.Roles({}, 0))
+    first = torch.rand(5, device="cuda")
+    rng.take_rows(streams, rows)
+    assert torch.equal(torch.rand(5, device="cuda"), first)
+    streams["device_0"].seed(5)
+    assert not torch.equal(torch.rand(5, device="cuda"), first)
 
 
 def test_derived_seeds_are_what_is_documented() -> None:

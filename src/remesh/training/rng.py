@@ -123,7 +123,7 @@ def _device_generators(torch: ModuleType, *, is_alone: bool) -> list[Any]:
         return []
     module = torch.get_device_module(accelerator)
     generators = getattr(module, "default_generators", ())
-    if not module.is_initialized() or not generators:
+    if not generators or not module.is_initialized():
         return []
     return list(generators) if is_alone else [generators[module.current_device()]]
 
