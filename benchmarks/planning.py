@@ -4,26 +4,31 @@ Every rank of a world holds a dim-0 shard of each of 1,000 tensors (FSDP2). Meas
 process: what one rank does to describe its part, what rank 0 does to decode and plan the save and
 to build and encode the index, the bytes that cross the network and lie in the index, and what one
 rank does to plan loading a dim-1 shard of everything (row to column, which touches every piece).
-
-`--dcp` adds torch.distributed.checkpoint's planners on the same pieces, for small worlds.
+Each world has a process of its own; times are those of its CPU, for other work on the machine does
+not concern them, and peak memory is that of rank 0 and of the rank that loads together.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
 from benchmarks.report import print_table, write_json
+from remesh.checkpoint.holdings import decode_holdings, encode_holdings
 from remesh.formats import native
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index, TensorTable, decode_columns, encode_columns
+from remesh.index import BoxTable, Index, TensorTable
 from remesh.integrity import BLOCK_SIZE
-from remesh.planner import Holdings, ReadLimits, SavePlan, plan_load, plan_save
+from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save
 from remesh.state import Role
 
 HIDDEN = 4096
@@ -31,9 +36,9 @@ HEADER_BYTES = 4096
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
+    started = time.process_time()
     result = action()
-    return time.perf_counter() - started, result
+    return time.process_time() - started, result
 
 
 def tensors_of(num_tensors: int, world_size: int) -> TensorTable:
@@ -46,15 +51,14 @@ def tensors_of(num_tensors: int, world_size: int) -> TensorTable:
 def holdings_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
     """What a rank sends to rank 0."""
     rows = int(tensors.shapes[0, 0]) // world_size
-    box = Box((rank * rows, 0), (rows, HIDDEN))
-    boxes = BoxTable.of(tensors, [(row, box) for row in range(len(tensors))])
-    roles = np.full(len(boxes), int(Role.EQUAL), dtype=np.int64)
-    return encode_columns({**boxes.columns(), "role": roles})
-
-
-def decode_holdings(data: bytes) -> Holdings:
-    columns, _ = decode_columns(data, "holdings")
-    return Holdings(BoxTable.from_columns(columns), columns["role"])
+    row = np.arange(len(tensors))
+    boxes = BoxTable(
+        tensors,
+        row,
+        np.tile(np.array([rank * rows, 0]), (len(row), 1)),
+        np.tile(np.array([rows, HIDDEN]), (len(row), 1)),
+    )
+    return encode_holdings(boxes, np.full(len(boxes), int(Role.EQUAL), dtype=np.int64))
 
 
 def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[native.Part]:
@@ -75,8 +79,11 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: holdings_of(tensors, 0, world_size))
     messages = [holdings_of(tensors, rank, world_size) for rank in range(world_size)]
-    decode_seconds, holdings = timed(lambda: [decode_holdings(data) for data in messages])
+    bytes_sent = len(messages[0])
+    decode_seconds, holdings = timed(lambda: decode_holdings(messages))
+    messages.clear()
     plan_seconds, plan = timed(lambda: plan_save(holdings))
+    holdings.clear()
     assign_seconds, assignments = timed(lambda: plan.assignments(world_size))
     parts = parts_of(plan, assignments)
     index_seconds, index = timed(lambda: native.build_index(plan.boxes, assignments, parts, {}))
@@ -96,24 +103,44 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
         "save_seconds_rank_0": sum(
             (decode_seconds, plan_seconds, assign_seconds, index_seconds, encode_seconds)
         ),
-        "bytes_sent_a_rank": len(messages[0]),
+        "bytes_sent_a_rank": bytes_sent,
         "index_bytes": len(encoded),
         "open_seconds_a_rank": open_seconds,
         "load_seconds_a_rank": load_seconds,
+        "load_bytes_read_a_rank": load_plan.bytes_read,
         "num_reads_a_rank": load_plan.num_runs,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
+def measure_apart(num_tensors: int, world_size: int) -> dict[str, float]:
+    """`measure` in a process of its own, so that its peak memory is that of this world."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, num_tensors, world_size).result()
+
+
+def growth_of(results: list[dict[str, float]]) -> dict[str, list[float]]:
+    """For each figure its exponents: how it grows from world to world, against the pieces."""
+    figures = ("save_seconds_rank_0", "index_bytes", "load_seconds_a_rank", "peak_bytes")
+    return {
+        name: [
+            math.log(large[name] / small[name]) / math.log(large["pieces"] / small["pieces"])
+            for small, large in pairwise(results)
+        ]
+        for name in figures
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 64, 1024])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384])
     parser.add_argument("--tensors", type=int, default=1000)
     arguments = parser.parse_args()
-    results = [measure(arguments.tensors, world_size) for world_size in arguments.ranks]
+    results = [measure_apart(arguments.tensors, world_size) for world_size in arguments.ranks]
+    growth = growth_of(results)
     print_table(
         f"Planning for {arguments.tensors} tensors",
-        ["ranks", "pieces", "save, rank 0", "sent a rank", "index", "open", "load plan a rank"],
+        ["ranks", "pieces", "save, rank 0", "sent a rank", "index", "open", "load a rank", "peak"],
         [
             [
                 f"{r['ranks']:,}",
@@ -123,11 +150,17 @@ def main() -> None:
                 f"{r['index_bytes'] / 1e6:.1f} MB",
                 f"{r['open_seconds_a_rank']:.3f} s",
                 f"{r['load_seconds_a_rank']:.3f} s",
+                f"{r['peak_bytes'] / 1e9:.2f} GB",
             ]
             for r in results
         ],
     )
-    write_json("planning", results)
+    print_table(
+        "Growth: x in figure ~ pieces^x, between each world and the one before",
+        ["figure", *(f"{r['ranks']:,} ranks" for r in results[1:])],
+        [[name, *(f"{x:.2f}" for x in exponents)] for name, exponents in growth.items()],
+    )
+    write_json("planning", {"worlds": results, "growth": growth})
 
 
 if __name__ == "__main__":

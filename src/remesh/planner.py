@@ -157,7 +157,12 @@ def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntA
         renumber.append(to_new)
     num_dims = max(table.shapes.shape[1] for table in tables)
     united = _gather_rows(tables, first_seen, num_dims)
+    compared: set[int] = set()
     for rank, (table, to_new) in enumerate(zip(tables, renumber, strict=True)):
+        # Ranks that hold parts of the same tensors may share one table.
+        if id(table) in compared:
+            continue
+        compared.add(id(table))
         same = (
             (united.dtypes[to_new] == table.dtypes)
             & (united.ndims[to_new] == table.ndims)

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from remesh import values
+from remesh.checkpoint.holdings import decode_holdings, encode_holdings
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
@@ -43,7 +44,6 @@ from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, decode_columns, encode_columns
 from remesh.integrity import raw_digest
 from remesh.pipeline import FileLayout, FilePiece
 from remesh.planner import Holdings, SavePlan, plan_save
@@ -210,7 +210,7 @@ class _Rank:
             _check_metadata(self.options.metadata)
         description = describe_local(state)
         self.tensors = tensors_to_store(description)
-        self.holdings = encode_columns({**self.tensors.boxes.columns(), "role": self.tensors.roles})
+        self.holdings = encode_holdings(self.tensors.boxes, self.tensors.roles)
         self.replicas = [
             element.unique_name for element in description.objects if not element.is_main_replica
         ]
@@ -244,7 +244,7 @@ class _Rank:
         cache, world_size = self.cache, self.exchange.world_size
         if not self.is_known:
             cache.key = b""
-            cache.holdings = [_decode_holdings(one.holdings) for one in described]
+            cache.holdings = decode_holdings([one.holdings for one in described])
             cache.plan = None
         if cache.plan is None:
             cache.plan = plan_save(cache.holdings)
@@ -294,11 +294,6 @@ class _Rank:
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
-
-
-def _decode_holdings(data: bytes) -> Holdings:
-    columns, _ = decode_columns(data, "holdings")
-    return Holdings(BoxTable.from_columns(columns), columns["role"])
 
 
 def file_layout(tensors: LocalTensors, rows: IntArray) -> FileLayout:

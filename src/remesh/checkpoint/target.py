@@ -16,7 +16,6 @@ from remesh import values
 from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, read_box
-from remesh.dtypes import BY_NAME
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange
 from remesh.geometry import Box
@@ -193,26 +192,28 @@ class Target:
         """Want this rank's part of a tensor from a stored one."""
         index = self.stored.index
         stored = index[source]
-        whole = Box.whole(stored.shape)
         for part in entry.parts:
+            if 0 in part.box.shape:
+                continue
             memory = self._memory(entry, part.data, stored.dtype)
-            box = part.box.intersect(whole)
-            if box != part.box:
-                self.zeros.append((memory, part.box.shape))
+            box: Box | None = part.box
+            if stored.shape != entry.global_shape:
+                box = part.box.intersect(Box.whole(stored.shape))
+                if box != part.box:
+                    self.zeros.append((memory, part.box.shape))
             if box is not None:
                 self._want_box(source, box, Want(part.box.offset, memory))
 
     def _want_box(self, source: str, box: Box, want: Want) -> None:
         """Want a box of a stored tensor."""
-        index = self.stored.index
-        self.boxes.append((index.row(source), box))
+        self.boxes.append((self.stored.index.row(source), box))
         self.wants.append(want)
-        self.bytes_needed += box.size * BY_NAME[index[source].dtype].itemsize
 
     def _plan(self) -> None:
         """Plan the reads of what is wanted."""
         index = self.stored.index
         wanted = BoxTable.of(index.boxes.tensors, self.boxes)
+        self.bytes_needed = int(wanted.num_bytes.sum())
         self.plan = plan_load(index, wanted, self.limits)
 
     def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
