@@ -204,6 +204,17 @@ def test_damage(copied: Path) -> None:
         loaded(copied, wanted)
 
 
+def test_boxes_that_leave_a_hole(copied: Path) -> None:
+    """The first stored box becomes a copy of one that is nowhere."""
+    data = (copied / "0.metadata").read_bytes()
+    replica = _string("replica_id") + b"\x94N"
+    assert data.count(replica) == 1
+    # The text is there once: the other boxes refer to it by its number in the memo.
+    (copied / "0.metadata").write_bytes(data.replace(replica, replica[:-1] + b"K\x01"))
+    with pytest.raises(CorruptCheckpointError, match=r"do not cover each element once of col"):
+        loaded(copied, whole(expected("two_rank")))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     sizes=st.dictionaries(st.text(min_size=1), st.sampled_from([0, 1, 63, 64, 70_000, 300_000])),

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats import restricted_pickle
@@ -392,7 +393,14 @@ def read(storage: Storage, path: str = "", *, allow: Collection[str] = ()) -> Co
         for box in boxes_of_array:
             builder.add_piece(row, box, file, position)
             position += box.size * itemsize
-    return Contents(NAME, builder.build(), builder.document)
+    index_of_all = builder.build()
+    faulty = [index_of_all.boxes.tensors.names[row] for row in faulty_tensors(index_of_all.boxes)]
+    if faulty:
+        raise CorruptCheckpointError(
+            f"{storage.url}/{path}: the stored boxes do not cover each element once of "
+            f"{', '.join(faulty[:10])}"
+        )
+    return Contents(NAME, index_of_all, builder.document)
 
 
 @dataclass(slots=True)
