@@ -263,6 +263,28 @@ def test_optimizer_state_of_a_transposed_weight_is_transposed() -> None:
         assert torch.equal(moment, source.state[head.weight][key].t())
 
 
+def test_nested_state_of_shards_keeps_its_containers() -> None:
+    def build(value: float) -> tuple[dict[str, Any], Any]:
+        model = Transformer(layers=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model.get_parameter("embedding.weight")
+        history = [torch.full_like(weight.detach(), value + n) for n in range(2)]
+        optimizer.state[weight] = {"history": history, "seen": (torch.tensor(value), {"n": value})}
+        return {"model": model, "optimizer": optimizer}, optimizer.state[weight]
+
+    state, expected = build(3.0)
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    for target, own in (build(4.0), build(5.0)):
+        remesh.load(target, storage, unexpected="error")
+        assert str(own) == str(expected)
+    fresh = fresh_state(0, 1, "transposed")
+    fresh["model"] = Transformer(layers=0)
+    fresh["optimizer"] = torch.optim.SGD(fresh["model"].parameters(), lr=0.1)
+    remesh.load(fresh, storage, unexpected="error")
+    assert str(fresh["optimizer"].state[fresh["model"].embedding.weight]) == str(expected)
+
+
 def test_resharding_live_from_shards_to_the_whole() -> None:
     source = whole_state("tied", 2)
 

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 
 from remesh.adapters.declared import EXTRA_STATE, NamedModule, module_of, new_name
 from remesh.adapters.flat import parts_of_range
@@ -137,20 +136,22 @@ def _originals(root: nn.Module, where: str) -> list[_Original]:
         if isinstance(module, FullyShardedDataParallel):
             handle: Any = module._handle
             if handle is not None:
-                _give_up_gathered(module, handle)
+                _give_up_gathered(handle)
                 prefix = f"{name}." if name else ""
                 found += _originals_of(handle, f"{prefix}_fsdp_wrapped_module.", where)
     return found
 
 
-def _give_up_gathered(module: FullyShardedDataParallel, handle: Any) -> None:
+def _give_up_gathered(handle: Any) -> None:
     """Let a module have its slices only, as before a forward pass.
 
     It may show its slices already and still keep what was gathered for the next pass.
     """
     is_used = hasattr(handle.flat_param, "_local_shard")
     if handle.uses_sharded_strategy and is_used and not handle.needs_unshard():
-        _reshard(module, handle, True)
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
 
 
 def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:

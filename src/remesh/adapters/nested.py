@@ -108,14 +108,30 @@ def visit_with_role(walk: Walk, path: Path, node: object, role: Role) -> Rebuild
 
 def leaves_of(node: object, path: Path) -> list[tuple[Path, object]]:
     """Paths and content of the leaves of a state, taken apart as `Walk.visit` does."""
-    children: list[tuple[str | int, object]] = []
-    if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
-        children = list(node.items())
-    elif isinstance(node, list | tuple) and not values.is_plain(node):
-        children = list(enumerate(node))
+    children = _children_of(node)
     if not children:
         return [(path, node)]
     return [leaf for key, child in children for leaf in leaves_of(child, (*path, key))]
+
+
+def sequences_of(node: object, path: Path) -> dict[Path, str]:
+    """Paths of the lists and tuples on the way to leaves, and which of the two they are."""
+    children = _children_of(node)
+    found = {}
+    if children and isinstance(node, list | tuple):
+        found[path] = "list" if isinstance(node, list) else "tuple"
+    for key, child in children:
+        found.update(sequences_of(child, (*path, key)))
+    return found
+
+
+def _children_of(node: object) -> list[tuple[str | int, object]]:
+    """What a container of a state holds; nothing for a leaf."""
+    if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
+        return list(node.items())
+    if isinstance(node, list | tuple) and not values.is_plain(node):
+        return list(enumerate(node))
+    return []
 
 
 def _undecided(

@@ -22,7 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from remesh.adapters.declared import has_form_of, local_of, parts_like
 from remesh.adapters.dtensor import local_tensor
 from remesh.adapters.memory import alias_key, torch_dtype
-from remesh.adapters.nested import describe_stored, leaves_of, visit_with_role
+from remesh.adapters.nested import (
+    describe_stored,
+    leaves_of,
+    sequences_of,
+    visit_with_role,
+)
 from remesh.adapters.placed import Placed, add_shards
 from remesh.errors import StateError
 from remesh.geometry import Box
@@ -167,6 +172,7 @@ def _visit_shards(
     """
     leaves = leaves_of(tensor.state, ()) if tensor.state else []
     for place in _held(tensor):
+        walk.description.sequences.update(sequences_of(tensor.state, (*base, place.name)))
         for suffix, leaf in leaves:
             path = (*base, place.name, *suffix)
             if _is_shard(leaf, suffix, tensor):
