@@ -167,7 +167,10 @@ class Background:
                     next_note = time.monotonic() + task.report_seconds
                 so_far = done
             if is_due:
-                self._board.put_progress(task.rank, so_far, task.num_bytes)
+                try:
+                    self._board.put_progress(task.rank, so_far, task.num_bytes)
+                except StorageError as error:
+                    _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
 
         return count
 
@@ -255,14 +258,24 @@ class Background:
             error.add_note(f"The other ranks could not be told: {also}")
 
 
-def tell_of_death(task: Task, error: BaseException) -> None:
-    """Leave the note of a failure for a background that cannot leave it itself any more.
+def bury(task: Task, error: BaseException) -> BaseException | None:
+    """What a save has come to on this rank whose background died.
 
-    A commit that was reached all the same stands: whoever sees the record looks no further.
+    The other ranks are told in its place. Files stay where they are, as after any death.
+
+    Args:
+        task: What it had to do.
+        error: How it died.
+
+    Returns:
+        The error, or None if the checkpoint was committed before.
     """
     board = Board(task.storage, task.save_id)
+    if board.is_committed():
+        return None
     put = board.put_end if task.rank == 0 else board.put_failure
     try:
         put(task.rank, error)
     except StorageError as also:
         error.add_note(f"The other ranks could not be told: {also}")
+    return error

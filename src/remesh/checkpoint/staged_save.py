@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
-from remesh.checkpoint.background import Background, Task, tell_of_death
+from remesh.checkpoint.background import Background, Task, bury
 from remesh.checkpoint.handle import SaveHandle, Status
 from remesh.checkpoint.wire import Begin, Cancel, Handed, Staged, encode_coordination
 from remesh.checkpoint.writer_process import WriterProcess
@@ -154,7 +154,7 @@ class SaveInProcess(StagedSave):
 
     def start(self, *, daemon: bool) -> None:
         """Tell the process; unless `daemon`, the interpreter does not end before the save."""
-        self._number = self._process.begin(self, self._first_message)
+        self._process.begin(self, self._first_message)
         threading.Thread(target=self._status.ended.wait, name="remesh-save", daemon=daemon).start()
 
     def free(self, slot: int) -> None:
@@ -197,10 +197,10 @@ class SaveInProcess(StagedSave):
             self._arena.give(chunk)
         self._stager.cancel()
         lost = ExchangeError(f"rank {self._task.rank}, {self._place}: {error}")
-        tell_of_death(self._task, lost)
-        self._end(lost)
+        self._end(bury(self._task, lost))
 
     def _first_message(self, number: int) -> Begin:
+        self._number = number
         task = self._task
         save = task.coordination
         return Begin(

@@ -87,6 +87,13 @@ class Told(_Message, frozen=True):
     num_bytes: int
 
 
+class Logged(_Message, frozen=True):
+    """To the trainer: a line for its log; the number means nothing."""
+
+    level: int
+    text: str
+
+
 class Ended(_Message, frozen=True):
     """To the trainer: the save has ended, well or with a failure."""
 
@@ -94,7 +101,7 @@ class Ended(_Message, frozen=True):
 
 
 ToWriter = Begin | Handed | Staged | Cancel | Abort
-ToTrainer = Freed | StopStaging | Told | Ended
+ToTrainer = Freed | StopStaging | Told | Logged | Ended
 
 
 class Channel:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,10 +34,12 @@ from remesh.checkpoint.wire import (
     Ended,
     Freed,
     Handed,
+    Logged,
     Outbox,
     Staged,
     StopStaging,
     Told,
+    ToTrainer,
     ToWriter,
     decode_coordination,
 )
@@ -67,6 +70,22 @@ class _Save:
     is_staged: threading.Event
 
 
+class _TrainersLog(logging.Handler):
+    """Says in the trainer's log what is said here; on this process's own when it is gone."""
+
+    def __init__(self, send: Callable[[ToTrainer], None], is_orphan: threading.Event) -> None:
+        super().__init__()
+        self._send = send
+        self._is_orphan = is_orphan
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        if not self._is_orphan.is_set():
+            self._send(Logged(0, record.levelno, record.getMessage()))
+        elif logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+
 class _WriterProcess:
     """The saves of this process and what they have in common."""
 
@@ -77,6 +96,7 @@ class _WriterProcess:
         self._saves: dict[int, _Save] = {}
         self._is_orphan = threading.Event()
         self._is_aborted = False
+        _LOGGER.addHandler(_TrainersLog(self._outbox.send, self._is_orphan))
 
     def run(self) -> None:
         """Follow the trainer's messages to their end, and the saves to theirs."""

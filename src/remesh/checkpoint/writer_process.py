@@ -11,6 +11,7 @@ how it ended. If the process dies, the saves that it had fail, and the other ran
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -27,12 +28,15 @@ from remesh.checkpoint.wire import (
     Channel,
     Ended,
     Freed,
+    Logged,
     StopStaging,
     Told,
     ToTrainer,
     ToWriter,
 )
 from remesh.errors import ExchangeError
+
+_LOGGER = logging.getLogger("remesh")
 
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[5:]; from remesh.checkpoint.writer_main import main; main()"
@@ -92,7 +96,7 @@ class WriterProcess:
         self._thread = threading.Thread(target=self._receive, name="remesh-writer", daemon=True)
         self._thread.start()
         # Also at the exit of the interpreter; who wants to wait for saves has done so by then.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
 
     @property
     def process_id(self) -> int:
@@ -104,12 +108,12 @@ class WriterProcess:
         """Whether the process has died."""
         return self._is_lost
 
-    def begin(self, save: Remote, message: Callable[[int], ToWriter]) -> int:
-        """Begin a save; returns its number.
+    def begin(self, save: Remote, message: Callable[[int], ToWriter]) -> None:
+        """Begin a save.
 
         Args:
             save: Is told what becomes of it.
-            message: Makes the first message, given the number.
+            message: Makes the first message, given the number that the save has from now on.
         """
         with self._lock:
             number = self._num_saves
@@ -120,7 +124,6 @@ class WriterProcess:
             self._lose_all()
         else:
             self._channel.send(message(number))
-        return number
 
     def send(self, message: ToWriter) -> None:
         """Say something about a save that was begun."""
@@ -135,6 +138,9 @@ class WriterProcess:
     def _receive(self) -> None:
         while (data := self._channel.receive()) is not None:
             message = msgspec.msgpack.decode(data, type=ToTrainer)
+            if isinstance(message, Logged):
+                _LOGGER.log(message.level, message.text)
+                continue
             save = self._saves.get(message.save)
             if save is None:
                 continue  # it has ended
@@ -172,8 +178,10 @@ class WriterProcess:
             )
 
 
-def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
-    """Let the process end, and see that it does."""
+def _end(process: subprocess.Popen[bytes], channel: Channel, owner: int) -> None:
+    """Let the process end, and see that it does; for a forked copy of its owner it is not one's."""
+    if os.getpid() != owner:
+        return
     channel.send(Abort(0))
     channel.end()
     try:

@@ -60,10 +60,11 @@ class Arena:
         self._fresh: list[Chunk] = []
         self._free: list[Chunk] = []
         self._num_chunks = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._pin: Pin | None = None
         self._unpin: list[Callable[[], None]] = []
-        self._file = os.memfd_create("remesh-arena", os.MFD_CLOEXEC) if shared else None
+        self._shared = shared
+        self._file: int | None = None
         self._slab_chunks = SHARED_SLAB_CHUNKS if shared else SLAB_CHUNKS
 
     @property
@@ -79,8 +80,11 @@ class Arena:
     @property
     def file(self) -> int:
         """The descriptor of a shared arena; slot `n` begins at `n * chunk_bytes` of the file."""
-        assert self._file is not None
-        return self._file
+        assert self._shared
+        with self._changed:
+            if self._file is None:
+                self._file = os.memfd_create("remesh-arena", os.MFD_CLOEXEC)
+            return self._file
 
     def grow(self, budget: int) -> None:
         """Raise the budget, if it is smaller."""
@@ -161,9 +165,8 @@ class Arena:
         Raises:
             MemoryError: If the system refuses.
         """
-        assert self._file is not None
         try:
-            os.ftruncate(self._file, num_bytes)
+            os.ftruncate(self.file, num_bytes)
         except OSError as error:
             raise MemoryError(
                 f"no shared memory of {num_bytes} bytes ({error}); raise `ulimit -f`, which counts "
@@ -180,7 +183,7 @@ class Arena:
             self._num_chunks += count
             if not count:
                 return
-            if self._file is not None:
+            if self._shared:
                 # Others map whole slabs. What was never touched takes no memory.
                 whole = -(-end // self._slab_chunks) * self._slab_chunks
                 self._resize(whole * self.chunk_bytes)
