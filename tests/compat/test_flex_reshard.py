@@ -156,6 +156,14 @@ def test_no_statements_are_no_transformation(config: dict[str, Any] | None) -> N
     assert target["w"].local_tensor.tolist() == [0, 1, 2, 3]
 
 
+def test_nothing_and_scalars() -> None:
+    reshard_sharded_state_dict({}, {})
+    target = {"s": make_replicated_sharded_weight("s", torch.tensor(0.0))}
+    source = {"s": make_replicated_sharded_weight("s", torch.tensor(3.0))}
+    reshard_sharded_state_dict(source, target)
+    assert target["s"].local_tensor == 3
+
+
 def test_a_faulty_configuration() -> None:
     with pytest.raises(StateError, match="aoa_config has no statements"):
         reshard_sharded_state_dict({}, {}, aoa_config={"statements": []})

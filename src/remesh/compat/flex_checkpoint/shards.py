@@ -17,9 +17,11 @@ import msgspec
 import torch
 
 from remesh.compat.flex_checkpoint.weights import ShardedWeight, merge_shard_info_list
+from remesh.coverage import faulty_tensors
 from remesh.errors import CoverageError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, boxes_of_flat_range, uncovered
+from remesh.index import BoxTable, TensorTable
 from remesh.sharded import Part, ShardedTensor, dtype_name
 
 
@@ -121,25 +123,39 @@ def check_src_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
             and its range is not known.
         CoverageError: If a part of a tensor is in no shard, or a shard leaves its tensor.
     """
+    boxes: dict[str, set[Box]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for key, infos in _as_infos(state_dict_shard_info).items():
         _check_dtypes(key, infos)
-        whole = Box.whole(infos[0].global_shape)
-        boxes = set()
+        shape = shapes[key] = infos[0].global_shape
         for info in infos:
             _check_form(key, info)
-            if info.global_shape != whole.shape:
+            if info.global_shape != shape:
                 raise StateError(
-                    f"{key}: shards disagree about the global shape, {whole.shape} and "
+                    f"{key}: shards disagree about the global shape, {shape} and "
                     f"{info.global_shape}"
                 )
-            boxes.update(_boxes_of(info))
-        outside = [box for box in boxes if not whole.contains(box)]
+        boxes[key] = {box for info in infos for box in _boxes_of(info) if box.size}
+        outside = [box for box in boxes[key] if not Box.whole(shape).contains(box)]
         if outside:
-            raise CoverageError(f"{key}: a shard holds {outside[0]} of shape {whole.shape}")
-        holes = uncovered(whole, sorted(boxes))
+            raise CoverageError(f"{key}: a shard holds {outside[0]} of shape {shape}")
+    _check_cover(shapes, boxes)
+
+
+def _check_cover(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, set[Box]]) -> None:
+    """Check that boxes leave no hole in any tensor.
+
+    Whether they overlap is not asked here; the engine refuses that by itself.
+    """
+    # The element type plays no part in this.
+    tensors = TensorTable.of([(key, "uint8", shape) for key, shape in shapes.items()])
+    rows = [(row, box) for row, key in enumerate(shapes) for box in boxes[key]]
+    for row in faulty_tensors(BoxTable.of(tensors, rows)):
+        key = tensors.names[row]
+        holes = uncovered(Box.whole(shapes[key]), sorted(boxes[key]))
         if holes:
             listed = ", ".join(map(str, holes[:4]))
-            raise CoverageError(f"{key}: no shard holds {listed} of shape {whole.shape}")
+            raise CoverageError(f"{key}: no shard holds {listed} of shape {shapes[key]}")
 
 
 def check_dst_state_dict_validity(state_dict_shard_info: ShardInfos) -> None:
