@@ -260,6 +260,40 @@ def test_steps_that_differ_do_not_fit_one_buffer() -> None:
         remesh.load({"model": module, "optimizer": flat_slices(module, 0, 1)}, storage)
 
 
+def test_numbers_of_a_buffer_are_one_for_all_its_parameters() -> None:
+    """A parameter of no dims beside others, and state that is a tensor or a number for each."""
+
+    def build(value: float) -> tuple[dict[str, Any], Any]:
+        spans = [FlatSpan("scale", (), 0), FlatSpan("weight", (2, 2), 1)]
+        flat = nn.Parameter(torch.zeros(6))
+        optimizer = torch.optim.SGD([flat], lr=0.1)
+        leaf = DescribedOptimizer(optimizer, {flat: flat_partition(spans, flat, start=0)})
+        if value:
+            moment = torch.arange(6.0) + value
+            product = torch.tensor(value)
+            optimizer.state[flat] = {"exp_avg": moment, "product": product, "steps": int(value)}
+        return {"o": leaf}, optimizer.state[flat]
+
+    storage = MemoryStorage()
+    remesh.save(build(7.0)[0], storage)
+    for before in (0.0, 8.0):
+        state, own = build(before)
+        remesh.load(state, storage, unexpected="error")
+        assert own["product"].shape == ()
+        assert own["product"].item() == own["steps"] == 7
+        assert own["exp_avg"].tolist()[:5] == [7, 8, 9, 10, 11]
+    state, _ = build(0.0)
+    per_parameter = {
+        "scale": {"exp_avg": torch.zeros(()), "steps": 1},
+        "weight": {"exp_avg": torch.zeros(2, 2), "steps": 2},
+    }
+    other = MemoryStorage()
+    groups = [{"lr": 0.1}]
+    remesh.save({"o": {"state": per_parameter, "param_groups": groups}}, other)
+    with pytest.raises(StateError, match=r"o\.state\.scale\.steps: .* for 2 parameters"):
+        remesh.load(state, other, missing="keep")
+
+
 def test_slices_on_copies_must_be_equal() -> None:
     def save(exchange: Exchange) -> None:
         module = model()

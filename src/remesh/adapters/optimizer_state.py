@@ -214,15 +214,12 @@ def _describe_leaf(
 ) -> Rebuild:
     """Describe a leaf of the state of a tensor for loading."""
     held = [(place, (*base, place.name, *suffix)) for place in _held(tensor)]
-    target = live
-    for place, path in held:
-        found = stored.tensor(name_of(path))
-        if found is not None:
-            target = _target(tensor, place, suffix, found, live)
-            break
-        if stored.has_value(name_of(path)):
-            values = [walk.add_value(leaf_path, None) for _, leaf_path in held]
-            return values[0]
+    if any(stored.has_value(name_of(path)) for _, path in held):
+        makes = [walk.add_value(path, None) for _, path in held]
+        return lambda loaded: _one_of([make(loaded) for make in makes], name_of(held[0][1]))
+    known = [(place, stored.tensor(name_of(path))) for place, path in held]
+    found = [(place, *tensors) for place, tensors in known if tensors is not None]
+    target = _target(tensor, suffix, found, live) if found else live
     for place, path in held:
         if _is_shard(target, suffix, tensor):
             _add_like(walk, path, target, tensor, place)
@@ -234,23 +231,43 @@ def _describe_leaf(
     return lambda _loaded: target
 
 
+def _one_of(values: list[object], where: str) -> object:
+    """The value that all parameters of a tensor have in common."""
+    if any(value != values[0] for value in values):
+        raise StateError(
+            f"{where}: one tensor of the optimizer stands for {len(values)} parameters, for which "
+            f"different values are stored, such as {values[0]!r}; it can keep only one"
+        )
+    return values[0]
+
+
 def _target(
     tensor: OptimizedTensor,
-    place: Placed,
     suffix: Path,
-    found: tuple[str, tuple[int, ...]],
+    found: list[tuple[Placed, str, tuple[int, ...]]],
     live: object,
 ) -> torch.Tensor:
-    """Where a stored tensor of the state is read to."""
-    assert place.shards is not None
-    dtype, shape = torch_dtype(found[0]), found[1]
+    """Where stored tensors of the state are read to.
+
+    Args:
+        tensor: What the state is of.
+        suffix: Place in its state.
+        found: Parameters that it stands for, with dtype and shape of what is stored for them.
+        live: What is at this place at present.
+    """
     if suffix == (tensor.own_key,):
         return tensor.tensor.detach()
+    dtype, shape = torch_dtype(found[0][1]), found[0][2]
+    is_shard = suffix[-1:] != ("step",) and all(
+        place.shards is not None and place.shards.global_shape == stored_shape
+        for place, _, stored_shape in found
+    )
     if isinstance(live, torch.Tensor) and live.dtype == dtype:
-        wanted = place.shards.global_shape if _is_shard(live, suffix, tensor) else live.shape
-        if tuple(wanted) == shape:
+        if _is_shard(live, suffix, tensor) and is_shard:
             return live
-    if suffix[-1:] != ("step",) and shape == place.shards.global_shape:
+        if not is_shard and tuple(live.shape) == shape:
+            return live
+    if is_shard:
         return torch.zeros_like(tensor.tensor.detach(), dtype=dtype)
     return _new_state(tensor, suffix[-1], dtype, shape)
 
