@@ -52,6 +52,34 @@ def test_another_layout(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("w.moment1_0"), numbers((4, 6)) + 50)
 
 
+def _optimizer_state(rank: int, cut_at: int) -> Weights:
+    """The three kinds that an optimizer has which cuts flattened tensors.
+
+    One parameter is shared by both ranks, one is all on rank 0, and a count is on both.
+    """
+    shared = make_replicated_sharded_weight("w.moment1_0", numbers((3, 4)))
+    begin, end = (0, cut_at) if rank == 0 else (cut_at, 12)
+    state = {shared.key: flat(shared, begin, end)}
+    if rank == 0:
+        owned = make_replicated_sharded_weight("v.moment1_0", numbers((2, 2), 50))
+        state[owned.key] = flat(owned, 0, 4)
+    count = make_replicated_sharded_weight("w.beta1_pow_acc_0", torch.tensor([0.9]))
+    return {**state, count.key: count}
+
+
+def _optimizer_round_trip(exchange: Exchange, path: Path) -> None:
+    save_state_dict(_optimizer_state(exchange.rank, 5), path, exchange)
+    wanted = _optimizer_state(1 - exchange.rank, 10)
+    target = {key: emptied(weight) for key, weight in wanted.items()}
+    load_state_dict(target, path, exchange)
+    for key, weight in wanted.items():
+        assert torch.equal(target[key].local_tensor, weight.local_tensor), key
+
+
+def test_documented_kinds_of_optimizer_state(tmp_path: Path) -> None:
+    run_ranks(2, _optimizer_round_trip, tmp_path)
+
+
 def value_at(path: Path, unique_id: int | None = None) -> float:
     target = {"w": make_replicated_sharded_weight("w", torch.zeros(1))}
     load_state_dict(target, path, unique_id=unique_id)

@@ -111,6 +111,41 @@ def test_documented_four_rank_layout() -> None:
     ]
 
 
+def _documented_layers(exchange: Exchange) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Global shape and offset of what a rank of each parallel layer holds; shapes only."""
+    hidden, rows = 1024, 250_000
+    layers: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, int]]] = {
+        "embedding": ({"weight": (rows, hidden)}, {"weight": 0}),
+        "column": ({"weight": (hidden, 64), "bias": (64,)}, {"weight": 1, "bias": 0}),
+        "row": ({"weight": (64, hidden), "bias": (hidden,)}, {"weight": 0}),
+        "head": ({"weight": (hidden, rows)}, {"weight": 1}),
+        "tied_head": ({"weight": (rows, hidden)}, {"weight": 0}),
+    }
+    found = {}
+    for name, (shapes, rules) in layers.items():
+        state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+        for weight in flex.build_sharded_state_dict(
+            state, rules, f"{name}.", group=exchange
+        ).values():
+            found[weight.key] = (weight.global_shape, weight.global_offset)
+    return found
+
+
+def test_documented_layers() -> None:
+    found = run_ranks(4, _documented_layers)
+    for rank in range(4):
+        first = 250_000 * rank
+        assert found[rank] == {
+            "embedding.weight": ((1_000_000, 1024), (first, 0)),
+            "column.weight": ((1024, 256), (0, 64 * rank)),
+            "column.bias": ((256,), (64 * rank,)),
+            "row.weight": ((256, 1024), (64 * rank, 0)),
+            "row.bias": ((1024,), (0,)),
+            "head.weight": ((1024, 1_000_000), (0, first)),
+            "tied_head.weight": ((1_000_000, 1024), (first, 0)),
+        }
+
+
 def test_one_rank_alone_has_everything() -> None:
     weight = flex.make_tp_sharded_tensor_for_checkpoint("w", torch.zeros(4, 6), 1)
     assert (weight.global_shape, weight.global_offset) == ((4, 6), (0, 0))
