@@ -16,7 +16,7 @@ from remesh.index import BoxTable, Index
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Want, read_runs
 from remesh.planner import ReadLimits, plan_load
-from remesh.state import Path
+from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage
 
 
@@ -34,6 +34,7 @@ class StoredState:
     document: native.ValuesDocument
     sequences: Mapping[Path, str] = field(init=False)
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
+    _containers: dict[str, Path] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
@@ -59,23 +60,35 @@ class StoredState:
         return f"{name}: no such tensor is stored{hint}"
 
     def has_value(self, name: str) -> bool:
-        """Whether a plain value of this name is stored."""
-        return name in self.document.values
+        """Whether a plain value of this name is stored, whole or taken apart."""
+        return name in self.document.values or self._parts_of(name) is not None
 
     def value(self, name: str) -> object:
         """A plain value."""
-        return values.decode(bytes(self.document.values[name]))
+        raw = self.document.values.get(name)
+        if raw is not None:
+            return values.decode(bytes(raw))
+        parts = self._parts_of(name)
+        if parts is None:
+            raise KeyError(name)
+        root, leaves = parts
+        return assemble({path: self.value(leaf) for path, leaf in leaves}, self.sequences, root)
+
+    def _parts_of(self, name: str) -> tuple[Path, list[tuple[Path, str]]] | None:
+        """A list or tuple that is stored item by item, as other systems do, and its items.
+
+        None if there is none of this name, or not all of it is plain values.
+        """
+        if self._containers is None:
+            self._containers = {name_of(path): path for path in self.sequences}
+        root = self._containers.get(name)
+        leaves = [] if root is None else self.under(root)
+        is_plain = bool(leaves) and all(leaf in self.document.values for _, leaf in leaves)
+        return (root, leaves) if root is not None and is_plain else None
 
     def merged_list(self, name: str) -> list[str] | None:
-        """A stored list of names, or None.
-
-        Other systems store such a list as a plain value.
-        """
-        if name not in self.document.values:
-            return self.document.lists.get(name)
-        found = self.value(name)
-        is_names = isinstance(found, list) and all(isinstance(item, str) for item in found)
-        return found if is_names else None  # type: ignore[return-value]
+        """A stored list of names, or None."""
+        return self.document.lists.get(name)
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
         """Path and name of every stored tensor, value and list whose path begins with `path`."""

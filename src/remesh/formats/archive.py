@@ -266,7 +266,7 @@ def row_major_pieces(
             f"{where}: its {math.prod(shape)} elements lie with strides {tuple(strides)}, almost "
             "singly; save it again after contiguous()"
         )
-    places = np.indices(counts, dtype=np.int64).reshape(len(counts), -1)
+    places = np.indices(counts, dtype=np.int64).reshape(len(counts), math.prod(counts))
     offsets = np.zeros((places.shape[1], len(shape)), dtype=np.int64)
     offsets[:, outside] = places.T
     box = tuple(shape[d] if d in inside else 1 for d in range(len(shape)))

@@ -182,6 +182,17 @@ class IndexBuilder:
         """Add an opaque value; one without an encoding is kept as its own error."""
         self.document.values[name] = msgspec.Raw(encoded(value, f"{self.storage.url}: {name}"))
 
+    def add_leaf(self, name: str, path: Path, value: object) -> None:
+        """Add an opaque value with a place in the state.
+
+        The names of an optimizer's parameters are a list that ranks know parts of.
+        """
+        is_names = type(value) is list and all(type(item) is str for item in value)
+        if is_names and path[-3:-2] == ("param_groups",) and path[-1] == "params":
+            self.document.lists[name] = [str(item) for item in value]  # type: ignore[attr-defined]
+        else:
+            self.add_value(name, value)
+
     def add_object(
         self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], value: object
     ) -> None:
@@ -207,8 +218,7 @@ class IndexBuilder:
             elif _is_container(node, at):
                 return None
             else:
-                name = walk.claim(at)
-                self.add_value(name, node)
+                self.add_leaf(walk.claim(at), at, node)
             return lambda _loaded: node
 
         try:

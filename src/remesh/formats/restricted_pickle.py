@@ -331,7 +331,10 @@ def _stand_ins() -> dict[str, object]:
     }
     for kind in (set, frozenset, complex, slice, int, float, bool, str, list, tuple, dict):
         table[f"builtins.{kind.__name__}"] = table[f"__builtin__.{kind.__name__}"] = kind
-    table["builtins.bytearray"] = Function(lambda *data: bytearray(_as_bytes(data[0])))
+    table["__builtin__.long"] = int
+    for module in ("builtins", "__builtin__"):
+        table[f"{module}.bytes"] = Function(_bytes)
+        table[f"{module}.bytearray"] = Function(lambda *args: bytearray(_bytes(*args)))
     for moment in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
         table[f"datetime.{moment.__name__}"] = moment
     for path in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath"):
@@ -345,8 +348,12 @@ def _stand_ins() -> dict[str, object]:
     return table
 
 
+def _bytes(data: bytes | str = b"", encoding: str = "latin1") -> bytes:
+    return data.encode(_latin1(encoding)) if isinstance(data, str) else _as_bytes(data)
+
+
 def _latin1(encoding: str) -> str:
-    if encoding != "latin1":
+    if encoding not in {"latin1", "latin-1"}:
         raise ValueError(f"encoding {encoding!r}")
     return encoding
 

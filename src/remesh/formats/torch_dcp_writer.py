@@ -10,7 +10,7 @@ For Megatron, values that are equal on all ranks go to `common.pt`, nested as th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
 from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME
 from remesh.index import BoxTable
-from remesh.state import Path, assemble
+from remesh.state import Path, assemble, name_of
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -56,13 +56,34 @@ def frames(boxes: BoxTable, rank: int, save_id: str, grid: Grid) -> list[Frame]:
 def dcp_files(saved: Saved) -> list[SmallFile]:
     """The values and `.metadata`."""
     document = saved.document
-    plain = {name: values.decode(bytes(raw)) for name, raw in document.values.items()}
-    objects = {**plain, **document.lists, **_objects(saved)}
-    paths = {
-        name: _dcp_path(saved, name) for name in (*_tensor_names(saved), *plain, *document.lists)
-    }
+    objects: dict[str, object] = {}
+    paths = {name: _dcp_path(saved, name) for name in _tensor_names(saved)}
+    for name, raw in document.values.items():
+        for path, leaf in _dcp_leaves(_dcp_path(saved, name), values.decode(bytes(raw))):
+            paths[name_of(path)], objects[name_of(path)] = path, leaf
+    for name, items in document.lists.items():
+        paths[name], objects[name] = _dcp_path(saved, name), list(items)
     paths |= {name: (name,) for name in document.objects}
-    return _value_file_and_metadata(saved, objects, paths)
+    return _value_file_and_metadata(saved, {**objects, **_objects(saved)}, paths)
+
+
+def _dcp_leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    """A plain value as torch takes it apart: dicts, and lists that hold any, at any depth."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _dcp_leaves((*path, str(key)), item)
+    elif isinstance(value, list) and _holds_mapping(value):
+        for number, item in enumerate(value):
+            yield from _dcp_leaves((*path, number), item)
+    else:
+        yield path, value
+
+
+def _holds_mapping(items: list[object]) -> bool:
+    return any(
+        isinstance(item, Mapping) or (isinstance(item, list) and _holds_mapping(item))
+        for item in items
+    )
 
 
 def torch_dist_files(saved: Saved) -> list[SmallFile]:

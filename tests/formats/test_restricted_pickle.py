@@ -1,0 +1,207 @@
+"""Pickles are read by our own table of names: nothing that they ask for runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import os
+import pathlib
+import pickle
+import pickletools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remesh import values
+from remesh.errors import CorruptCheckpointError, PickleRefusedError
+from remesh.formats import pickle_writer
+from remesh.formats.restricted_pickle import Refused, loads, resolved
+
+
+def read(data: bytes, *, allow: tuple[str, ...] = (), lenient: bool = False) -> Any:
+    return resolved(loads(data, "file", allow=allow, lenient=lenient), "file")
+
+
+class _Reduced:
+    """Pickles as a call of anything."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+PLAIN = {
+    "list": [1, -(2**70), 2.5, True, None, "text", b"bytes"],
+    "tuple": (1, (2, ())),
+    "set": {1, 2},
+    "frozenset": frozenset({"a"}),
+    "complex": 1 + 2j,
+    "slice": slice(1, 2),
+    "bytearray": bytearray(b"ab"),
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "defaultdict": collections.defaultdict(int, {"a": 1}),
+    "date": dt.datetime(2024, 5, 6, tzinfo=dt.UTC),
+    "path": pathlib.PurePosixPath("a/b"),
+    "namespace": argparse.Namespace(lr=0.1, inner=types.SimpleNamespace(x=[1])),
+    "dtype": torch.bfloat16,
+    "size": torch.Size([2, 3]),
+    "device": torch.device("cuda", 1),
+}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_values_come_as_they_were(protocol: int) -> None:
+    found = read(pickle.dumps(PLAIN, protocol))
+    assert found.pop("path") == pathlib.Path("a/b")
+    assert found == {name: value for name, value in PLAIN.items() if name != "path"}
+    assert type(found["ordered"]) is collections.OrderedDict
+    assert type(found["namespace"]) is argparse.Namespace
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_numpy_arrays_and_scalars(protocol: int) -> None:
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array(["a", "bc"]),
+        np.array([True, False]),
+        np.zeros((0, 2)),
+    ]
+    found = read(pickle.dumps([*arrays, np.float64(2.5), np.int8(-3)], protocol))
+    for array, expected in zip(found, arrays, strict=False):
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(array, expected)
+    assert found[-2:] == [2.5, -3]
+
+
+@settings(max_examples=30)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    )
+)
+def test_what_the_writer_writes_python_reads_too(value: Any) -> None:
+    data = pickle_writer.dumps(value)
+    assert pickle.loads(data) == value
+    assert read(data) == value
+
+
+ATTACKS: dict[str, Callable[[str], bytes]] = {
+    "reduce": lambda command: pickle.dumps(_Reduced(os.system, command)),
+    "nested": lambda command: pickle.dumps({"a": [(1, _Reduced(os.system, command))]}),
+    "eval": lambda command: pickle.dumps(_Reduced(eval, f"__import__('os').system({command!r})")),
+    "global": lambda command: b"cos\nsystem\n(V" + command.encode() + b"\ntR.",
+    "inst": lambda command: b"(V" + command.encode() + b"\nios\nsystem\n.",
+    "obj": lambda command: b"(cos\nsystem\nV" + command.encode() + b"\no.",
+    "dotted": lambda command: (
+        b"\x80\x04\x8c\x08builtins\x8c\x10list.__class__.xx\x93\x8c\x01"
+        + command[:1].encode()
+        + b"\x85R."
+    ),
+    "getattr": lambda command: pickle.dumps(_Reduced(getattr, {}, "clear")),
+    "build": lambda command: pickle.dumps(
+        _Reduced(argparse.Namespace, state={"x": _Reduced(os.system, command)})
+    ),
+    "persistent id": lambda command: b"(Vstorage\ncos\nsystem\nV0\nVcpu\nK\x01tQ.",
+}
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_do_nothing(attack: str, lenient: bool, tmp_path: Path) -> None:
+    data = ATTACKS[attack](f"touch {tmp_path}/ran")
+    if lenient and attack not in {"dotted", "persistent id"}:
+        found = read(data, lenient=True)
+        assert next(values.unresolved(_plain(found)), None) is not None
+    else:
+        with pytest.raises((PickleRefusedError, CorruptCheckpointError), match="file"):
+            read(data, lenient=lenient)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _plain(found: Any) -> Any:
+    return vars(found) if isinstance(found, argparse.Namespace) else found
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cargparse\nNamespace\n", "ctorch\nSize\n", "ctorch\nFloatStorage\n", "ctorch\nfloat32\n"],
+)
+def test_a_pickle_cannot_change_what_names_stand_for(target: str) -> None:
+    for state in (b"(N}Vcall\nNst", b"}Vcall\nNs", b"(NN(NNt)t"):
+        data = target.encode() + state + b"b."
+        with pytest.raises(CorruptCheckpointError, match="not a pickle"):
+            loads(data, "file")
+    assert read(pickle.dumps(PLAIN["namespace"])) == PLAIN["namespace"]
+    assert read(pickle.dumps(torch.Size([1]))) == torch.Size([1])
+
+
+def test_a_refused_class_is_named_with_the_way_to_allow_it() -> None:
+    data = pickle.dumps({"seen": collections.Counter("aab"), "kept": 1})
+    with pytest.raises(PickleRefusedError) as caught:
+        loads(data, "run/common.pt")
+    assert caught.value.type_name == "collections.Counter"
+    assert "run/common.pt" in str(caught.value)
+    assert "allow=['collections.Counter']" in str(caught.value)
+
+    found = read(data, lenient=True)
+    assert found["kept"] == 1
+    assert found["seen"].type_name == "collections.Counter"
+    assert isinstance(loads(data, "file", lenient=True)["seen"], Refused)
+
+    allowed = read(data, allow=("collections.Counter",))
+    assert allowed == {"seen": collections.Counter("aab"), "kept": 1}
+
+
+def test_arrays_of_objects_are_refused() -> None:
+    with pytest.raises(PickleRefusedError):
+        read(pickle.dumps(np.array([object(), None])[1:]), allow=("builtins.object",))
+
+
+@given(st.binary(max_size=60))
+def test_noise_is_an_error_of_ours(noise: bytes) -> None:
+    for data in (noise, b"\x80\x02" + noise + b"."):
+        try:
+            read(data, lenient=True)
+        except (PickleRefusedError, CorruptCheckpointError):
+            continue
+
+
+@given(st.data())
+def test_a_damaged_pickle_is_an_error_or_harmless(data: st.DataObject) -> None:
+    whole = pickle.dumps(PLAIN)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    damaged = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
+    try:
+        read(damaged, lenient=True)
+    except (PickleRefusedError, CorruptCheckpointError):
+        return
+
+
+def test_cycles_end() -> None:
+    loop: list[Any] = [1]
+    loop.append({"again": loop})
+    found = read(pickle.dumps(loop))
+    assert found[1]["again"] is found
+
+
+def test_the_writer_names_nothing_of_ours() -> None:
+    call = pickle_writer.Call(pickle_writer.Global("torch", "Size"), ((1, 2),))
+    data = pickle_writer.dumps({"a": call, "b": call})
+    named = [arg for opcode, arg, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
+    assert named == ["torch Size"]
+    assert pickle.loads(data) == {"a": torch.Size([1, 2]), "b": torch.Size([1, 2])}
+    with pytest.raises(TypeError, match="object"):
+        pickle_writer.dumps([object()])

@@ -1,0 +1,356 @@
+"""Checkpoints of torch.distributed.checkpoint in one process, read in place and written."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import remesh
+from remesh.checkpoint.foreign import save_as
+from remesh.dtypes import DTYPES
+from remesh.formats.archive import row_major_pieces, scan_head
+from remesh.formats.archive_writer import frame, tensor_pickle
+from remesh.index import Index
+from remesh.storage import LocalStorage, Storage
+from remesh.testing.state_conformance import Arrays, FormatConformance
+
+# torch says so whenever it saves without a process group.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def dcp_save(state: dict[str, Any], folder: Path, **options: Any) -> None:
+    dcp.state_dict_saver.save(state, storage_writer=FileSystemWriter(folder, **options))
+
+
+class TestReading(FormatConformance):
+    def write(self, arrays: Arrays, folder: Path) -> None:
+        dcp_save({name: torch.from_numpy(array) for name, array in arrays.items()}, folder)
+
+    def open(self, folder: Path) -> tuple[Storage, Index]:
+        return LocalStorage(folder), remesh.Checkpoint(folder).index
+
+
+class TestWriting(FormatConformance):
+    def write(self, arrays: Arrays, folder: Path) -> None:
+        save_as(dict(arrays), folder, format="torch_dcp")
+
+    def open(self, folder: Path) -> tuple[Storage, Index]:
+        return LocalStorage(folder), remesh.Checkpoint(folder).index
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    made = {}
+    for dtype in DTYPES:
+        items = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+        items = items % 2 if dtype.name == "bool" else items
+        made[dtype.name] = items.view(getattr(torch, dtype.name)).reshape(2, 3)
+    return made
+
+
+def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
+
+
+def make_state() -> dict[str, Any]:
+    return {
+        "model": {
+            **every_dtype(),
+            "transposed": torch.arange(12.0).reshape(3, 4).t(),
+            "permuted": torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+            "channels_last": torch.arange(48.0)
+            .reshape(1, 3, 4, 4)
+            .contiguous(memory_format=torch.channels_last),
+            "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+            "empty": torch.empty(0, 3),
+        },
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "names": ["a", "b"]}],
+        "step": 7,
+        "config": {"name": "run", "dtype": torch.bfloat16, "nothing": None},
+    }
+
+
+def flat_bits(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return bits(state)
+    if isinstance(state, dict):
+        return {key: flat_bits(item) for key, item in state.items()}
+    return [flat_bits(item) for item in state] if isinstance(state, list) else state
+
+
+def test_everything_that_torch_saves_comes_back(tmp_path: Path) -> None:
+    dcp_save(make_state(), tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.format == "torch_dcp"
+    assert flat_bits(checkpoint.state()) == flat_bits(make_state())
+    assert checkpoint.index["model.transposed"].num_pieces == 3
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_everything_that_is_saved_comes_back_by_torch(tmp_path: Path) -> None:
+    save_as(make_state(), tmp_path / "saved", format="torch_dcp")
+    target = make_state()
+    for tensor in target["model"].values():
+        tensor.untyped_storage().fill_(1)
+    target["step"], target["config"]["name"] = 0, ""
+    dcp.state_dict_loader.load(target, checkpoint_id=tmp_path / "saved")
+    assert flat_bits(target) == flat_bits(make_state())
+
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert flat_bits(whole) == flat_bits(make_state())
+    assert flat_bits(remesh.Checkpoint(tmp_path / "saved").state()) == flat_bits(make_state())
+
+
+def test_a_model_and_its_optimizer_load_from_what_torch_saved(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp_save({"model": model_state, "optimizer": optimizer_state, "step": 3}, tmp_path)
+    other, other_optimizer = made(2)
+    state = remesh.load({"model": other, "optimizer": other_optimizer, "step": 0}, tmp_path)
+    assert state["step"] == 3
+    assert flat_bits(other.state_dict()) == flat_bits(model.state_dict())
+    expected, found = optimizer.state_dict(), other_optimizer.state_dict()
+    assert flat_bits(found["state"]) == flat_bits(expected["state"])
+    assert found["param_groups"] == expected["param_groups"]
+
+
+def test_the_safetensors_variant(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    dcp_save({**state, "step": 3}, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert flat_bits(checkpoint.state()) == flat_bits({**state, "step": 3})
+
+
+def write_flattened(folder: Path) -> np.ndarray[Any, Any]:
+    """What Megatron 0.15 wrote of flattened optimizer state: (4, 6) over a 2 x 1 grid."""
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    chunks, places, data = [], {}, b""
+    for row, start, stop in ((0, 0, 5), (0, 5, 12), (1, 0, 12)):
+        local = whole[2 * row : 2 * row + 2].reshape(-1)[start:stop]
+        box = ChunkStorageMetadata(torch.Size((row, 0, start)), torch.Size((1, 1, stop - start)))
+        path = folder / "piece"
+        torch.save(torch.from_numpy(local.copy()).view(1, 1, -1), path)
+        archive = path.read_bytes()
+        index = MetadataIndex("moment", box.offsets)
+        places[index] = dcp.filesystem._StorageInfo("__0_0.distcp", len(data), len(archive))
+        chunks.append(box)
+        data += archive
+    path.unlink()
+    (folder / "__0_0.distcp").write_bytes(data)
+    entry = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float32), torch.Size((2, 1, 12)), chunks
+    )
+    metadata = Metadata({"moment": entry}, storage_data=places)
+    metadata.mcore_data = {  # type: ignore[attr-defined]
+        "moment": {"nd_reformulated_orig_global_shape": (4, 6)}
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return whole
+
+
+def test_flattened_tensors_have_their_true_shape(tmp_path: Path) -> None:
+    whole = write_flattened(tmp_path)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.index["moment"].shape == (4, 6)
+    np.testing.assert_array_equal(checkpoint.read_array("moment"), whole)
+    box = remesh.Box((1, 2), (2, 3))
+    np.testing.assert_array_equal(checkpoint.read_array("moment", box), whole[1:3, 2:5])
+
+
+# ---------------------------------------------------------------------------------------------
+# What is damaged or unclear
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    dcp_save({"w": torch.arange(1000.0), "step": 7}, tmp_path)
+    return tmp_path
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "data cut": (lambda p: cut(p / "__0_0.distcp", 3000), "cut short"),
+    "data missing": (lambda p: (p / "__0_0.distcp").unlink(), "missing"),
+    "metadata cut": (lambda p: cut(p / ".metadata", 500), "not a pickle"),
+    "metadata empty": (lambda p: cut(p / ".metadata", 0), "not a pickle"),
+    "metadata of another kind": (
+        lambda p: (p / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        "not the metadata",
+    ),
+    "heads overwritten": (
+        lambda p: (p / "__0_0.distcp").write_bytes(bytes((p / "__0_0.distcp").stat().st_size)),
+        "__0_0.distcp",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error_before_anything_changes(damage: str, saved: Path) -> None:
+    break_it, says = DAMAGES[damage]
+    break_it(saved)
+    target = {"w": torch.zeros(1000), "step": 0}
+    with pytest.raises(remesh.CorruptCheckpointError, match=says):
+        remesh.load(target, saved)
+    assert target["step"] == 0
+    assert not target["w"].any()  # type: ignore[attr-defined]
+
+
+def test_metadata_that_names_other_classes_is_refused(saved: Path, tmp_path: Path) -> None:
+    (saved / ".metadata").write_bytes(
+        b"cos\nsystem\n(Vtouch " + str(tmp_path).encode() + b"/ran\ntR."
+    )
+    with pytest.raises(remesh.PickleRefusedError, match=r"os\.system"):
+        remesh.Checkpoint(saved)
+    assert not (tmp_path / "ran").exists()
+
+
+class Custom:
+    """A class that no checkpoint may name unasked."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+def test_a_refused_value_is_an_error_for_who_asks_for_it(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(2), "custom": Custom(), "step": 1}, tmp_path)
+    state = remesh.load({"w": torch.zeros(2), "step": 0}, tmp_path)
+    assert (state["w"].tolist(), state["step"]) == ([1, 1], 1)
+    with pytest.raises(remesh.MismatchError, match="Custom"):
+        remesh.load({"custom": None}, tmp_path)
+
+
+def test_compressed_checkpoints_are_refused(saved: Path) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd/1"]
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(remesh.FormatVersionError, match="zstd"):
+        remesh.Checkpoint(saved)
+
+
+def test_two_formats_in_one_directory(saved: Path, tmp_path: Path) -> None:
+    remesh.save({"step": 1}, saved)
+    with pytest.raises(remesh.StateError, match="say which"):
+        remesh.Checkpoint(saved)
+    assert remesh.Checkpoint(remesh.Source(saved, format="remesh")).values == {"step": 1}
+    assert remesh.Checkpoint(remesh.Source(saved, format="torch_dcp")).values == {"step": 7}
+    with pytest.raises(remesh.StateError, match="known are"):
+        remesh.Checkpoint(remesh.Source(saved, format="nonsense"))
+
+
+def test_an_unknown_directory_lists_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(remesh.CheckpointNotFoundError, match=r"\.metadata.*torch\.save"):
+        remesh.Checkpoint(tmp_path)
+
+
+def test_verify_says_that_there_are_no_digests(saved: Path) -> None:
+    checkpoint = remesh.Checkpoint(saved)
+    report = checkpoint.verify()
+    assert (report.ok, report.has_digests) == (True, False)
+    cut(saved / "__0_0.distcp", 5000)
+    assert [damage.tensors for damage in checkpoint.verify().damages] == [("w",)]
+    with pytest.raises(remesh.StateError, match="no commit record"):
+        _ = checkpoint.record
+
+
+def test_transformations_work(saved: Path) -> None:
+    rules = remesh.Transform.parse("w -> a, b, axis=0")
+    state = {"a": torch.zeros(500), "b": torch.zeros(500)}
+    remesh.load(state, saved, transform=rules)
+    assert torch.equal(torch.cat([state["a"], state["b"]]), torch.arange(1000.0))
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    save_as({"w": torch.zeros(3)}, tmp_path, format="torch_dcp")
+    before = set(tmp_path.iterdir())
+    with pytest.raises(remesh.CheckpointExistsError):
+        save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp")
+    assert set(tmp_path.iterdir()) == before
+    save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp", overwrite=True)
+    assert len(set(tmp_path.iterdir())) == len(before)
+    target = {"w": torch.zeros(3)}
+    dcp.state_dict_loader.load(target, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [1, 1, 1]
+    with pytest.raises(remesh.StateError, match="known are torch_dcp"):
+        save_as({"w": torch.ones(3)}, tmp_path, format="nonsense")
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+    )
+)
+def test_row_major_pieces_hold_every_element_once(case: tuple[list[int], list[int]]) -> None:
+    shape, order = case
+    whole = np.arange(np.prod(shape)).reshape(shape).transpose(order)
+    strides = [stride // whole.itemsize for stride in whole.strides]
+    memory = np.arange(whole.size)
+    found = np.full(whole.shape, -1)
+    offsets, box, starts = row_major_pieces(whole.shape, strides, "w")
+    for offset, start in zip(offsets.tolist(), starts.tolist(), strict=True):
+        region = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
+        found[region] = memory[start : start + np.prod(box, dtype=int)].reshape(box)
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
+    num_bytes = (1 << 32) + 12
+    dtype = next(dtype for dtype in DTYPES if dtype.name == "uint8")
+    head, tail = frame(tensor_pickle(dtype, (num_bytes,)), num_bytes, 0)
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:  # sparse: only the ends take room
+        file.write(head)
+        file.seek(len(head) + num_bytes - 1)
+        file.write(b"\x07" + tail)
+    tensor = torch.load(path, mmap=True, weights_only=True)
+    assert (tensor.shape, tensor[-1].item()) == ((num_bytes,), 7)
+    assert scan_head(head) == (tensor_pickle(dtype, (num_bytes,)), len(head))
+    last = remesh.Box((num_bytes - 1,), (1,))
+    assert remesh.Checkpoint(path).read_array("value", last).tolist() == [7]
+
+
+def test_a_partial_copy_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / "__0_0.distcp", tmp_path / "other.distcp")
+    (saved / ".metadata").unlink()
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(saved)
