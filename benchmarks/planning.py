@@ -75,6 +75,14 @@ def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[native.Part]:
     return parts
 
 
+def columns_of(index: Index, number: int, columns: int) -> BoxTable:
+    """A dim-1 shard of every tensor."""
+    tensors = index.boxes.tensors
+    rows = int(tensors.shapes[0, 0])
+    box = Box((0, number * columns), (rows, columns))
+    return BoxTable.of(tensors, [(row, box) for row in range(len(tensors))])
+
+
 def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: holdings_of(tensors, 0, world_size))
@@ -89,12 +97,15 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     index_seconds, index = timed(lambda: native.build_index(plan.boxes, assignments, parts, {}))
     encode_seconds, encoded = timed(index.encode)
     open_seconds, _ = timed(lambda: Index.decode(encoded, "index"))
+    # The last column is where most pieces are cut by the ends of windows.
     columns = max(HIDDEN // world_size, 1)
-    wanted = BoxTable.of(
-        index.boxes.tensors,
-        [(row, Box((0, 0), (int(tensors.shapes[row, 0]), columns))) for row in range(num_tensors)],
+    load_seconds, load_plan = max(
+        (
+            timed(lambda: plan_load(index, columns_of(index, number, columns), ReadLimits()))  # noqa: B023
+            for number in (0, HIDDEN // columns - 1)
+        ),
+        key=lambda found: found[0],
     )
-    load_seconds, load_plan = timed(lambda: plan_load(index, wanted, ReadLimits()))
     return {
         "ranks": world_size,
         "tensors": num_tensors,

@@ -447,10 +447,16 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
     must_cut = start // limits.window_bytes != (stop - 1) // limits.window_bytes
     itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
     gaps = longest_gaps(stored.extents[found.piece], found.extents, (stop - start) // itemsizes)
-    must_cut |= gaps * itemsizes > limits.gap_bytes
+    has_gaps = gaps * itemsizes > limits.gap_bytes
+    easy = np.flatnonzero(must_cut & ~has_gaps)
+    must_cut |= has_gaps
     if not must_cut.any():
         return found
-    parts = [found.take(~must_cut)]
+    between, is_done = _cut_between_steps(
+        index, found.take(easy), start[easy], stop[easy], limits.window_bytes
+    )
+    parts = [found.take(~must_cut), between]
+    must_cut[easy[is_done]] = False
     for row in np.flatnonzero(must_cut).tolist():
         piece = int(found.piece[row])
         corner = stored.offsets[piece]
@@ -469,6 +475,49 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
             )
         )
     return _join(parts)
+
+
+def _cut_between_steps(
+    index: Index, found: _Regions, start: IntArray, stop: IntArray, window_bytes: int
+) -> tuple[_Regions, BoolArray]:
+    """Cut regions at the ends of windows, as far as these fall between steps of a region.
+
+    A region's steps are those of the first dim in which it extends. Columns of what was saved in
+    rows are thousands of such regions, so they are cut at once.
+
+    Args:
+        index: What is stored.
+        found: The regions.
+        start: First byte of each in its file.
+        stop: One past its last byte.
+        window_bytes: Length of the windows.
+
+    Returns:
+        The parts of regions without a step that lies in two windows; and which these are.
+    """
+    stored = index.boxes
+    dim = np.argmax(found.extents > 1, axis=1)[:, None]
+    strides = np.take_along_axis(row_strides(stored.extents[found.piece]), dim, axis=1)[:, 0]
+    step = strides * stored.tensors.itemsizes[stored.tensor[found.piece]]
+    num_steps = np.take_along_axis(found.extents, dim, axis=1)[:, 0]
+    length = stop - start - (num_steps - 1) * step
+    first = start // window_bytes
+    num_windows = (stop - 1) // window_bytes - first + 1
+    row = np.repeat(np.arange(len(start)), num_windows)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    begin = (first[row] + within) * window_bytes - start[row]
+    low = np.clip(-(-begin // step[row]), 0, num_steps[row])
+    high = np.clip((begin + window_bytes - length[row]) // step[row] + 1, 0, num_steps[row])
+    whole_steps = np.zeros(len(start), dtype=np.int64)
+    np.add.at(whole_steps, row, np.maximum(high - low, 0))
+    is_done = whole_steps == num_steps
+    kept = is_done[row] & (high > low)
+    parts, here, low, high = found.take(row[kept]), dim[row[kept]], low[kept], high[kept]
+    np.put_along_axis(
+        parts.offsets, here, np.take_along_axis(parts.offsets, here, axis=1) + low[:, None], axis=1
+    )
+    np.put_along_axis(parts.extents, here, (high - low)[:, None], axis=1)
+    return parts, is_done
 
 
 def _join(parts: Sequence[_Regions]) -> _Regions:
