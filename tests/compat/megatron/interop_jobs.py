@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 from pathlib import Path
 from types import ModuleType
@@ -98,12 +99,9 @@ def megatron_on_cpu() -> ModuleType:
     """Megatron's package, with the two calls of CUDA that a save on the CPU trips over."""
     # Each save starts a manager process, and the ranks of `run_processes` are daemons.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    import megatron.core.dist_checkpointing as package
-
-    found: ModuleType = package
-    return found
+    return importlib.import_module("megatron.core.dist_checkpointing")
 
 
 def save_here(exchange: Exchange, folder: Path) -> None:

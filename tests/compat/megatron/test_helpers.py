@@ -49,7 +49,7 @@ NESTED = {"a": [0, 1, {"b": 2, "c": []}], "d": {"e": 5}, "f": 6, "g": {}}
 
 
 def is_even(leaf: Any) -> bool:
-    return leaf % 2 == 0
+    return bool(leaf % 2 == 0)
 
 
 def test_taking_apart_closes_lists_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import time
@@ -46,7 +47,7 @@ def message_of(action: Callable[[], object]) -> str:
 def replicated(rank: int, *, values: bool) -> dict[str, Any]:
     """Four tensors that every rank has, and one that rank 0 alone has."""
     make = torch.arange if values else lambda size: torch.zeros(size, dtype=torch.int64)
-    state = {
+    state: dict[str, Any] = {
         f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", make(1000 * (n + 1)), replica_id=rank)
         for n in range(4)
     }
@@ -67,7 +68,9 @@ class _Foreign(LoadShardedStrategy):
         self.asked: list[str] = []
         self._inner = RemeshLoadShardedStrategy()
 
-    can_handle_sharded_objects = True  # type: ignore[assignment]
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         pass
@@ -224,7 +227,7 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
         state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": number}
         request = save(state, folder / str(number), strategy, async_sharded_save=True)
         assert isinstance(request, AsyncRequest)
-        request.add_finalize_fn(lambda number=number: order.append(f"save {number}"))
+        request.add_finalize_fn(functools.partial(order.append, f"save {number}"))
         assert queue.schedule_async_request(request) == number
         data.fill_(-1)
         frozen = queue._active[-1].request
