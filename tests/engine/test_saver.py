@@ -21,6 +21,7 @@ from remesh.storage import MemoryStorage, Storage
 from remesh.testing import (
     Died,
     FaultInjector,
+    FaultyStorage,
     InjectedError,
     Raised,
     run_processes_outcomes,
@@ -278,6 +279,29 @@ def test_a_rank_killed_in_the_background_keeps_the_old(rank: int, tmp_path: Path
             assert isinstance(outcome, Raised)
             assert isinstance(outcome.error, ExchangeError | RankFailedError)
     assert stored_value(path) == 1.0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_many_small_tensors_take_as_few_calls_as_one(asynchronous: bool) -> None:
+    generator = np.random.default_rng(0)
+    state = {
+        f"layers.{number}.{kind}": generator.random(number % 7 + 1).astype(dtype)
+        for number in range(1000)
+        for kind, dtype in (("a", np.float64), ("b", np.int16), ("c", np.float32))
+    }
+    state["strided"] = generator.random((9, 11)).T
+    storage = FaultyStorage(MemoryStorage(), [])
+    with remesh.Saver() as saver:
+        if asynchronous:
+            saver.save_async(state, storage)
+        else:
+            saver.save(state, storage)
+    checkpoint = remesh.Checkpoint(storage)
+    assert checkpoint.verify().ok
+    assert all((checkpoint.read_array(name) == array).all() for name, array in state.items())
+    operations = [name for name, _ in storage.calls]
+    assert operations.count("write") == operations.count("create") == 1
+    assert operations.count("put") <= 4
 
 
 SCRIPT = """

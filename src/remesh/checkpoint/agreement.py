@@ -11,9 +11,11 @@ from save to save; rank 0's copy is taken if the fingerprints say that all ranks
 
 from __future__ import annotations
 
+import gc
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,12 +179,30 @@ def agree(
     def describe() -> bytes:
         if first is not None:
             first()
-        return rank.describe(state)
+        with _no_collector():
+            return rank.describe(state)
 
     fingerprints = run_on_all(exchange, describe)
     rank.compare(fingerprints)
     reply = run_joined(exchange, rank.tell, rank.plan)
-    return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
+    with _no_collector():
+        return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Let Python's garbage collector rest while many objects are made that are all needed.
+
+    It would look through all objects of the process each time that their number has grown by some
+    share, which costs a state of many small tensors as much as describing it does.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
