@@ -71,6 +71,20 @@ def test_every_slab_is_pinned_and_unpinned() -> None:
     assert sorted(unpinned) == sorted(pinned)
 
 
+def test_memory_that_was_refused_can_be_asked_for_again() -> None:
+    def refuse(_buffer: Buffer) -> None:
+        raise MemoryError("refused")
+
+    arena = Arena(3 * PAGE, PAGE)
+    arena.pin_with(refuse)
+    with pytest.raises(MemoryError, match="refused"):
+        arena.take(threading.Event())
+    assert arena.num_bytes == 0
+    arena.pin_with(lambda _buffer: None)
+    taken = [arena.take(threading.Event()) for _ in range(3)]
+    assert sorted(chunk.slot for chunk in taken if chunk is not None) == [0, 1, 2]
+
+
 @dataclass
 class Queue:
     """Copies that are done when somebody waits for them."""

@@ -2,10 +2,10 @@
 
 Copying into memory that the process has never touched is ten times slower than into memory that it
 has: each page must be found and zeroed by the kernel first. So an arena keeps what it has once
-allocated, hands it out in chunks, and can be warmed up before it is needed. Where it was not, each
-chunk is touched by the thread that is about to fill it, so that several threads share that work
-and find the pages in their cache. A stager that wants more than the budget waits until a writer
-gives a chunk back, which bounds memory and lets a state that is larger than the arena flow through.
+allocated, hands it out in chunks, and can be warmed up before it is needed. Where it was not, the
+first copy into a chunk finds its pages, so that the threads that copy share this work. A stager
+that wants more than the budget waits until a writer gives a chunk back, which bounds memory and
+lets a state that is larger than the arena flow through.
 
 An arena can be shared: its chunks then lie one after the other in an unnamed file in memory, whose
 descriptor another process may be given. The file has no name that could be left behind: it is gone
@@ -174,28 +174,27 @@ class Arena:
             ) from error
 
     def _allocate(self) -> None:
-        """Add a slab. Others may use the arena meanwhile."""
+        """Add a slab, which takes no memory yet unless it is pinned."""
         with self._changed:
             first = self._num_chunks
             # Slabs end at multiples of their size, also where the budget grew in between.
             end = min(first - first % self._slab_chunks + self._slab_chunks, self._max_chunks)
-            count = max(end - first, 0)
-            self._num_chunks += count
-            if not count:
+            if end <= first:
                 return
             if self._shared:
                 # Others map whole slabs. What was never touched takes no memory.
                 whole = -(-end // self._slab_chunks) * self._slab_chunks
                 self._resize(whole * self.chunk_bytes)
-        slab = map_memory(count * self.chunk_bytes, self._file, first * self.chunk_bytes)
-        unpin = None if self._pin is None else self._pin(slab)
-        chunks = [
-            Chunk(first + n, slab[n * self.chunk_bytes : (n + 1) * self.chunk_bytes])
-            for n in range(count)
-        ]
-        with self._changed:
+            size = self.chunk_bytes
+            slab = map_memory((end - first) * size, self._file, first * size)
+            unpin = None if self._pin is None else self._pin(slab)
             if unpin is not None:
                 self._unpin.append(unpin)
+            chunks = [
+                Chunk(slot, slab[(slot - first) * size : (slot - first + 1) * size])
+                for slot in range(first, end)
+            ]
+            self._num_chunks = end
             self._fresh.extend(reversed(chunks))
             self._changed.notify_all()
 
