@@ -211,7 +211,6 @@ class Manager:
         if stop:
             self.wait()
             self._should_stop = True
-        if reason:
             self._watch.beat(step, self.saved_step, at_once=True)
         return bool(reason)
 
