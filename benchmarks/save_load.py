@@ -153,10 +153,10 @@ def run_rank(rank: int, world_size: int, store: str, options: Options, results: 
                 "torch dcp": lambda: dcp.load(target, checkpoint_id=folder / "dcp"),  # noqa: B023
             }
             if world_size > 1 and dim == 1:
-                loads["remesh, share_reads"] = lambda: remesh.load(  # type: ignore[assignment]
+                loads["remesh, each for itself"] = lambda: remesh.load(  # type: ignore[assignment]
                     target,  # noqa: B023
                     folder / "remesh",  # noqa: B023
-                    share_reads=True,
+                    share_reads=False,
                 )
             for name, action in loads.items():
                 for tensor in target.values():

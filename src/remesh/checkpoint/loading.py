@@ -185,21 +185,12 @@ def load_into(
         return b""
 
     try:
-        totals = [
-            msgspec.msgpack.decode(reply, type=tuple[int, int])
-            for reply in run_on_all(exchange, fill)
-        ]
+        totals = run_on_all(exchange, fill)
         run_on_all(exchange, put_back)
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    on_report(
-        dataclasses.replace(
-            target.report(extra),
-            group_bytes_needed=sum(needed for needed, _ in totals),
-            group_bytes_read=sum(num_read for _, num_read in totals),
-        )
-    )
+    on_report(_with_totals(target.report(extra), totals))
     emit("load.done")
     return result
 
@@ -222,6 +213,16 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
     where = place.storage.url
     return StoredState(Index.decode(index, where), ValuesDocument.decode(document, where))
+
+
+def _with_totals(report: RestoreReport, replies: list[bytes]) -> RestoreReport:
+    """A report that also says what all ranks needed and read."""
+    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
+    return dataclasses.replace(
+        report,
+        group_bytes_needed=sum(needed for needed, _ in totals),
+        group_bytes_read=sum(num_read for _, num_read in totals),
+    )
 
 
 def dealer_of(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Dealer | None:

@@ -6,8 +6,8 @@ the others, who answer at the next interval at the latest. So nobody is ever del
 costs one small message, and of a slow one rank 0 logs which rank the others wait for. The same
 messages carry the news that time is up, so that all ranks give up together.
 
-A rank that gives up does not wait for its reading thread, which may hang in a system call. The
-thread ends as soon as that returns, and touches nothing afterwards.
+A rank that gives up does not wait for its reading threads, which may hang in a system call. Each of
+them ends with the run that it is reading.
 """
 
 from __future__ import annotations
