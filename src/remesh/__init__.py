@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from remesh.errors import DivergedReplicaError as DivergedReplicaError
     from remesh.errors import ExchangeError as ExchangeError
     from remesh.errors import FormatVersionError as FormatVersionError
+    from remesh.errors import MasterError as MasterError
     from remesh.errors import MismatchError as MismatchError
     from remesh.errors import NameCollisionError as NameCollisionError
     from remesh.errors import NoSpaceError as NoSpaceError
@@ -68,6 +69,7 @@ _HOMES = {
         "DivergedReplicaError",
         "ExchangeError",
         "FormatVersionError",
+        "MasterError",
         "MismatchError",
         "NameCollisionError",
         "NoSpaceError",

@@ -19,6 +19,7 @@
     ├── StorageError (OSError)             storage refused or failed
     │   └── NoSpaceError                   too little room, found before writing or while writing
     ├── ExchangeError (RuntimeError)       ranks could not talk to each other
+    ├── MasterError                        a job's master refuses a request or is not reached
     └── RankFailedError (RuntimeError)     another rank failed with an exception of its own kind
 
 A collective call that fails raises on every rank. Exceptions of this tree arrive on the other
@@ -134,6 +135,10 @@ class NoSpaceError(StorageError):
 
 class ExchangeError(RemeshError, RuntimeError):
     """Ranks could not exchange messages: a peer died, or a deadline passed."""
+
+
+class MasterError(RemeshError):
+    """A job's master refuses a request, or is not to be reached."""
 
 
 class RankFailedError(RemeshError, RuntimeError):

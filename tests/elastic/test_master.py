@@ -15,7 +15,7 @@ import pytest
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
-from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.elastic.server import MAX_ADDRESSES, RateLimit, ServerOptions, ServerThread
 from remesh.errors import StorageError
 
 SETTINGS = {"min_nodes": 2, "max_nodes": 4, "node_unit": 1, "last_call": 0.2, "join_timeout": 60}
@@ -276,3 +276,31 @@ class TestRefusals:
         with start(tmp_path, ServerOptions(max_requests_per_second=5)) as server:
             statuses = {ask(server.url, "status", method="GET")[0] for _ in range(30)}
             assert 429 in statuses
+
+
+class TestRateLimit:
+    def test_a_thousand_nodes_behind_one_address_are_never_refused(self) -> None:
+        now = 0.0
+        limit = RateLimit(ServerOptions().max_requests_per_second, lambda: now)
+        for second in range(20):
+            now = float(second)
+            # At first each joins twice, leaves or asks for a word, and beats; then it only beats.
+            for _ in range(4 * 1000 if second == 0 else 1000):
+                assert limit.allows("10.0.0.1")
+
+    def test_who_asks_too_often_does_not_shut_out_others(self) -> None:
+        now = 0.0
+        limit = RateLimit(1.0, lambda: now)
+        assert [limit.allows("a") for _ in range(7)] == [True] * 5 + [False] * 2
+        assert limit.allows("b")
+        now = 2.0
+        assert [limit.allows("a") for _ in range(3)] == [True, True, False]
+
+    def test_addresses_that_are_silent_are_forgotten(self) -> None:
+        now = 0.0
+        limit = RateLimit(1.0, lambda: now)
+        for number in range(MAX_ADDRESSES):
+            limit.allows(str(number))
+        now = 100.0
+        assert limit.allows("x")
+        assert limit.num_addresses == 1

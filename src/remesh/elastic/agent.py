@@ -31,12 +31,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from remesh.elastic import child
-from remesh.elastic.client import MasterError
 from remesh.elastic.failures import MAX_MESSAGE, Decision, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import Node
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.stacks import stacks_of
+from remesh.errors import MasterError
 from remesh.heartbeat import clear_request, read_heartbeat, request
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from remesh.elastic.protocol import (
     Value,
 )
 from remesh.elastic.status import Status
-from remesh.errors import RemeshError
+from remesh.errors import MasterError
 
 _T = TypeVar("_T")
 
@@ -46,10 +46,6 @@ REQUEST_TIMEOUT = 15.0
 """Seconds for an answer, beyond what the request itself wants to wait."""
 PAUSE = 0.5
 """Seconds between two attempts."""
-
-
-class MasterError(RemeshError):
-    """The master refuses a request, or is not to be reached."""
 
 
 class Client:

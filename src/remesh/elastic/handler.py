@@ -34,9 +34,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from remesh.elastic.client import Client, MasterError
+from remesh.elastic.client import Client
 from remesh.elastic.node import JobOverError, Node, NodeBarredError, NodeOptions
 from remesh.elastic.rendezvous import Outcome, Settings
+from remesh.errors import MasterError
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from remesh.elastic.client import Client, MasterError
+from remesh.elastic.client import Client
 from remesh.elastic.failures import ProcessFailure, Ruling
 from remesh.elastic.protocol import (
     Barred,
@@ -36,6 +36,7 @@ from remesh.elastic.protocol import (
     Waiting,
 )
 from remesh.elastic.rendezvous import Outcome, Settings
+from remesh.errors import MasterError
 from remesh.heartbeat import read_heartbeat
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from remesh.elastic.client import MasterError
 from remesh.elastic.node import Node, TestOutcome
 from remesh.elastic.protocol import Test
+from remesh.errors import MasterError
 
 MATRIX = 1024
 MEMORY_BYTES = 64 << 20

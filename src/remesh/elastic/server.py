@@ -12,13 +12,14 @@ import hmac
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
@@ -38,6 +39,11 @@ from remesh.elastic.protocol import (
 )
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
+
+BURST_SECONDS = 5.0
+"""How long an address may be silent and then ask for all of that time at once."""
+MAX_ADDRESSES = 10_000
+"""Addresses after which those that are silent are forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,71 +88,57 @@ _REQUESTS: dict[str, type] = {
 }
 
 
-class _RateLimit:
-    """A bucket of requests for each address, filled at a steady rate."""
+class RateLimit:
+    """A bucket of requests for each address, filled at a steady rate.
 
-    def __init__(self, per_second: float) -> None:
+    It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
+
+    Args:
+        per_second: Requests a second and address.
+        clock: Seconds that never jump.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second = per_second
+        self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
+    @property
+    def num_addresses(self) -> int:
+        """Addresses that are remembered."""
+        return len(self._buckets)
+
     def allows(self, address: str) -> bool:
-        now = time.monotonic()
-        left, at = self._buckets.get(address, (self._per_second, now))
-        left = min(left + (now - at) * self._per_second, self._per_second)
+        """Whether a request that comes from an address now is answered."""
+        now, most = self._clock(), self._per_second * BURST_SECONDS
+        if len(self._buckets) >= MAX_ADDRESSES:
+            # Whoever has not asked for so long has a full bucket again, as one never heard of.
+            self._buckets = {
+                other: (left, at)
+                for other, (left, at) in self._buckets.items()
+                if now - at < BURST_SECONDS
+            }
+        left, at = self._buckets.get(address, (most, now))
+        left = min(left + (now - at) * self._per_second, most)
         allowed = left >= 1
         self._buckets[address] = (left - allowed, now)
         return allowed
 
 
+_encode = msgspec.json.Encoder().encode
+
+
+def _reply(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=_encode(body), status=status, content_type="application/json", headers=headers
+    )
+
+
 def make_app(master: Master, options: ServerOptions) -> web.Application:
     """The web application of a master."""
-    encode = msgspec.json.Encoder().encode
-    decoders: dict[str, Callable[[bytes], Any]] = {
-        name: msgspec.json.Decoder(kind).decode for name, kind in _REQUESTS.items()
-    }
-    limit = _RateLimit(options.max_requests_per_second)
-
-    def reply(
-        body: object, status: int = 200, headers: dict[str, str] | None = None
-    ) -> web.Response:
-        return web.Response(
-            body=encode(body), status=status, content_type="application/json", headers=headers
-        )
-
-    @web.middleware
-    async def guard(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        master.num_requests += 1
-        if not limit.allows(request.remote or ""):
-            return reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
-        given = request.headers.get("Authorization", "").encode()
-        wanted = f"Bearer {options.token}".encode()
-        is_open = request.path == "/" or not options.token
-        if not is_open and not hmac.compare_digest(given, wanted):
-            return reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
-        return await handler(request)
-
-    async def post(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name not in decoders:
-            return reply(Problem(f"there is no request {name!r}"), 404)
-        # Browsers send this type across sites only if they are allowed to, which they are not.
-        if request.content_type != "application/json":
-            return reply(Problem("send application/json"), 415)
-        try:
-            asked = decoders[name](await request.read())
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            return reply(Problem(f"{name}: {error}"), 400)
-        try:
-            return reply(await getattr(master, name)(asked))
-        except RequestError as error:
-            return reply(Problem(f"{name}: {error}"), error.status)
-        except StorageError as error:
-            return reply(Problem(f"{name}: {error}"), 503)
 
     async def status(_request: web.Request) -> web.StreamResponse:
-        return reply(status_of(master.state, master.live, master.clock()))
+        return _reply(status_of(master.state, master.live, master.clock()))
 
     async def page(_request: web.Request) -> web.StreamResponse:
         return web.Response(text=PAGE, content_type="text/html")
@@ -156,12 +148,60 @@ def make_app(master: Master, options: ServerOptions) -> web.Application:
         text = render_metrics(now, master.num_requests)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    app = web.Application(middlewares=[guard], client_max_size=options.max_request_bytes)
-    app.router.add_post("/v1/{name}", post)
+    app = web.Application(
+        middlewares=[_make_guard(master, options)], client_max_size=options.max_request_bytes
+    )
+    app.router.add_post("/v1/{name}", _make_post(master))
     app.router.add_get("/v1/status", status)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/", page)
     return app
+
+
+def _make_guard(master: Master, options: ServerOptions) -> Middleware:
+    """Turns away who asks too often, or does not know the token."""
+    limit = RateLimit(options.max_requests_per_second)
+    wanted = f"Bearer {options.token}".encode()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        master.num_requests += 1
+        if not limit.allows(request.remote or ""):
+            return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
+        given = request.headers.get("Authorization", "").encode()
+        is_open = request.path == "/" or not options.token
+        if not is_open and not hmac.compare_digest(given, wanted):
+            return _reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
+        return await handler(request)
+
+    return guard
+
+
+def _make_post(master: Master) -> Handler:
+    """Decodes a request, asks the master, and encodes the reply."""
+    decoders: dict[str, Callable[[bytes], Any]] = {
+        name: msgspec.json.Decoder(kind).decode for name, kind in _REQUESTS.items()
+    }
+
+    async def post(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in decoders:
+            return _reply(Problem(f"there is no request {name!r}"), 404)
+        # Browsers send this type across sites only if they are allowed to, which they are not.
+        if request.content_type != "application/json":
+            return _reply(Problem("send application/json"), 415)
+        try:
+            asked = decoders[name](await request.read())
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            return _reply(Problem(f"{name}: {error}"), 400)
+        try:
+            return _reply(await getattr(master, name)(asked))
+        except RequestError as error:
+            return _reply(Problem(f"{name}: {error}"), error.status)
+        except StorageError as error:
+            return _reply(Problem(f"{name}: {error}"), 503)
+
+    return post
 
 
 async def serve(master: Master, options: ServerOptions, on_ready: Callable[[str], None]) -> None:
