@@ -68,6 +68,30 @@ _DCP = "torch.distributed.checkpoint"
 _MCORE = "megatron.core.dist_checkpointing.strategies"
 
 
+METADATA_CLASSES: tuple[str, ...] = (
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+    *(
+        f"{_DCP}.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+    *(f"{_MCORE}.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+)
+"""The classes that `.metadata` is made of. They only hold what they are given."""
+
+
 @dataclass(frozen=True, slots=True)
 class _DTypeName:
     name: str
@@ -75,28 +99,7 @@ class _DTypeName:
 
 def _metadata_stand_ins() -> Mapping[str, object]:
     """What the pickle of `.metadata` may name, besides what any pickle may."""
-    records = [
-        *(
-            f"{_DCP}.metadata.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "_MEM_FORMAT_ENCODING",
-                "MetadataIndex",
-                "StorageMeta",
-            )
-        ),
-        *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *(
-            f"{_DCP}.planner.{name}"
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
-        ),
-        *(f"{_MCORE}.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
-    ]
-    table: dict[str, object] = {name: record_type(name) for name in records}
+    table: dict[str, object] = {name: record_type(name) for name in METADATA_CLASSES}
     table["torch.Size"] = Function(tuple)
     table["torch.serialization._get_layout"] = Function(str)
     table |= {f"torch.{dtype.name}": _DTypeName(dtype.name) for dtype in DTYPES}

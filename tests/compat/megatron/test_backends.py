@@ -342,9 +342,6 @@ def test_factories_are_applied_to_the_callers_dict_when_saving(tmp_path: Path) -
 
 
 def test_common_values_of_a_class_of_ones_own_are_refused(tmp_path: Path) -> None:
-    class Own:
-        pass
-
     with pytest.raises(CheckpointingException, match=r"common state\.deep\.0.*Own"):
         save({"deep": [Own()]}, tmp_path)
     with pytest.raises(CheckpointingException, match=r"obj.*Own"):
@@ -375,16 +372,43 @@ def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
         load({}, tmp_path)
 
 
-def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path) -> None:
+@backends
+def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path, backend: str) -> None:
     keys = ("optimizer.a", "optimizer.b", "model.a")
-    save({key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in keys}, tmp_path)
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in keys}
+    save({**state, "step": 4}, tmp_path, (backend, 1))
     for _ in range(2):
         dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")
         assert set(dist_checkpointing.load_tensors_metadata(tmp_path)) == {"model.a"}
         assert dist_checkpointing.load_plain_tensors(tmp_path)["model.a"].tolist() == [1, 1, 1]
         assert remesh.Checkpoint(tmp_path).verify().ok
+        assert dist_checkpointing.load_common_state_dict(tmp_path) == {"step": 4}
     with pytest.raises(CheckpointingException, match=r"optimizer\.a"):
         load({"a": ShardedTensor.from_rank_offsets("optimizer.a", torch.ones(3))}, tmp_path)
+
+
+class Own:
+    """A class that no unpickler of ours knows."""
+
+
+def test_a_class_in_the_common_file_of_others_must_be_allowed(tmp_path: Path) -> None:
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    save({"w": shard}, tmp_path, ("torch_dist", 1))
+    torch.save({"own": Own(), "step": 1}, tmp_path / "common.pt")
+    name = f"{__name__}.Own"
+    with pytest.raises(CheckpointingException, match=rf"{name}.*remesh\.Source\(path, allow"):
+        load({"w": shard}, tmp_path)
+    loaded = load({"w": shard}, remesh.Source(tmp_path, allow=(name,)))
+    assert isinstance(loaded["own"], Own)
+    assert loaded["step"] == 1
+
+
+def test_the_config_of_newer_megatron_is_understood(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path, ("torch_dist", 1))
+    (tmp_path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "new": [1]}'
+    )
+    assert load({}, tmp_path) == {"step": 1}
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

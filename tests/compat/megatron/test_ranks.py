@@ -220,7 +220,7 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
     may_have_children()
     rank = exchange.rank
     queue = AsyncCallsQueue(persistent=persistent)
-    strategy = RemeshSaveShardedStrategy()
+    strategy = RemeshSaveShardedStrategy(writer="process" if persistent else "thread")
     data = torch.full((4,), float(rank))
     order: list[str] = []
     for number in range(2):
@@ -242,6 +242,7 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
     )
     assert queue.schedule_async_request(mine) == 2
     queue.close()
+    strategy.close()
     for number in range(2):
         assert check_is_distributed_checkpoint(folder / str(number))
         zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, rank, 2))

@@ -6,8 +6,12 @@ does not replace a zarr checkpoint, because its files have fixed names; save to 
 
 from __future__ import annotations
 
+from typing import Any
+
+from remesh.compat.megatron.core import storage_of
 from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
 from remesh.compat.megatron.strategies.foreign import ForeignSaveShardedStrategy
+from remesh.formats.zarr import ARRAY_NAME
 
 
 class ZarrSaveShardedStrategy(ForeignSaveShardedStrategy):
@@ -22,3 +26,20 @@ class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
 
     backend = "zarr"
     format = "zarr"
+
+    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
+        """Remove the arrays whose keys begin with a prefix. Not collective.
+
+        Raises:
+            CheckpointingException: If there is no checkpoint.
+        """
+        storage = storage_of(checkpoint_dir)
+        removed = [
+            f"{key}/"
+            for key in self.load_tensors_metadata(checkpoint_dir)
+            if key.startswith(key_prefix)
+        ]
+        paths = [path for path in storage.list() if path.startswith(tuple(removed))]
+        # What says that there is an array goes first.
+        for path in sorted(paths, key=lambda path: not path.endswith(f"/{ARRAY_NAME}")):
+            storage.delete(path)
