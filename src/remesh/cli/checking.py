@@ -35,6 +35,8 @@ class Verdict:
         num_bytes: Their bytes.
         damages: Everything that is not as it was written, by file and byte.
         error: Why it could not be opened or fully checked; empty if it was.
+        has_digests: Whether bytes could be compared with anything; other systems record none, and
+            `sound` then only says that everything could be read.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Verdict:
     num_bytes: int = 0
     damages: tuple[Finding, ...] = ()
     error: str = ""
+    has_digests: bool = True
 
 
 def check(path: str) -> Verdict:
@@ -65,10 +68,17 @@ def _check(path: str) -> Verdict:
     except CorruptCheckpointError as error:
         return Verdict(path, "damaged", damages=tuple(_check_files(storage)), error=str(error))
     # Sizes once more, by the record: they tell a short file from one with other bytes.
-    findings = places.check_sizes(storage, checkpoint.record)
+    findings = places.findings_of(storage, checkpoint)
     damages = tuple(merge(report.damages, findings))
     status: Literal["sound", "damaged"] = "damaged" if damages else "sound"
-    return Verdict(path, status, report.num_files, report.num_bytes, damages)
+    return Verdict(
+        path,
+        status,
+        report.num_files,
+        report.num_bytes,
+        damages,
+        has_digests=report.has_digests,
+    )
 
 
 def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
@@ -97,6 +107,8 @@ def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Findin
 
 def _check_files(storage: Storage) -> list[Finding]:
     """What can be said of a checkpoint that cannot be opened."""
+    if not places.holds_record(storage):
+        return []
     try:
         record = native.read_record(storage)
     except CorruptCheckpointError:

@@ -15,6 +15,7 @@ from remesh.cli import output, places, summary
 from remesh.cli.boxes import BoxText, parse_box
 from remesh.cli.checking import Verdict, check
 from remesh.errors import CorruptCheckpointError, StateError
+from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Piece
 from remesh.storage import open_storage
@@ -51,7 +52,7 @@ def ls(
     Only `remesh verify` reads everything.
     """
     storage = open_storage(path)
-    if places.holds_record(storage):
+    if places.is_checkpoint(path):
         _list_checkpoint(_Listing.of(path, patterns), with_values, with_pieces, as_json)
         return
     steps = places.scan(storage)
@@ -136,7 +137,7 @@ class _Listing:
             path,
             patterns,
             checkpoint,
-            places.check_sizes(open_storage(path), checkpoint.record),
+            places.findings_of(open_storage(path), checkpoint),
             _totals(checkpoint, values, objects),
             _chosen(checkpoint.index, patterns),
             {name: values[name] for name in _chosen(values, patterns)},
@@ -159,9 +160,16 @@ def _totals(
         "num_tensor_bytes": int(index.boxes.num_bytes.sum()),
         "num_values": len(values),
         "num_objects": len(objects),
-        "num_files": len(checkpoint.record.files),
-        "num_file_bytes": sum(file.num_bytes for file in places.files_of(checkpoint.record)),
+        "num_files": len(index.files),
+        "num_file_bytes": _num_file_bytes(checkpoint),
     }
+
+
+def _num_file_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all files that a checkpoint is known to have."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return sum(file.num_bytes for file in checkpoint.index.files)
+    return sum(file.num_bytes for file in places.files_of(checkpoint.record))
 
 
 def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
@@ -196,7 +204,7 @@ def _list_checkpoint(
 
 
 def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -> dict[str, object]:
-    record, index = listing.checkpoint.record, listing.checkpoint.index
+    index = listing.checkpoint.index
     tensors = []
     for name in listing.tensors:
         stored = index[name]
@@ -224,15 +232,26 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
         "path": listing.path,
         "status": "damaged" if listing.findings else "committed",
         "damages": [asdict(finding) for finding in listing.findings],
+        "format": listing.checkpoint.format,
+        **_record_document(listing.checkpoint),
+        "totals": listing.totals,
+        "tensors": tensors,
+        "values": listed(listing.values),
+        "objects": listed(listing.objects),
+    }
+
+
+def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
+    """What the commit record says; nothing for other systems' checkpoints, which have none."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return {}
+    record = checkpoint.record
+    return {
         "created": record.created,
         "world_size": record.world_size,
         "remesh_version": record.remesh_version,
         "format_version": record.version,
         "metadata": record.metadata,
-        "totals": listing.totals,
-        "tensors": tensors,
-        "values": listed(listing.values),
-        "objects": listed(listing.objects),
     }
 
 
@@ -248,7 +267,7 @@ def _piece_document(piece: Piece) -> dict[str, object]:
 
 def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None:
     """Where, when, by whom, and how much."""
-    record, totals = listing.checkpoint.record, listing.totals
+    checkpoint, totals = listing.checkpoint, listing.totals
     tensors = output.plural(totals["num_tensors"], "tensor")
     pieces = output.plural(totals["num_pieces"], "piece")
     files = output.plural(totals["num_files"], "file")
@@ -259,19 +278,27 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     )
     num_others = totals["num_values"] + totals["num_objects"]
     hint = " (--values lists them)" if num_others and not shows_values else ""
-    ranks = output.plural(record.world_size, "rank")
-    version = f"remesh {record.remesh_version}, format {record.version}"
     size = output.format_bytes(totals["num_tensor_bytes"])
     facts = [
-        ("saved", f"{output.format_time(record.created)} by {ranks}, {version}"),
+        _origin(checkpoint),
         ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
         ("values", others + hint),
         ("files", f"{files} with tensors, {output.format_bytes(totals['num_file_bytes'])} in all"),
     ]
-    if record.metadata:
-        facts.append(("metadata", output.format_value_short(record.metadata, 200)))
+    if checkpoint.metadata:
+        facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
     console.out(output.printable(listing.path), style="bold", highlight=False)
     output.print_facts(console, facts)
+
+
+def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Who saved it, as far as it says."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return "format", f"{checkpoint.format}, without digests"
+    record = checkpoint.record
+    ranks = output.plural(record.world_size, "rank")
+    version = f"remesh {record.remesh_version}, format {record.version}"
+    return "saved", f"{output.format_time(record.created)} by {ranks}, {version}"
 
 
 def _print_tensors(console: Console, listing: _Listing, with_pieces: bool) -> None:
@@ -527,7 +554,9 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
     if verdict.status == "sound":
         files = output.plural(verdict.num_files, "file")
         size = output.format_bytes(verdict.num_bytes)
-        console.out(f"{path}: sound, {files} with tensors, {size}", highlight=False)
+        # What cannot be compared is not called sound.
+        word = "sound" if verdict.has_digests else "readable, no digests to compare with"
+        console.out(f"{path}: {word}, {files} with tensors, {size}", highlight=False)
         return
     if verdict.status != "damaged":
         output.print_error(verdict.error)

@@ -26,6 +26,7 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
+from remesh.formats.table import format_at, place_of
 from remesh.storage import (
     Directory,
     DirectoryListing,
@@ -102,8 +103,21 @@ def holds_record(storage: Storage) -> bool:
     return True
 
 
+def is_checkpoint(path: str) -> bool:
+    """Whether a path holds one checkpoint, of remesh or of another system that it reads.
+
+    Raises:
+        StateError: If it could be read as several formats.
+    """
+    try:
+        format_at(place_of(path))
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
 def open_checkpoint(place: str) -> Checkpoint:
-    """Open a committed checkpoint.
+    """Open a committed checkpoint, of remesh or of another system that it reads.
 
     Raises:
         CheckpointNotFoundError: If there is none; the message says what is there.
@@ -111,10 +125,9 @@ def open_checkpoint(place: str) -> Checkpoint:
         FormatVersionError: If it was written by a newer remesh.
         StorageError: If the storage fails.
     """
-    storage = open_storage(place)
-    if not holds_record(storage):
-        raise nothing_at(storage)
-    return Checkpoint(storage)
+    if not is_checkpoint(place):
+        raise nothing_at(open_storage(place))
+    return Checkpoint(place)
 
 
 def nothing_at(storage: Storage) -> CheckpointNotFoundError:
@@ -309,6 +322,12 @@ def _step_listed(storage: Storage, name: str) -> Step | None:
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
     """Every file that a record names."""
     return (record.index, record.values, *record.files)
+
+
+def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:
+    """Files that are missing or have another size; other systems record no sizes."""
+    is_native = checkpoint.format == native.FORMAT_NAME
+    return check_sizes(storage, checkpoint.record) if is_native else []
 
 
 def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:

@@ -1,0 +1,252 @@
+"""Real torch.distributed.checkpoint and real Megatron on one side, remesh on the other.
+
+Each test saves with one number of ranks and loads with another, FSDP2 and hand-made shards, in
+both directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import remesh
+from remesh.checkpoint.foreign import save_as
+from remesh.exchange import Exchange
+from remesh.testing import run_processes, run_ranks
+
+Contents = dict[str, tuple[str, bytes]]
+
+
+def bits(tensor: torch.Tensor) -> tuple[str, bytes]:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+    return f"{whole.dtype} {tuple(whole.shape)}", flat.numpy().tobytes()
+
+
+# ---------------------------------------------------------------------------------------------
+# torch.distributed.checkpoint
+# ---------------------------------------------------------------------------------------------
+
+
+def make_dcp_state(exchange: Exchange, seed: int) -> dict[str, Any]:
+    """FSDP2 in uneven shards, a DTensor cut by columns (strided shards), bf16, plain values."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (exchange.world_size,))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model, mesh=mesh)
+    columns = torch.randn(6, 10).to(torch.bfloat16)
+    return {
+        "model": dict(model.state_dict()),
+        "columns": distribute_tensor(columns, mesh, [Shard(1)]),
+        "plain": torch.randn(4),
+        "step": seed,
+        "nested": {"list": [1, 2], "betas": (0.9, seed)},
+    }
+
+
+def contents(state: dict[str, Any]) -> Contents:
+    tensors = {**state["model"], "columns": state["columns"], "plain": state["plain"]}
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def dcp_save(exchange: Exchange, folder: Path) -> Contents:
+    state = make_dcp_state(exchange, 1)
+    dcp.state_dict_saver.save(state, checkpoint_id=folder)
+    return contents(state)
+
+
+def remesh_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
+    state = make_dcp_state(exchange, 2)
+    remesh.load(state, folder)
+    return contents(state), (state["step"], state["nested"])
+
+
+def remesh_save(exchange: Exchange, folder: Path) -> Contents:
+    state = make_dcp_state(exchange, 1)
+    save_as(state, folder, format="torch_dcp")
+    return contents(state)
+
+
+def dcp_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
+    state = make_dcp_state(exchange, 2)
+    dcp.state_dict_loader.load(state, checkpoint_id=folder)
+    return contents(state), (state["step"], state["nested"])
+
+
+VALUES = (1, {"list": [1, 2], "betas": (0.9, 1)})
+PAIRS = [
+    pytest.param(2, 4),
+    pytest.param(4, 1, marks=pytest.mark.slow),
+    pytest.param(1, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("num_savers", "num_loaders"), PAIRS)
+def test_what_torch_saved_loads_here(num_savers: int, num_loaders: int, tmp_path: Path) -> None:
+    saved = run_processes(num_savers, dcp_save, tmp_path)
+    for loaded in run_processes(num_loaders, remesh_load, tmp_path):
+        assert loaded == (saved[0], VALUES)
+
+
+@pytest.mark.parametrize(("num_savers", "num_loaders"), PAIRS)
+def test_what_is_saved_here_loads_with_torch(
+    num_savers: int, num_loaders: int, tmp_path: Path
+) -> None:
+    saved = run_processes(num_savers, remesh_save, tmp_path)
+    for loaded in run_processes(num_loaders, dcp_load, tmp_path):
+        assert loaded == (saved[0], VALUES)
+
+
+# ---------------------------------------------------------------------------------------------
+# Megatron
+# ---------------------------------------------------------------------------------------------
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what it would like to have installed
+    MEGATRON: Any = importlib.import_module("megatron.core.dist_checkpointing")
+
+ROWS, COLUMNS = 12, 6
+COMMON = {
+    "iteration": 7,
+    "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16),
+    "nested": {"list": [1, {"a": 2}], 5: "five"},
+}
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {
+        "weight": torch.randn(ROWS, COLUMNS),
+        "layers.bias": torch.randn(4, COLUMNS).to(torch.bfloat16),
+    }
+
+
+def megatron_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
+    rank, num_ranks = exchange.rank, exchange.world_size
+    whole = whole_tensors()
+    rows = whole["weight"].chunk(num_ranks)[rank].clone()
+    layers = whole["layers.bias"].chunk(num_ranks)[rank].clone()
+    if empty:
+        rows.zero_()
+        layers.zero_()
+    state: dict[str, Any] = {
+        "weight": MEGATRON.ShardedTensor.from_rank_offsets("weight", rows, (0, rank, num_ranks)),
+        "layers": {
+            f"{number}": MEGATRON.ShardedTensor.from_rank_offsets(
+                "layers.bias",
+                layer,
+                (0, rank * len(layers) + number, 4),
+                prepend_axis_num=1,
+            )
+            for number, layer in enumerate(layers)
+        },
+        "rng": MEGATRON.mapping.ShardedObject(
+            "rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank
+        ),
+    }
+    return state if empty else {**state, **COMMON}
+
+
+def rng_of(rank: int) -> dict[str, Any]:
+    return {"state": torch.arange(4, dtype=torch.uint8) + rank, "numpy": ("MT", [1.5])}
+
+
+def on_the_cpu() -> None:
+    """What Megatron asks of CUDA, and of child processes, on a machine without it."""
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    warnings.simplefilter("ignore")
+
+
+def megatron_save(exchange: Exchange, folder: Path) -> None:
+    on_the_cpu()
+    MEGATRON.save(megatron_state(exchange, empty=False), str(folder))
+
+
+def megatron_load(exchange: Exchange, folder: Path) -> Any:
+    on_the_cpu()
+    loaded = MEGATRON.load(megatron_state(exchange, empty=True), str(folder))
+    layers = torch.stack([loaded["layers"][key] for key in sorted(loaded["layers"])])
+    common = {name: loaded[name] for name in COMMON}
+    rng = loaded["rng"]
+    return bits(loaded["weight"]), bits(layers), common, (rng["state"].tolist(), rng["numpy"])
+
+
+def expected_of(rank: int, num_ranks: int) -> Any:
+    whole = whole_tensors()
+    return tuple(bits(whole[name].chunk(num_ranks)[rank]) for name in ("weight", "layers.bias"))
+
+
+def our_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
+    rank, num_ranks = exchange.rank, exchange.world_size
+    parts = {name: t.chunk(num_ranks)[rank].clone() for name, t in whole_tensors().items()}
+    if empty:
+        for part in parts.values():
+            part.zero_()
+    rng = remesh.ShardedObject("rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank)
+    return {
+        **({"iteration": 0} if empty else COMMON),
+        "tensors": [
+            remesh.ShardedTensor.from_rank_offsets(name, part, (0, rank, num_ranks))
+            for name, part in parts.items()
+        ],
+        "rng": rng,
+    }
+
+
+def load_from_megatron(exchange: Exchange, folder: Path) -> Any:
+    state = our_state(exchange, empty=True)
+    remesh.load(state, folder, group=exchange)
+    rng: Any = state["rng"].data
+    tensors = [part.data for tensor in state["tensors"] for part in tensor.parts]
+    assert state["iteration"] == 7
+    return (*map(bits, tensors), (rng["state"].tolist(), rng["numpy"]))
+
+
+def save_for_megatron(exchange: Exchange, folder: Path, name: str) -> None:
+    state = our_state(exchange, empty=False)
+    save_as(state, folder, format=name, group=exchange)
+
+
+RNG = ([0, 1, 2, 3], ("MT", [1.5]))
+
+
+@pytest.mark.parametrize(
+    ("num_savers", "num_loaders"), [(2, 4), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
+def test_what_megatron_saved_loads_here(num_savers: int, num_loaders: int, tmp_path: Path) -> None:
+    run_processes(num_savers, megatron_save, tmp_path)
+    for rank, loaded in enumerate(run_ranks(num_loaders, load_from_megatron, tmp_path)):
+        assert loaded == (*expected_of(rank, num_loaders), RNG)
+    found = remesh.Checkpoint(tmp_path)
+    assert found.state()["nested"] == COMMON["nested"]
+    assert found.values["args"] == COMMON["args"]
+
+
+@pytest.mark.parametrize(
+    ("num_savers", "num_loaders"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_what_is_saved_here_loads_with_megatron(
+    num_savers: int, num_loaders: int, tmp_path: Path
+) -> None:
+    run_ranks(num_savers, save_for_megatron, tmp_path, "torch_dist")
+    for rank, loaded in enumerate(run_processes(num_loaders, megatron_load, tmp_path)):
+        assert loaded == (*expected_of(rank, num_loaders), COMMON, RNG)
+
+
+def test_zarr_from_several_ranks_to_others(tmp_path: Path) -> None:
+    run_ranks(4, save_for_megatron, tmp_path, "zarr")
+    for rank, loaded in enumerate(run_ranks(2, load_from_megatron, tmp_path)):
+        assert loaded == (*expected_of(rank, 2), RNG)
