@@ -22,9 +22,10 @@ def heard(step: int, now: float, seconds: float | None = None) -> RankProgress:
 
 
 def trained(progress: Progress, steps: range, began: float, seconds: float) -> Progress:
+    before = None
     for number, step in enumerate(steps, start=1):
-        now = began + number * seconds
-        progress = report(progress, 0, heard(step, now), now)
+        now = heard(step, began + number * seconds)
+        progress, before = report(progress, before, now), now
     return progress
 
 
@@ -63,16 +64,30 @@ def test_repeated_steps_are_no_hang() -> None:
     assert not hangs(progress, 141.0, 30.0)
 
 
-def test_slow_ranks_are_relative_to_the_median() -> None:
+def test_ranks_that_report_a_step_late_make_no_step_look_shorter() -> None:
     progress = begin(0.0)
-    for rank, seconds in enumerate((1.0, 1.0, 1.1, 3.0)):
-        progress = report(progress, rank, heard(1, 1.0, seconds), 1.0)
-    assert slow_ranks(progress) == {3: 3.0 / 1.05}
+    before: dict[int, RankProgress] = {}
+    for step in range(1, 51):
+        for rank, late in enumerate((0.0, 0.4)):
+            now = heard(step, step + late)
+            progress = report(progress, before.get(rank), now)
+            before[rank] = now
+    assert progress.recent == pytest.approx([1.0] * 49)
+    assert progress.moved == pytest.approx(50.4)
+
+
+def test_the_time_between_two_rounds_is_no_step() -> None:
+    progress = trained(begin(0.0), range(1, 11), 0.0, 1.0)
+    progress = trained(begin_round(progress, 60.0), range(11, 21), 60.0, 1.0)
+    assert progress.recent == pytest.approx([1.0] * 18)
+
+
+def test_slow_ranks_are_relative_to_the_median() -> None:
+    ranks = {rank: heard(1, 1.0, seconds) for rank, seconds in enumerate((1.0, 1.0, 1.1, 3.0))}
+    assert slow_ranks(ranks) == {3: 3.0 / 1.05}
 
 
 def test_the_ranks_that_lag_are_named() -> None:
-    progress = begin(0.0)
-    for rank, step in enumerate((5, 4, 5, 4)):
-        progress = report(progress, rank, heard(step, 1.0), 1.0)
-    assert lagging_ranks(progress) == [1, 3]
-    assert lagging_ranks(begin(0.0)) == []
+    ranks = {rank: heard(step, 1.0) for rank, step in enumerate((5, 4, 5, 4))}
+    assert lagging_ranks(ranks) == [1, 3]
+    assert lagging_ranks({}) == []

@@ -374,7 +374,8 @@ def _settle(state: State, now: float) -> State:
     assert state.rendezvous is not None
     world = state.rendezvous
     if state.check is None and state.wish is None and world.active:
-        reason = rendezvous.restart_reason(world, min(world.active), world.round)
+        anyone = next(iter(world.active))
+        reason = rendezvous.restart_reason(world, anyone, world.round)
         if reason is not None and reason[0] is Change.GROW:
             wish = Wish(
                 round=world.round,
@@ -428,12 +429,11 @@ def _go_on_with_check(state: State, now: float) -> State:
     world = state.rendezvous
     if world.outcome is not None:
         return _replace(state, check=None)
-    if world.active != {node.id for node in world.world}:
+    if len(world.active) != len(world.world):
         return _meet_again(_replace(state, check=None), now)  # somebody was lost meanwhile
-    members = {node_id for group in check.plan for node_id in group}
     overdue = now - check.since >= state.policy.check_timeout
-    if not overdue and not members.issubset(check.reports):
-        return state
+    if not overdue and len(check.reports) < len(world.world):
+        return state  # every member is in a group of every test round
     results = (*check.results, tuple(_group_result(group, check) for group in check.plan))
     plan = checks.plan_round([node.id for node in world.world], results)
     if plan:

@@ -36,8 +36,9 @@ class Live:
 
     Attributes:
         heard: Incarnation and time of the last message, by node id.
-        progress: How far the ranks are.
-        round: The round that `progress.ranks` belongs to.
+        progress: How far the training is.
+        ranks: How far each rank is that has reported in `round`.
+        round: The round of the last heartbeat that counted.
         noted_at: When the progress was noted last.
         hung_at: When the stacks were asked for.
         stacks: Stacks of the last hang, by rank.
@@ -46,6 +47,7 @@ class Live:
 
     heard: dict[int, tuple[str, float]]
     progress: Progress
+    ranks: dict[int, RankProgress] = field(default_factory=dict)
     round: int = 0
     noted_at: float = 0.0
     hung_at: float = 0.0
@@ -79,10 +81,10 @@ def hear_beat(live: Live, state: State, beat: BeatRequest, now: float) -> list[E
     if live.round != world.round:
         live.round = world.round
         live.progress = begin_round(live.progress, now)
-        live.stacks, live.answered = {}, set()
+        live.ranks, live.stacks, live.answered = {}, {}, set()
     events: list[Event] = []
     for rank, heard in beat.ranks.items():
-        known = live.progress.ranks.get(rank)
+        known = live.ranks.get(rank)
         if known is None or heard.step != known.step or heard.saved_step != known.saved_step:
             at = RankProgress(
                 step=heard.step,
@@ -90,7 +92,8 @@ def hear_beat(live: Live, state: State, beat: BeatRequest, now: float) -> list[E
                 step_seconds=heard.step_seconds,
                 saved_step=heard.saved_step,
             )
-            live.progress = report(live.progress, rank, at, now - heard.age)
+            live.progress = report(live.progress, known, at)
+            live.ranks[rank] = at
         if heard.saved_step is not None and (state.saved is None or heard.saved_step > state.saved):
             events.append(Saved(heard.saved_step))
     return events[-1:]
@@ -137,7 +140,7 @@ def _hang_events(live: Live, state: State, now: float) -> list[Event]:
         return []
     if state.forced is None and hangs(live.progress, now, state.policy.hang_timeout):
         silent = now - live.progress.moved
-        lagging = lagging_ranks(live.progress)
+        lagging = lagging_ranks(live.ranks)
         who = f"; ranks {', '.join(map(str, lagging))} are behind the others" if lagging else ""
         live.hung_at, live.stacks, live.answered = now, {}, set()
         return [Hang(world.round, f"no rank has finished a step for {silent:.0f} s{who}")]

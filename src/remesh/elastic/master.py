@@ -341,8 +341,8 @@ def _concerns_waiting(before: State, after: State) -> bool:
         return old is not new
     return (
         (old.round, old.outcome) != (new.round, new.outcome)
-        or old.excluded != new.excluded
-        or old.replaced != new.replaced
+        or old.excluded is not new.excluded
+        or old.replaced is not new.replaced
         or before.check is not after.check
         or before.words is not after.words
     )

@@ -42,8 +42,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         began: When the job began.
         first_step: The step before the first one that was seen.
         last_step: The highest step that any rank has finished.
-        moved: When it changed.
-        ranks: The ranks of the current round.
+        moved: When any rank has last got further.
+        round_step: The highest step of the current round; None before the first report.
+        round_step_at: When that was reached.
         recent: Durations of recent steps, in seconds, newest last.
     """
 
@@ -51,7 +52,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int | None = None
     last_step: int | None = None
     moved: float
-    ranks: dict[int, RankProgress] = {}
+    round_step: int | None = None
+    round_step_at: float = 0.0
     recent: tuple[float, ...] = ()
 
 
@@ -62,31 +64,34 @@ def begin(now: float) -> Progress:
 
 def begin_round(progress: Progress, now: float) -> Progress:
     """A new world starts: its ranks have reported nothing, and its first step may take a while."""
-    return msgspec.structs.replace(progress, ranks={}, moved=now)
+    return msgspec.structs.replace(progress, round_step=None, moved=now)
 
 
-def report(progress: Progress, rank: int, heard: RankProgress, now: float) -> Progress:
-    """What is known after a rank has reported."""
-    ranks = {**progress.ranks, rank: heard}
-    last = progress.last_step
-    if last is not None and heard.step <= last:
-        # A step that is made again moves the job as far as hanging goes, but is no new progress.
-        old = progress.ranks.get(rank)
-        repeated = old is None or heard.step > old.step
-        moved = now if repeated else progress.moved
-        return msgspec.structs.replace(progress, ranks=ranks, moved=moved)
-    recent = progress.recent
-    if last is not None and progress.ranks and now > progress.moved:
-        per_step = (now - progress.moved) / (heard.step - last)
-        recent = (*recent, per_step)[-NUM_RECENT:]
-    return msgspec.structs.replace(
-        progress,
-        ranks=ranks,
-        first_step=heard.step - 1 if last is None else progress.first_step,
-        last_step=heard.step,
-        moved=now,
-        recent=recent,
-    )
+def report(progress: Progress, before: RankProgress | None, heard: RankProgress) -> Progress:
+    """What is known after a rank has reported.
+
+    Args:
+        progress: What was known.
+        before: What the rank reported last in this round; None if nothing.
+        heard: What it reports now.
+    """
+    step, now = heard.step, heard.time
+    changes: dict[str, object] = {}
+    # A step that is made again moves the job as far as hanging goes, but is no new progress.
+    if before is None or step > before.step:
+        changes["moved"] = max(now, progress.moved)
+    if progress.first_step is None:
+        changes["first_step"] = step - 1
+    if progress.last_step is None or step > progress.last_step:
+        changes["last_step"] = step
+    if progress.round_step is None:
+        changes |= {"round_step": step, "round_step_at": now}
+    elif step > progress.round_step:
+        changes |= {"round_step": step, "round_step_at": now}
+        if now > progress.round_step_at:
+            per_step = (now - progress.round_step_at) / (step - progress.round_step)
+            changes["recent"] = (*progress.recent, per_step)[-NUM_RECENT:]
+    return msgspec.structs.replace(progress, **changes)
 
 
 def goodput(progress: Progress, now: float) -> float | None:
@@ -105,17 +110,15 @@ def hangs(progress: Progress, now: float, limit: float | None) -> bool:
 
     Only jobs that report steps can be judged: before the first report nothing is said.
     """
-    if limit is None or not progress.ranks:
+    if limit is None or progress.round_step is None:
         return False
     return now - progress.moved > limit
 
 
-def slow_ranks(progress: Progress) -> Mapping[int, float]:
+def slow_ranks(ranks: Mapping[int, RankProgress]) -> Mapping[int, float]:
     """Ranks whose own work takes longer than that of the others, and how many times the median."""
     durations = {
-        rank: heard.step_seconds
-        for rank, heard in progress.ranks.items()
-        if heard.step_seconds is not None
+        rank: heard.step_seconds for rank, heard in ranks.items() if heard.step_seconds is not None
     }
     if len(durations) < 3:
         return {}
@@ -127,9 +130,9 @@ def slow_ranks(progress: Progress) -> Mapping[int, float]:
     }
 
 
-def lagging_ranks(progress: Progress) -> list[int]:
+def lagging_ranks(ranks: Mapping[int, RankProgress]) -> list[int]:
     """The ranks that have finished the fewest steps, if some have finished more."""
-    steps = {rank: heard.step for rank, heard in progress.ranks.items()}
+    steps = {rank: heard.step for rank, heard in ranks.items()}
     if len(set(steps.values())) < 2:
         return []
     fewest = min(steps.values())

@@ -347,9 +347,9 @@ def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Chan
         return None
     if round_of_node != state.round or node_id not in state.active | state.finished:
         return Change.STALE, f"round {round_of_node} is over for node {node_id}"
-    members = {node.id for node in state.world}
-    gone = members - state.active - state.finished
-    if gone:
+    # No member is both active and finished. This is asked with every heartbeat, so counts suffice.
+    if len(state.active) + len(state.finished) < len(state.world):
+        gone = {node.id for node in state.world} - state.active - state.finished
         back = gone & set(state.ready)
         if gone - back:
             return Change.LOST, f"{_nodes(gone - back)} left or died"

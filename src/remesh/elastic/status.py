@@ -221,8 +221,8 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
 
 
 def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
-    slow = progress.slow_ranks(live.progress)
-    behind = set(progress.lagging_ranks(live.progress))
+    slow = progress.slow_ranks(live.ranks)
+    behind = set(progress.lagging_ranks(live.ranks))
     return tuple(
         RankStatus(
             rank=rank,
@@ -232,7 +232,7 @@ def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
             slow=slow.get(rank),
             behind=rank in behind,
         )
-        for rank, heard in sorted(live.progress.ranks.items())
+        for rank, heard in sorted(live.ranks.items())
     )
 
 
