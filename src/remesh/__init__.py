@@ -10,6 +10,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from remesh.adapters import Block as Block
+    from remesh.adapters import DescribedOptimizer as DescribedOptimizer
+    from remesh.adapters import FlatSpan as FlatSpan
+    from remesh.adapters import NamedModule as NamedModule
+    from remesh.adapters import Split as Split
+    from remesh.adapters import build_sharded_state_dict as build_sharded_state_dict
+    from remesh.adapters import default_sharded_state_dict as default_sharded_state_dict
+    from remesh.adapters import flat_partition as flat_partition
+    from remesh.adapters import rename_shards as rename_shards
+    from remesh.adapters import shard_weight as shard_weight
     from remesh.checkpoint import Checkpoint as Checkpoint
     from remesh.checkpoint import RestoreReport as RestoreReport
     from remesh.checkpoint import SaveHandle as SaveHandle
@@ -51,6 +61,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "remesh.adapters": (
+        "Block",
+        "DescribedOptimizer",
+        "FlatSpan",
+        "NamedModule",
+        "Split",
+        "build_sharded_state_dict",
+        "default_sharded_state_dict",
+        "flat_partition",
+        "rename_shards",
+        "shard_weight",
+    ),
     "remesh.checkpoint": (
         "Checkpoint",
         "RestoreReport",
