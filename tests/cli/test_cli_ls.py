@@ -119,6 +119,7 @@ def test_json_of_a_checkpoint(run_json: RunJson, checkpoint: Path) -> None:
         "path": str(checkpoint),
         "status": "committed",
         "damages": [],
+        "format": "remesh",
         "created": "2026-01-31T12:00:00+00:00",
         "world_size": 2,
         "remesh_version": remesh.__version__,

@@ -50,6 +50,7 @@ def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
                 "num_bytes": num_bytes,
                 "damages": [],
                 "error": "",
+                "has_digests": True,
             }
         ]
     }
