@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import remesh
 
 def test_views_strides_and_shared_storages(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    state = {
+    state: dict[str | int, Any] = {
         "base": base,
         "view": base[1:3, 2:5],
         "transposed": base.t(),
