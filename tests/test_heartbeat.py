@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -85,3 +87,78 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
         read_heartbeat(tmp_path / "beat")
     with pytest.raises(StorageError, match="cannot write"):
         write_heartbeat(tmp_path / "no" / "beat", Heartbeat(1, None, 0.0, None))
+
+
+def run_python(program: str, *arguments: str) -> str:
+    """What a program prints in an interpreter of its own, where signals may be set at will."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class TestStackRequests:
+    def test_the_stacks_of_all_threads_are_written(self, tmp_path: Path) -> None:
+        program = """
+import os, sys, threading
+from remesh.heartbeat import STACK_SIGNAL, answer_stack_requests, stacks_file
+
+def waits_here(event): event.wait()
+
+stop = threading.Event()
+thread = threading.Thread(target=waits_here, args=(stop,))
+thread.start()
+end = answer_stack_requests(sys.argv[1])
+os.kill(os.getpid(), STACK_SIGNAL)
+print(stacks_file(sys.argv[1]).read_text())
+end()
+assert not stacks_file(sys.argv[1]).exists()
+stop.set()
+"""
+        stacks = run_python(program, str(tmp_path / "beat"))
+        assert "waits_here" in stacks
+        assert "<module>" in stacks
+
+    @pytest.mark.parametrize(
+        "take",
+        [
+            "signal.signal(signal.SIGUSR2, lambda *_: print('mine'))",
+            "faulthandler.register(signal.SIGUSR2, sys.stdout)",
+        ],
+    )
+    def test_a_handler_that_is_there_is_left_alone(self, tmp_path: Path, take: str) -> None:
+        program = f"""
+import faulthandler, os, signal, sys
+from remesh.heartbeat import answer_stack_requests, stacks_file
+{take}
+assert answer_stack_requests(sys.argv[1]) is None
+assert not stacks_file(sys.argv[1]).exists()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+        said = run_python(program, str(tmp_path / "beat"))
+        assert "mine" in said or "<module>" in said
+
+    def test_a_handler_that_comes_later_is_kept(self, tmp_path: Path) -> None:
+        program = """
+import os, signal, sys
+from remesh.heartbeat import answer_stack_requests
+end = answer_stack_requests(sys.argv[1])
+signal.signal(signal.SIGUSR2, lambda *_: print('mine'))
+end()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+        assert run_python(program, str(tmp_path / "beat")) == "mine\n"
+
+    def test_a_directory_that_is_not_there(self, tmp_path: Path) -> None:
+        program = """
+import sys
+from remesh.errors import StorageError
+from remesh.heartbeat import answer_stack_requests
+try:
+    answer_stack_requests(sys.argv[1])
+except StorageError as error:
+    print(error)
+"""
+        said = run_python(program, str(tmp_path / "none" / "beat"))
+        assert "cannot write" in said
+        assert "beat.stacks" in said

@@ -1,19 +1,27 @@
-"""What a training process and the agent that watches it tell each other, through two small files.
+"""What a training process and the agent that watches it tell each other, through small files.
 
 The process writes its `Heartbeat` to a file that the agent named (`RunInfo.heartbeat_file`). The
 agent reads it whenever it likes: the file is replaced in one step, so it is never half written. If
 the agent wants the state saved (the node is about to leave, say), it puts a request beside it, in
 `<heartbeat file>.request`. The training reads that between two steps, saves, and removes it.
 
-Both files are hints of the moment and not worth a disk's time: they are not synced, and one that a
-loss of power has spoiled is taken for none. A request may also lie in a file of any name, for
-people and scripts: `read_request_file`.
+When a job hangs, the agent wants to know where its processes are. A process that called
+`answer_stack_requests` writes the stacks of its threads to a third file, `<heartbeat file>.stacks`,
+whenever it gets `STACK_SIGNAL`: faulthandler does that in C, also when the interpreter is stuck in
+a collective. That the file is there tells the agent that the signal does no harm.
+
+All these files are hints of the moment and not worth a disk's time: they are not synced, and one
+that a loss of power has spoiled is taken for none. A request may also lie in a file of any name,
+for people and scripts: `read_request_file`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import secrets
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,6 +33,9 @@ StrPath = str | os.PathLike[str]
 
 Request = Literal["save", "save-and-stop"]
 """What an agent may ask for: a save, or a save after which the training ends."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Asks a process for the stacks of its threads."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -136,6 +147,55 @@ def clear_request_file(file: StrPath) -> None:
         Path(file).unlink(missing_ok=True)
     except OSError as error:
         raise _cannot("remove", file, error) from error
+
+
+def stacks_file(path: StrPath) -> Path:
+    """Where the process that writes a heartbeat writes its stacks when it is asked.
+
+    Args:
+        path: The heartbeat file.
+    """
+    return Path(f"{os.fspath(path)}.stacks")
+
+
+def answer_stack_requests(path: StrPath) -> Callable[[], None] | None:
+    """Let this process write the stacks of its threads whenever it gets `STACK_SIGNAL`.
+
+    Args:
+        path: The heartbeat file.
+
+    Returns:
+        A function that ends this; None if the signal has a handler already, which is left alone.
+
+    Raises:
+        StorageError: If the file for the stacks cannot be written.
+    """
+    if _is_handled(STACK_SIGNAL):
+        return None
+    file = stacks_file(path)
+    try:
+        stream = file.open("ab", buffering=0)
+    except OSError as error:
+        raise _cannot("write", file, error) from error
+    faulthandler.register(STACK_SIGNAL, stream, all_threads=True)
+
+    def end() -> None:
+        # Whoever has set a handler since keeps it; faulthandler would put the first one back.
+        if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+            faulthandler.unregister(STACK_SIGNAL)
+            stream.close()
+        file.unlink(missing_ok=True)
+
+    return end
+
+
+def _is_handled(number: signal.Signals) -> bool:
+    if signal.getsignal(number) != signal.SIG_DFL:
+        return True
+    # Handlers that were not set by the signal module are seen by the kernel alone.
+    status = _read(Path("/proc/self/status")) or b""
+    caught = [line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")]
+    return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
 
 
 def _request_file(path: StrPath) -> Path:

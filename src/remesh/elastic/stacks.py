@@ -1,30 +1,25 @@
 """Where processes are at the moment: the stacks of all their threads.
 
 py-spy reads them from outside, without the process's help, if it is installed and the kernel lets
-it. Otherwise the process is asked: `answer_stack_requests`, which `remesh.Manager` calls, lets
-faulthandler write them on a signal, also when the interpreter is stuck in a collective.
+it. Otherwise the process is asked, if it answers (`remesh.heartbeat.answer_stack_requests`, which
+`remesh.Manager` calls).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-REQUEST_SIGNAL = signal.SIGUSR2
+from remesh.heartbeat import STACK_SIGNAL, stacks_file
+
 PY_SPY_SECONDS = 10.0
 ANSWER_SECONDS = 2.0
 MAX_STACKS = 64 << 10
 """Characters that are kept of each process."""
-
-
-def stacks_file(heartbeat_file: str | os.PathLike[str]) -> Path:
-    """Where a process with this heartbeat file writes its stacks."""
-    return Path(f"{os.fspath(heartbeat_file)}.stacks")
 
 
 def stacks_of(pid: int, heartbeat_file: str | os.PathLike[str]) -> str:
@@ -60,11 +55,12 @@ def _by_signal(pid: int, heartbeat_file: str | os.PathLike[str]) -> str:
     if not file.exists():
         return ""
     before = file.stat().st_size
-    os.kill(pid, REQUEST_SIGNAL)
+    os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + ANSWER_SECONDS
+    written = b""
     while time.monotonic() < deadline:
-        time.sleep(0.05)
-        text = file.read_text(errors="replace")[before:]
-        if text.endswith("\n"):
-            return text
-    return ""
+        time.sleep(0.1)
+        earlier, written = written, file.read_bytes()[before:]
+        if written and written == earlier:  # line by line, and now no more
+            break
+    return written.decode(errors="replace")

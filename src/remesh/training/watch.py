@@ -1,4 +1,4 @@
-"""A rank's connection to those who watch it: pace, heartbeats, signals and requests.
+"""A rank's connection to those who watch it: pace, heartbeats, stacks, signals and requests.
 
 Nothing here is collective. What a rank hears it tells the others when notes are exchanged
 (`remesh.training.policies`). No training ends because a heartbeat cannot be written or a request
@@ -20,6 +20,7 @@ from remesh.errors import StorageError
 from remesh.heartbeat import (
     Heartbeat,
     Request,
+    answer_stack_requests,
     clear_request,
     clear_request_file,
     read_request,
@@ -59,6 +60,17 @@ class Watch:
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
+        # After the signals that count: one of them may be that by which stacks are asked for.
+        self._end_answering = self._answer_stack_requests()
+
+    def _answer_stack_requests(self) -> Callable[[], None] | None:
+        if not self._heartbeat_file:
+            return None
+        try:
+            return answer_stack_requests(self._heartbeat_file)
+        except StorageError as error:
+            self._warn(self._heartbeat_file, error)
+            return None
 
     def keep_pace(self, step: int) -> None:
         """Note that a step is done, and how long it took."""
@@ -114,6 +126,9 @@ class Watch:
 
     def close(self) -> None:
         """Put the former handlers of signals back."""
+        if self._end_answering is not None:
+            self._end_answering()
+            self._end_answering = None
         while self._former:
             number, handler = self._former.popitem()
             signal.signal(number, handler)
