@@ -237,13 +237,18 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
     queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert strategy.num_plans_reused == 1
+    state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": 2}
+    foreign = save(state, folder / "2", ("torch_dist", 1), async_sharded_save=True)
+    assert foreign is not None
+    data.fill_(-1)
+    assert queue.schedule_async_request(foreign) == 2
     mine = AsyncRequest(
         slow_write, (str(folder), None, f"mine {rank}"), [lambda: order.append("x")]
     )
-    assert queue.schedule_async_request(mine) == 2
+    assert queue.schedule_async_request(mine) == 3
     queue.close()
     strategy.close()
-    for number in range(2):
+    for number in range(3):
         assert check_is_distributed_checkpoint(folder / str(number))
         zeros = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, rank, 2))
         assert load({"w": zeros}, folder / str(number))["step"] == number

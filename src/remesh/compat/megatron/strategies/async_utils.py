@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from remesh.checkpoint import SaveHandle
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
 from remesh.errors import RankFailedError
@@ -99,9 +98,12 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
 
-def wait_for(_: None, handle: SaveHandle) -> None:
-    """The slow half of a save that has a background of its own, in threads or in a process."""
-    handle.wait()
+def run_here(_: None, work: Callable[[], None]) -> None:
+    """The slow half of a save of this library's strategies, which stays in this process.
+
+    It writes memory of this process, or waits for a background that the save has on its own.
+    """
+    work()
 
 
 class _Progress(msgspec.Struct, frozen=True):
@@ -328,7 +330,8 @@ class AsyncCallsQueue:
 
     Args:
         persistent: Run them in one process that lives until `close`, instead of threads. Saves of
-            this library's strategies have a background of their own, for which a thread waits.
+            this library's strategies run in threads all the same; the native one takes
+            `writer="process"`.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -347,7 +350,7 @@ class AsyncCallsQueue:
         self._call_idx += 1
         request = async_request.freeze()._replace(call_idx=self._call_idx)
         caller: AsyncCaller = TemporalAsyncCaller()
-        if self._persistent is not None and request.async_fn is not wait_for:
+        if self._persistent is not None and request.async_fn is not run_here:
             caller = self._persistent
             # One process does one thing at a time; those before are finalized first.
             self.maybe_finalize_async_calls(blocking=True)

@@ -8,10 +8,10 @@ allowed. What comes back has the structure of what was asked for, with tensors a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from remesh.checkpoint import SaveHandle, Saver, load
+from remesh.checkpoint import Saver, load
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
@@ -25,12 +25,11 @@ from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
     source_of,
-    storage_of,
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor, is_main_replica
 from remesh.compat.megatron.objects import known
-from remesh.compat.megatron.strategies.async_utils import AsyncRequest, wait_for
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from remesh.exchange import Alone, run_on_all
 
@@ -72,7 +71,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         """
         with as_checkpointing_exception():
             state = state_to_save(sharded_state_dict)
-            self._saver.save(state, storage_of(checkpoint_dir), overwrite=True)
+            self._saver.save(state, checkpoint_dir, overwrite=True)
 
     def close(self) -> None:
         """Wait for the save in flight, and give memory and process back.
@@ -90,13 +89,12 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
             CheckpointingException: On every rank, if one has nothing to save where it should.
         """
         state = state_to_save(sharded_state_dict)
-        storage = storage_of(checkpoint_dir)
 
-        def stage() -> SaveHandle:
+        def stage() -> Callable[[], None]:
             with as_checkpointing_exception():
-                return self._saver.save_async(state, storage, overwrite=True)
+                return self._saver.save_async(state, checkpoint_dir, overwrite=True).wait
 
-        return AsyncRequest(wait_for, (None, None), [], preload_fn=stage)
+        return AsyncRequest(run_here, (None, None), [], preload_fn=stage)
 
 
 def state_to_save(sharded_state_dict: Any) -> dict[str, Any]:

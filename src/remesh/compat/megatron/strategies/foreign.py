@@ -17,7 +17,7 @@ from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
-from remesh.compat.megatron.strategies.async_utils import AsyncRequest
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy
 from remesh.compat.megatron.strategies.engine import state_to_save
 from remesh.events import emitter, ignore
@@ -73,7 +73,7 @@ class ForeignSaveShardedStrategy(AsyncSaveShardedStrategy):
                 emit=emitter(ignore, exchange.rank),
             )
         save = _PreparedSave(exchange, planned)
-        return AsyncRequest(save.write, (), [save.finalize])
+        return AsyncRequest(run_here, (None, save.write), [save.finalize])
 
 
 def _without_common_state(writer: Writer) -> Writer:
