@@ -136,7 +136,10 @@ def _refuse_everywhere(exchange: Exchange, folder: Path) -> list[str]:
     hole = {"w": ShardedTensor.from_rank_offsets("w", row, (0, 0, 2), replica_id=rank)}
     only_rank_1 = {**good} if rank == 0 else {"c": ShardedTensor.from_rank_offsets("c", row)}
     unstorable: Any = object() if rank == 1 else 1
+    no_data = {"w": good["w"].without_data() if rank == 1 else good["w"]}
     messages = [
+        message_of(lambda: save(no_data, folder)),
+        message_of(lambda: load(good, folder if rank == 0 else folder / "elsewhere")),
         message_of(lambda: save(hole, folder)),
         message_of(lambda: save(hole, folder, validate_access_integrity=False)),
         message_of(lambda: load(hole, folder)),
@@ -157,7 +160,17 @@ def _refuse_everywhere(exchange: Exchange, folder: Path) -> list[str]:
 
 def test_every_rank_raises(tmp_path: Path) -> None:
     by_rank = run_processes(2, _refuse_everywhere, tmp_path / "checkpoint")
-    parts = ["[2:4]", "[2:4]", "[2:4]", "c", "c", "o/shard_1_2", "value"]
+    parts = [
+        "no data to save",
+        "not a distributed checkpoint",
+        "[2:4]",
+        "[2:4]",
+        "[2:4]",
+        "c",
+        "c",
+        "o/shard_1_2",
+        "value",
+    ]
     for messages in by_rank:
         assert len(messages) == len(parts)
         for part, message in zip(parts, messages, strict=True):

@@ -49,7 +49,7 @@ from remesh.compat.megatron.validation import (
     validate_sharded_objects_handling,
     verify_checkpoint_and_load_strategy,
 )
-from remesh.exchange import run_on_one
+from remesh.exchange import Exchange, run_on_all, run_on_one
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise CheckpointingException(f"{sharded} cannot save beside the training")
     exchange = exchange_of(None)
-    if exchange.rank == 0 and storage_of(checkpoint_dir).list():
-        logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
+    _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
     sharded_part, common_part = save_preprocess(
@@ -136,6 +135,15 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded.save(sharded_part, checkpoint_dir)
     finalize()
     return None
+
+
+def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
+    def look() -> bytes:
+        if storage_of(checkpoint_dir).list():
+            logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
+        return b""
+
+    run_on_one(exchange, look)
 
 
 def _save_strategy(action: StrategyAction, given: Any) -> Any:
@@ -185,17 +193,24 @@ def load(
         validate_access_integrity = common_strategy
         common_strategy = None
     handling = parse_strict_flag(strict)
-    sharded, common = verify_checkpoint_and_load_strategy(
-        checkpoint_dir, sharded_strategy, common_strategy
-    )
-    result = common.load_common(checkpoint_dir)
+    opened: list[tuple[Any, Any, Any]] = []
+    stored: CkptShardedMetadata = {}
+
+    def open_checkpoint() -> bytes:
+        strategies = verify_checkpoint_and_load_strategy(
+            checkpoint_dir, sharded_strategy, common_strategy
+        )
+        opened.append((*strategies, strategies[1].load_common(checkpoint_dir)))
+        if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+            stored.update(load_sharded_metadata(checkpoint_dir, *strategies))
+        return b""
+
+    with as_checkpointing_exception():
+        run_on_all(exchange_of(None), open_checkpoint)
+    sharded, common, result = opened[0]
     asked, local, factories = load_preprocess(sharded_state_dict)
     merge(result, local)
     asked, _ = extract_sharded_base(asked)
-
-    stored: CkptShardedMetadata | None = None
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-        stored = load_sharded_metadata(checkpoint_dir, sharded, common)
     mine = everybody = None
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
         mine, everybody = determine_global_metadata(asked)

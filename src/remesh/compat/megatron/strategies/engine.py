@@ -98,11 +98,21 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 def state_to_save(sharded_state_dict: Any) -> dict[str, Any]:
-    """The main replicas of a state dict as a state for the engine."""
+    """The main replicas of a state dict as a state for the engine. Collective.
+
+    Raises:
+        CheckpointingException: On every rank, if one has no data to save where it should.
+    """
     leaves = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
-    for leaf in leaves:
-        if isinstance(leaf, ShardedTensor) and leaf.data is None:
-            raise CheckpointingException(f"{leaf.key}: there is no data to save")
+
+    def check() -> bytes:
+        for leaf in leaves:
+            if isinstance(leaf, ShardedTensor) and leaf.data is None:
+                raise CheckpointingException(f"{leaf.key}: there is no data to save")
+        return b""
+
+    with as_checkpointing_exception():
+        run_on_all(exchange_of(None), check)
     return _engine_state(leaves)
 
 
