@@ -46,7 +46,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
         saved_step: The step of the newest checkpoint that this process knows to be committed;
             None if there is none.
         time: When this was written, in seconds since the epoch.
-        step_seconds: How long the last step took; None if that is not known yet.
+        step_seconds: How long this process's own work of the last step took, or the whole step if
+            that is not measured; None if neither is known yet.
     """
 
     step: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from remesh.elastic import progress
@@ -199,7 +201,7 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
         return "finished" if node.id in world.finished else "gone"
 
     statuses = []
-    for node_id, node in sorted(known.items()):
+    for node_id, node in known.items():
         heard = live.heard.get(node_id)
         working = node_id in world.active
         statuses.append(
@@ -217,7 +219,34 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
                 reason=exclusion_of(world, node) or "",
             )
         )
-    return tuple(statuses)
+    statuses += _excluded(state, live, known, now)
+    return tuple(sorted(statuses, key=lambda status: status.id))
+
+
+def _excluded(state: State, live: Live, shown: Mapping[int, Node], now: float) -> list[NodeStatus]:
+    """Nodes that are not used, and of which the current world knows nothing."""
+    assert state.rendezvous is not None
+    names = {node_id: name for name, node_id in state.names.items()}
+    statuses = []
+    for node_id, (_incarnation, reason) in state.rendezvous.excluded.items():
+        if node_id not in shown:
+            heard = live.heard.get(node_id)
+            statuses.append(
+                NodeStatus(
+                    id=node_id,
+                    name=names.get(node_id, ""),
+                    address="",
+                    state="excluded",
+                    rank=None,
+                    first_process=None,
+                    num_processes=0,
+                    last_heard=None if heard is None else max(now - heard[1], 0.0),
+                    num_charged=state.charges.get(node_id, 0),
+                    check=state.verdict.get(node_id, ""),
+                    reason=reason,
+                )
+            )
+    return statuses
 
 
 def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:

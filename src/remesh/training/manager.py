@@ -184,6 +184,7 @@ class Manager:
         state: MutableMapping[str, Any],
         *,
         metrics: Mapping[str, float] | None = None,
+        own_seconds: float | None = None,
     ) -> bool:
         """Call this after each step: saves if a policy says so. Collective.
 
@@ -191,6 +192,9 @@ class Manager:
             step: Steps done, the same on every rank; it grows from call to call.
             state: See `remesh.save`: what the rest of the run depends on, by name.
             metrics: Numbers by which checkpoints are compared; those of rank 0 count.
+            own_seconds: How long this rank's own work of the step took, without waiting for other
+                ranks. It is what tells a slow rank from those that wait for it; the whole step,
+                which is reported by default, takes equally long on all.
 
         Returns:
             Whether a save was begun.
@@ -199,7 +203,7 @@ class Manager:
             RemeshError: As `remesh.save`; also why an earlier save failed in the background. It is
                 raised once, on every rank, and the training may go on.
         """
-        self._watch.keep_pace(step)
+        self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         reason, stop = policies.due_by_step(self._every, step), False
         if self._next_look is None or step >= self._next_look:

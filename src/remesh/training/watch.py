@@ -53,6 +53,7 @@ class Watch:
         self._signal = ""
         self._last_beat = -math.inf
         self._last_step: tuple[int, float] | None = None
+        self._own_seconds: float | None = None
         self.step_seconds: float | None = None
         wanted = [n for policy in every if isinstance(policy, OnSignals) for n in policy.signals]
         if wanted and threading.current_thread() is not threading.main_thread():
@@ -72,9 +73,10 @@ class Watch:
             self._warn(self._heartbeat_file, error)
             return None
 
-    def keep_pace(self, step: int) -> None:
-        """Note that a step is done, and how long it took."""
+    def keep_pace(self, step: int, own_seconds: float | None = None) -> None:
+        """Note that a step is done, how long it took, and how much of that was this rank's work."""
         now = time.monotonic()
+        self._own_seconds = own_seconds
         if self._last_step is not None and step > self._last_step[0]:
             self.step_seconds = (now - self._last_step[1]) / (step - self._last_step[0])
         self._last_step = step, now
@@ -84,7 +86,8 @@ class Watch:
         now = time.monotonic()
         if self._heartbeat_file and (at_once or now - self._last_beat >= BEAT_SECONDS):
             self._last_beat = now
-            beat = Heartbeat(step, saved_step, time.time(), self.step_seconds)
+            own = self.step_seconds if self._own_seconds is None else self._own_seconds
+            beat = Heartbeat(step, saved_step, time.time(), own)
             try:
                 write_heartbeat(self._heartbeat_file, beat)
             except StorageError as error:
