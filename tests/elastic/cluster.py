@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +50,6 @@ class Cluster:
         self._seconds = seconds
         self._port = 0
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: list[subprocess.Popen[bytes]] = []
         self.master: subprocess.Popen[bytes]
         self.start_master()
 
@@ -95,22 +94,28 @@ class Cluster:
         self._port = int(url.rpartition(":")[2])
         self.client = Client(url, patience=30)
 
-    def start(self, *numbers: int, options: tuple[str, ...] = ()) -> None:
-        """Start the agents of nodes."""
+    def command(self, number: int) -> list[str]:
+        """What starts the agent of a node."""
+        return [
+            *(*REMESH, "run", "--master", self.url, "--node-id", str(number)),
+            *("--nnodes", self._nodes, "--nproc-per-node", "1", "--last-call", "2"),
+            *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "120"),
+            *("--drain-seconds", "20", *self._agent_options),
+            *(str(TRAIN), str(self.directory), str(self._num_steps), str(self._seconds)),
+        ]
+
+    def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:
+        """Start the agents of nodes.
+
+        Args:
+            numbers: Ids of the nodes.
+            environment: Variables that they and their processes get besides.
+        """
+        variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
         for number in numbers:
-            if number in self.agents:
-                self._ended.append(self.agents[number])
-            command = [
-                *(*REMESH, "run", "--master", self.url, "--node-id", str(number)),
-                *("--nnodes", self._nodes, "--nproc-per-node", "1", "--last-call", "2"),
-                *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "120"),
-                *("--drain-seconds", "20", *self._agent_options, *options),
-                *(str(TRAIN), str(self.directory), str(self._num_steps), str(self._seconds)),
-            ]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             with (self.directory / f"node-{number}.log").open("ab") as log:
                 self.agents[number] = subprocess.Popen(
-                    command, stdout=log, stderr=log, env=environment
+                    self.command(number), stdout=log, stderr=log, env=os.environ | variables
                 )
 
     def kill_worker(self, rank: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from remesh.elastic.agent import EXIT_REPLACE
 from tests.elastic.cluster import Cluster
 from tests.elastic.train import uninterrupted
 
@@ -17,13 +20,22 @@ pytestmark = pytest.mark.timeout(600)
 slow = pytest.mark.slow
 
 
-def assert_same_run(cluster: Cluster, num_steps: int) -> None:
-    """Every step was made, each time with the loss of a run without interruption."""
-    losses, expected = cluster.losses(), uninterrupted(num_steps)
-    assert sorted(losses) == list(range(num_steps))
+FOREVER = 1_000_000
+"""Steps of a training that the test stops."""
+
+
+def assert_same_losses(cluster: Cluster) -> None:
+    """Every step, each time that it was made, had the loss of a run without interruption."""
+    losses, expected = cluster.losses(), uninterrupted(cluster.step + 1)
+    assert sorted(losses) == list(range(len(losses)))
     for step, values in losses.items():
-        for value in values:
-            assert value == pytest.approx(expected[step], rel=1e-4), f"step {step}"
+        assert values == pytest.approx([expected[step]] * len(values), rel=1e-4), f"step {step}"
+
+
+def assert_same_run(cluster: Cluster, num_steps: int) -> None:
+    """Likewise, and no step is missing."""
+    assert_same_losses(cluster)
+    assert cluster.step == num_steps - 1
 
 
 def charged(cluster: Cluster) -> dict[int, int]:
@@ -31,7 +43,7 @@ def charged(cluster: Cluster) -> dict[int, int]:
 
 
 def test_a_killed_process_costs_a_restart_of_its_node_alone(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", 60) as cluster:
+    with Cluster(tmp_path, "2:2", 40) as cluster:
         cluster.start(0, 1)
         cluster.until_step(12)
         cluster.kill_worker(1)
@@ -42,11 +54,24 @@ def test_a_killed_process_costs_a_restart_of_its_node_alone(tmp_path: Path) -> N
         assert (first.node_id, first.rank, first.signal) == (1, 1, "SIGKILL")
         cluster.finish(0, 1)
         assert cluster.status().phase == "succeeded"
-        assert_same_run(cluster, 60)
+        assert_same_run(cluster, 40)
 
 
+def test_the_world_shrinks_when_a_node_dies(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "1:2", 40) as cluster:
+        cluster.start(0, 1)
+        cluster.until_step(8)
+        cluster.kill_agent(0)
+        cluster.until_world(1, round_after=1)
+        cluster.finish(1)
+        assert charged(cluster) == {}
+        assert [entry["size"] for entry in cluster.said() if entry["kind"] == "end"] == [1]
+        assert_same_run(cluster, 40)
+
+
+@slow
 def test_four_nodes_shrink_to_two_when_one_dies_and_grow_back(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:4", 400, agent=("--node-unit", "2")) as cluster:
+    with Cluster(tmp_path, "2:4", FOREVER, agent=("--node-unit", "2")) as cluster:
         cluster.start(3, 1, 2, 0)
         cluster.until_world(0, 1, 2, 3)
         cluster.until_step(8)
@@ -58,21 +83,16 @@ def test_four_nodes_shrink_to_two_when_one_dies_and_grow_back(tmp_path: Path) ->
         cluster.until_step(before + 5)
         cluster.start(1)
         cluster.until_world(0, 1, 2, 3, round_after=2)
-        # The world grew after a checkpoint, so no step was lost.
         assert charged(cluster) == {}
         cluster.until_step(before + 20)
         sizes = [entry["size"] for entry in cluster.said() if entry["kind"] == "start"]
         assert sorted(set(sizes)) == [2, 4]
-        for number in range(4):
-            cluster.agents[number].send_signal(signal.SIGINT)
-        losses, expected = cluster.losses(), uninterrupted(400)
-        for step, values in losses.items():
-            assert values == pytest.approx([expected[step]] * len(values), rel=1e-4)
+        assert_same_losses(cluster)
 
 
 @slow
 def test_the_node_with_rank_0_dies(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:3", 100) as cluster:
+    with Cluster(tmp_path, "2:3", 40) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
         cluster.until_step(8)
@@ -80,12 +100,12 @@ def test_the_node_with_rank_0_dies(tmp_path: Path) -> None:
         cluster.until_world(1, 2, round_after=1)
         cluster.finish(1, 2)
         assert charged(cluster) == {}
-        assert_same_run(cluster, 100)
+        assert_same_run(cluster, 40)
 
 
 @slow
 def test_the_master_dies_while_the_job_runs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", 150) as cluster:
+    with Cluster(tmp_path, "2:2", 80) as cluster:
         cluster.start(0, 1)
         cluster.until_step(8)
         cluster.master.kill()
@@ -98,7 +118,7 @@ def test_the_master_dies_while_the_job_runs(tmp_path: Path) -> None:
         cluster.kill_worker(0)
         cluster.until_round(2)
         cluster.finish(0, 1)
-        assert_same_run(cluster, 150)
+        assert_same_run(cluster, 80)
 
 
 @slow
@@ -116,7 +136,7 @@ def test_the_master_dies_while_nodes_join(tmp_path: Path) -> None:
 
 @slow
 def test_sigterm_drains_a_node_after_a_last_checkpoint(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "1:3", 200) as cluster:
+    with Cluster(tmp_path, "1:3", 60) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
         cluster.until_step(8)
@@ -127,12 +147,12 @@ def test_sigterm_drains_a_node_after_a_last_checkpoint(tmp_path: Path) -> None:
         assert "node 2 leaves, drained: SIGTERM, saved at step" in history
         assert charged(cluster) == {}
         cluster.finish(0, 1)
-        assert_same_run(cluster, 200)
+        assert_same_run(cluster, 60)
 
 
 @slow
 def test_a_hanging_rank_is_found_its_stack_shown_and_the_job_restarted(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", 60, master=("--hang-timeout", "5")) as cluster:
+    with Cluster(tmp_path, "2:2", 40, master=("--hang-timeout", "5")) as cluster:
         cluster.start(0, 1)
         cluster.until_step(8)
         (tmp_path / "hang-1").touch()
@@ -141,12 +161,12 @@ def test_a_hanging_rank_is_found_its_stack_shown_and_the_job_restarted(tmp_path:
         assert "train.py" in cluster.status().stacks[1]
         cluster.until_round(2)
         cluster.finish(0, 1)
-        assert_same_run(cluster, 60)
+        assert_same_run(cluster, 40)
 
 
 @slow
 def test_two_failures_at_once(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "3:3", 80) as cluster:
+    with Cluster(tmp_path, "3:3", 40) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_step(8)
         first, second = cluster.pid_of(0), cluster.pid_of(2)
@@ -155,12 +175,89 @@ def test_two_failures_at_once(tmp_path: Path) -> None:
         cluster.until_round(2)
         cluster.finish(0, 1, 2)
         assert set(charged(cluster)) <= {0, 2}
-        assert_same_run(cluster, 80)
+        assert_same_run(cluster, 40)
+
+
+@slow
+def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "1:2", FOREVER) as cluster:
+        cluster.start(0)
+        cluster.until_step(8)
+        before = cluster.step
+        cluster.start(1)
+        cluster.until_world(0, 1, round_after=1)
+        cluster.until(lambda: {1, 2} == {e["size"] for e in cluster.said() if e["kind"] == "step"})
+        taken_in = next(e["step"] for e in cluster.said() if e["kind"] == "step" and e["size"] == 2)
+        assert taken_in > before
+        saved = cluster.status().saved
+        assert saved is not None
+        assert saved >= taken_in
+        assert charged(cluster) == {}
+        assert_same_losses(cluster)
+
+
+def injected(directory: Path, program: str) -> dict[str, str]:
+    """An environment in which the process of the node check runs a program first."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(
+        f"import sys\nif 'remesh.elastic.node_check' in sys.orig_argv:\n    {program}\n"
+    )
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path}
+
+
+@slow
+def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
+    broken = injected(tmp_path / "inject", "import os; os._exit(3)")
+    with Cluster(tmp_path, "2:3", 10, master=("--check",)) as cluster:
+        cluster.start(0, 2)
+        cluster.start(1, environment=broken)
+        assert cluster.agents[1].wait(120) == EXIT_REPLACE
+        cluster.finish(0, 2)
+        status = cluster.status()
+        excluded = [node for node in status.nodes if node.state == "excluded"]
+        assert [node.id for node in excluded] == [1]
+        assert "the test ended with exit code 3" in excluded[0].reason
+        assert {entry["size"] for entry in cluster.said()} == {2}
+        assert_same_run(cluster, 10)
+
+
+@slow
+def test_a_slow_node_is_done_without(tmp_path: Path) -> None:
+    # A clock that runs fast makes everything else look slow.
+    slow_down = "import time; now = time.monotonic; time.monotonic = lambda: 30 * now()"
+    options = ("--check", "--exclude-stragglers")
+    with Cluster(tmp_path, "2:3", 10, master=options) as cluster:
+        cluster.start(0, 1)
+        cluster.start(2, environment=injected(tmp_path / "inject", slow_down))
+        assert cluster.agents[2].wait(120) == EXIT_REPLACE
+        cluster.finish(0, 1)
+        excluded = [node for node in cluster.status().nodes if node.state == "excluded"]
+        assert [node.id for node in excluded] == [2]
+        assert "is a straggler" in excluded[0].reason
+        assert_same_run(cluster, 10)
+
+
+@slow
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow-1").touch()
+    with Cluster(tmp_path, "1:1", 40, agent=("--nproc-per-node", "3")) as cluster:
+        cluster.start(0)
+        cluster.until(lambda: any(rank.slow for rank in cluster.status().ranks))
+        slow_ranks = {rank.rank: rank.slow for rank in cluster.status().ranks if rank.slow}
+        assert slow_ranks.keys() == {1}
+        assert 3 < slow_ranks[1] < 30
+        with urlopen(f"{cluster.url}/metrics") as response:
+            metrics = response.read().decode()
+        seconds = dict(re.findall(r'remesh_rank_step_seconds{rank="(.)"} (.+)', metrics))
+        assert float(seconds["1"]) > 3 * float(seconds["0"])
+        cluster.finish(0)
+        assert_same_run(cluster, 40)
 
 
 @slow
 def test_a_flapping_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:3", 500) as cluster:
+    with Cluster(tmp_path, "2:3", FOREVER) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
         for _ in range(3):
@@ -171,14 +268,12 @@ def test_a_flapping_node(tmp_path: Path) -> None:
             cluster.start(2)
             cluster.until_world(0, 1, 2, round_after=before + 1)
         cluster.until_step(cluster.step + 5)
-        losses, expected = cluster.losses(), uninterrupted(500)
-        for step, values in losses.items():
-            assert values == pytest.approx([expected[step]] * len(values), rel=1e-4)
+        assert_same_losses(cluster)
 
 
 @slow
 def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", 500, agent=("--max-restarts", "1")) as cluster:
+    with Cluster(tmp_path, "2:2", FOREVER, agent=("--max-restarts", "1")) as cluster:
         cluster.start(0, 1)
         for number in (1, 2):
             cluster.until_round(number)
@@ -195,7 +290,7 @@ def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -
 def test_many_failures_in_a_row(tmp_path: Path) -> None:
     seed = int(os.environ.get("REMESH_TEST_SEED", "7"))
     dice = random.Random(seed)
-    with Cluster(tmp_path, "1:3", 100_000, agent=("--max-restarts", "100")) as cluster:
+    with Cluster(tmp_path, "1:3", FOREVER, agent=("--max-restarts", "100")) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
         for _ in range(20):
@@ -210,7 +305,4 @@ def test_many_failures_in_a_row(tmp_path: Path) -> None:
                 cluster.start(number)
             cluster.until_round(before + 1)
         cluster.until_step(cluster.step + 5)
-        losses, expected = cluster.losses(), uninterrupted(cluster.step + 1)
-        assert sorted(losses) == list(range(len(losses)))
-        for step, values in losses.items():
-            assert values == pytest.approx([expected[step]] * len(values), rel=1e-4)
+        assert_same_losses(cluster)

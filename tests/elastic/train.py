@@ -2,7 +2,8 @@
 
 `train.py DIRECTORY NUM_STEPS [SECONDS]`. The batch of a step is a function of the step alone and is
 shared out evenly, so the loss of every step is the same for every number of ranks. Each rank
-appends what it did to a file of its own.
+appends what it did to a file of its own. A file `hang-RANK` lets a rank hang once, and as long as
+`slow-RANK` is there, its steps take longer.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def main() -> None:
             if hang.exists():
                 hang.unlink()
                 time.sleep(3600)
+            began = time.monotonic()
+            slow = (directory / f"slow-{rank}").exists()
+            time.sleep(10 * seconds if slow else seconds)  # the work of a larger model
+            own_seconds = time.monotonic() - began
             own = losses_of(model, step, rank, world_size).mean()
             optimizer.zero_grad()
             torch.autograd.backward(own)
@@ -85,8 +90,7 @@ def main() -> None:
             dist.all_reduce(total)
             state["step"] = step + 1
             say(kind="step", step=step, loss=total.item() / world_size)
-            manager.step(step + 1, state)
-            time.sleep(seconds)
+            manager.step(step + 1, state, own_seconds=own_seconds)
     say(kind="end")
     dist.destroy_process_group()
 

@@ -29,11 +29,12 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from remesh.elastic import child
 from remesh.elastic.failures import MAX_MESSAGE, Decision, ProcessFailure
 from remesh.elastic.handler import Handler
-from remesh.elastic.node import Node
+from remesh.elastic.node import Node, NodeBarredError
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.errors import MasterError
@@ -152,9 +153,18 @@ class Agent(LocalElasticAgent):
     # -------------------------------------------------------------------------------------
 
     def _begin(self, group: WorkerGroup) -> None:
+        """Meet the other nodes and start the processes.
+
+        Raises:
+            SystemExit: If the job has ended, or does not want this node.
+        """
         self._joining = True
         try:
             self._initialize_workers(group)
+        except RendezvousClosedError as closed:
+            log.error("%s", closed)
+            barred = isinstance(closed.__cause__, NodeBarredError)
+            raise SystemExit(EXIT_REPLACE if barred else 1) from closed
         finally:
             self._joining = False
 
