@@ -296,7 +296,7 @@ def test_the_columns_and_metadata_of_the_index(tmp_path: Path) -> None:
 def test_the_kinds_of_values() -> None:
     stated = quoted(rows_below("5.5. "))
     kinds = [name for name in stated if not re.search(r"[\[\]<]", name)]
-    torch_kinds = {f"torch.{name}" for name in values._TORCH_KINDS}
+    torch_kinds = {f"torch.{name}" for name in (*values._TORCH_KINDS, "Tensor")}
     assert set(kinds) == set(values._DECODERS) | torch_kinds
     assert quoted(rows_below("5.1. ")) == [
         f.name for f in msgspec.structs.fields(native.ValuesDocument)

@@ -25,7 +25,19 @@ from remesh.compat.megatron import (
     ShardedTensorFactory,
     StrictHandling,
 )
+from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.serialization import load, save
+from remesh.compat.megatron.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    default_strategies,
+    register_default_strategy,
+)
+from remesh.compat.megatron.strategies.native import (
+    RemeshLoadShardedStrategy,
+    RemeshSaveShardedStrategy,
+)
 from tests.compat.megatron.layouts import flat_shards, row_shards
 
 BACKENDS = ["remesh", "torch_dist", "zarr"]
@@ -385,6 +397,59 @@ def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path, backend
         assert dist_checkpointing.load_common_state_dict(tmp_path) == {"step": 4}
     with pytest.raises(CheckpointingException, match=r"optimizer\.a"):
         load({"a": ShardedTensor.from_rank_offsets("optimizer.a", torch.ones(3))}, tmp_path)
+
+
+class _TensorsOnly(SaveShardedStrategy):
+    """A strategy of an application's own that leaves objects to the common strategy."""
+
+    def __init__(self) -> None:
+        super().__init__("tensors only", 3)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        assert all(isinstance(leaf, ShardedTensor) for leaf in nested_values(sharded_state_dict))
+        RemeshSaveShardedStrategy().save(sharded_state_dict, checkpoint_dir)
+
+
+class _LoadTensorsOnly(LoadShardedStrategy):
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        assert loaded_backend == "tensors only"
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        assert loaded_version == 3
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return RemeshLoadShardedStrategy().load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        return RemeshLoadShardedStrategy().load_tensors_metadata(checkpoint_dir)
+
+
+def test_strategies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for action in StrategyAction:
+        monkeypatch.setitem(default_strategies, action.value, {})
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "tensors only", 3, _LoadTensorsOnly())
+    save(leaves(values=True), tmp_path, _TensorsOnly())
+    assert (tmp_path / "rng" / "shard_0_2.pt").exists()
+    loaded, missing, unexpected = load(leaves(values=False), tmp_path, strict="return_all")
+    assert (missing, unexpected) == (set(), set())
+    assert loaded["rng"][0]["numpy"].tolist() == [0, 1, 2, 3]
+    assert loaded["extra"].read() == b"state"
+    assert torch.equal(loaded["fused"], torch.arange(8.0).reshape(4, 2))
+    with pytest.raises(CheckpointingException, match="no object absent/shard_0_1"):
+        load({"o": ShardedObject("absent", None, (1,), (0,))}, tmp_path)
+    with pytest.raises(CheckpointingException, match="cannot save beside the training"):
+        save({}, tmp_path, _TensorsOnly(), async_sharded_save=True)
+
+
+def test_common_state_among_the_objects_is_found(tmp_path: Path) -> None:
+    """Newer Megatron has no `common.pt`."""
+    common = ShardedObject("common_state", {"step": 3, "deep": {"t": torch.ones(2)}}, (1,), (0,))
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    save({"w": shard, "common": common}, tmp_path, ("torch_dist", 1))
+    (tmp_path / "common.pt").unlink()
+    loaded = load({"w": shard}, tmp_path, strict="raise_all")
+    assert loaded["step"] == 3
+    assert loaded["deep"]["t"].tolist() == [1, 1]
 
 
 class Own:
