@@ -1,0 +1,347 @@
+"""One rank of a training job in a layout: what it holds, what it saves, how it trains.
+
+Parameters are bfloat16 and the optimizer works on fp32 master copies of them. A step draws the
+batch of the whole job from a generator that all ranks have, computes in fp32, rounds the mean
+gradient once to bfloat16, and rounds the master copies to the parameters. So all layouts compute
+the same, up to the order in which fp32 numbers are added.
+
+Without links to other ranks a job cannot train, but it holds and saves the same; then parameters
+whose rows are cut are flat slices here where they are DTensors in a real job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import remesh
+from remesh.adapters import DescribedOptimizer, FlatSpan, NamedModule, flat_partition
+from tests.conversions.layouts import (
+    MASTER,
+    MOMENTS,
+    Held,
+    Layout,
+    global_name,
+    numbers_of_rows,
+    numbers_of_shard,
+    whole_shapes,
+)
+from tests.conversions.links import Link
+from tests.conversions.model import Chunk, Cut, RowCut, Shape
+
+ALIGNMENT = 4
+"""Parameters begin at multiples of this in a flat buffer."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """A rank's ends of the groups of its job.
+
+    Attributes:
+        job: All ranks of the job.
+        tp: Those that cut tensors.
+        ep: Those that share the experts.
+        data: Those with other rows of the batch.
+        copies: Of these, those with the same experts.
+        kv: Of the tensor-parallel ones, those with copies of the same key-value heads.
+        stages: Those with the other chunks of the same pipeline.
+        ends: Of these the first and the last, if both have the embedding.
+        mesh: Of the ranks that cut rows of parameters; None if nobody does.
+    """
+
+    job: Link
+    tp: Link
+    ep: Link
+    data: Link
+    copies: Link
+    kv: Link
+    stages: Link
+    ends: Link
+    mesh: DeviceMesh | None
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Shape, rank: int) -> Links | None:
+        """Make the groups of a job, which all processes do together; None if this has no part."""
+
+        def link(same: Callable[[int, int, int], object]) -> Link:
+            members: dict[object, list[int]] = {}
+            for other in range(layout.world_size):
+                members.setdefault(same(*layout.coordinates(other)), []).append(other)
+            own = Link()
+            for key, ranks in members.items():
+                if key is not None and len(ranks) > 1:
+                    group = dist.new_group(ranks)
+                    own = Link(group) if rank in ranks else own
+            return own
+
+        num_cuts = min(layout.tp, shape.num_kv_heads)
+        last = layout.pp - 1 if shape.tied or shape.predicts_ahead else 0
+        data = link(lambda p, d, t: (p, t))
+        meshes: list[Link] = []
+        if layout.kind == "hsdp":
+            meshes = [link(lambda p, d, t: d % 2), link(lambda p, d, t: d // 2)]
+        job = Link(dist.new_group(range(layout.world_size)))
+        links = cls(
+            job,
+            link(lambda p, d, t: (p, d)),
+            link(lambda p, d, t: (p, d // layout.ep, t)),
+            data,
+            link(lambda p, d, t: (p, d % layout.ep, t)),
+            link(lambda p, d, t: (p, d, t * num_cuts // layout.tp)),
+            link(lambda p, d, t: (d, t)),
+            link(lambda p, d, t: (d, t) if p in (0, last) else None),
+            _mesh(layout, data, meshes) if rank < layout.world_size else None,
+        )
+        return links if rank < layout.world_size else None
+
+
+def _mesh(layout: Layout, data: Link, pairs: list[Link]) -> DeviceMesh | None:
+    if layout.kind == "fsdp":
+        assert data.group is not None
+        return DeviceMesh.from_group(data.group, "cpu", mesh_dim_names=("fsdp",))
+    if layout.kind == "hsdp":
+        groups = [pair.group for pair in pairs if pair.group is not None]
+        grid = torch.arange(layout.world_size).view(-1, 2)
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group(groups, "cpu", mesh=grid, mesh_dim_names=names)
+    return None
+
+
+@dataclass(eq=False)
+class Local:
+    """A parameter of a rank under its global name.
+
+    Attributes:
+        name: The global name.
+        parameter: What is in the module: a tensor, or a DTensor.
+        numbers: Of the elements of this rank's shard, before rows are cut.
+        splits: How remesh is told of the shard.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    numbers: torch.Tensor
+    splits: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A tensor of the optimizer and what its stretches are of: name, start, numbers."""
+
+    tensor: torch.Tensor
+    stretches: list[tuple[str, int, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class Job:
+    """One rank of a job; `links` only in a job that trains."""
+
+    layout: Layout
+    shape: Shape
+    rank: int
+    links: Links | None = None
+    step: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    chunks: dict[int, Chunk] = field(init=False)
+    module: nn.Module = field(init=False)
+    locals: list[Local] = field(init=False)
+    slots: list[Slot] = field(init=False)
+    offsets: list[int] = field(init=False)
+    optimizer: DescribedOptimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator.manual_seed(100 + self.step)
+        self.chunks = {number: self._chunk(number) for number in self.layout.chunks_of(self.rank)}
+        only = len(self.chunks) == 1 and self.layout.pp == 1
+        self.module = self.chunks[0] if only else nn.ModuleList(self.chunks.values())
+        wholes = whole_shapes(self.shape)
+        self.locals = []
+        for chunk in self.chunks.values():
+            for name, parameter in chunk.named_parameters():
+                known = global_name(name, chunk)
+                owner = chunk.get_submodule(name.rpartition(".")[0])
+                cuts = owner.splits if isinstance(owner, Cut | RowCut) else {}
+                split = cuts.get(name.rpartition(".")[2])
+                numbers = numbers_of_shard(known, wholes[known], self.shape, chunk.place)
+                assert numbers.shape == parameter.shape
+                splits = () if split is None else (split,)
+                self.locals.append(Local(known, parameter, numbers, splits))
+        if self.layout.cuts_parameters:
+            self._cut_rows()
+        self._make_optimizer()
+
+    def _chunk(self, number: int) -> Chunk:
+        place = self.layout.place(self.rank, number, self.shape)
+        if self.links is not None:
+            place = dataclasses.replace(place, tp=self.links.tp, ep=self.links.ep)
+        chunk = Chunk(self.shape, place)
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return chunk
+
+    # -- rows of parameters, optimizer -----------------------------------------------------------
+
+    @property
+    def num_owners(self) -> int:
+        """How many ranks share the optimizer state of what they all have."""
+        return self.layout.data // self.layout.ep
+
+    @property
+    def owner(self) -> int:
+        """The number of this rank among them."""
+        return self.layout.coordinates(self.rank)[1] // self.layout.ep
+
+    @property
+    def _row_shard(self) -> int:
+        return self.layout.coordinates(self.rank)[1] % self.layout.num_row_shards
+
+    def _own_numbers(self, local: Local) -> torch.Tensor:
+        """Of the elements of a parameter that this rank keeps."""
+        if not self.layout.cuts_parameters:
+            return local.numbers.flatten()
+        rows = numbers_of_rows(local.numbers, self._row_shard, self.layout.num_row_shards)
+        return rows.flatten()
+
+    def _cut_rows(self) -> None:
+        if self.links is None:
+            for local in self.locals:
+                size = self._own_numbers(local).numel()
+                local.parameter = torch.zeros(size, dtype=torch.bfloat16)
+            return
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        (chunk,) = self.chunks.values()
+        for part in (*chunk.layers, chunk):
+            fully_shard(part, mesh=self.links.mesh, mp_policy=policy)
+        for local, parameter in zip(self.locals, chunk.parameters(), strict=True):
+            local.parameter = parameter
+
+    def _slice(self, local: Local, flat: torch.Tensor) -> Any:
+        """Describe a flat slice of the rows of a parameter."""
+        shape = tuple(local.numbers.shape)
+        shards = self.layout.num_row_shards
+        start = min(self._row_shard * -(-shape[0] // shards), shape[0]) * math.prod(shape[1:])
+        return flat_partition([FlatSpan(local.name, shape, 0, local.splits)], flat, start=start)
+
+    def _make_optimizer(self) -> None:
+        layout = self.layout
+        if layout.kind == "zero-flat":
+            self._make_flat_optimizer()
+            return
+        self.slots = []
+        meant: dict[torch.Tensor, Any] = {}
+        for number, local in enumerate(self.locals):
+            if layout.kind == "zero-parameter" and number % self.num_owners != self.owner:
+                continue
+            master = nn.Parameter(local.parameter.detach().float())
+            self.slots.append(Slot(master, [(local.name, 0, self._own_numbers(local))]))
+            by_hand = layout.cuts_parameters and self.links is None
+            meant[master] = self._slice(local, master) if by_hand else local.parameter
+        optimizer = torch.optim.AdamW(meant, lr=3e-3)
+        self.optimizer = DescribedOptimizer(optimizer, meant, own_key=MASTER)
+
+    def _make_flat_optimizer(self) -> None:
+        spans, end = [], 0
+        for local in self.locals:
+            shape = tuple(local.numbers.shape)
+            spans.append(FlatSpan(local.name, shape, end, local.splits))
+            end += -(-local.numbers.numel() // ALIGNMENT) * ALIGNMENT
+        size = -(-end // self.num_owners)
+        begin = self.owner * size
+        flat = nn.Parameter(torch.zeros(size))
+        stretches = []
+        for span, local in zip(spans, self.locals, strict=True):
+            own = local.numbers.flatten()
+            first, last = max(span.offset, begin), min(span.offset + len(own), begin + size)
+            if first < last:
+                part = own[first - span.offset : last - span.offset]
+                stretches.append((span.name, first - begin, part))
+        self.offsets = [span.offset for span in spans]
+        self.slots = [Slot(flat, stretches)]
+        parts = flat_partition(spans, flat, start=begin)
+        optimizer = torch.optim.AdamW([flat], lr=3e-3)
+        self.optimizer = DescribedOptimizer(optimizer, {flat: parts}, own_key=MASTER)
+
+    # -- what it holds ---------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What is saved, or loaded into."""
+        return {
+            "model": self._model_state(),
+            "optimizer": self.optimizer,
+            "random": self.generator,
+            "step": self.step,
+        }
+
+    def _model_state(self) -> Any:
+        if self.layout.cuts_parameters and self.links is None:
+            shards = {}
+            for local in self.locals:
+                assert isinstance(local.parameter, torch.Tensor)
+                for one in self._slice(local, local.parameter):
+                    name = f"model.{one.name}"
+                    shards[one.name] = dataclasses.replace(one, name=name)
+            for name, buffer in self.module.named_buffers():
+                shards[name] = remesh.ShardedTensor.whole(f"model.{name}", buffer, replica_id=None)
+            return shards
+        if isinstance(self.module, Chunk):
+            return self.module
+        names = {}
+        for position, chunk in enumerate(self.chunks.values()):
+            names[str(position)] = ""
+            for number, layer in enumerate(chunk.place.layers):
+                names[f"{position}.layers.{number}"] = f"layers.{layer}"
+            if self.shape.tied and not chunk.embeds:
+                names[f"{position}.head"] = "embedding"
+        return NamedModule(self.module, names)
+
+    def held(self, *, moments: bool = True) -> list[Held]:
+        """All elements that this rank holds, by what they are of."""
+        found = []
+        for local in self.locals:
+            elements = memory(local.parameter)
+            found.append(Held(f"model.{local.name}", elements, self._own_numbers(local)))
+        for chunk in self.chunks.values():
+            for name, buffer in chunk.named_buffers():
+                key = f"model.{global_name(name, chunk)}"
+                found.append(Held(key, buffer, torch.arange(buffer.numel())))
+        for slot in self.slots:
+            tensors = {MASTER: slot.tensor}
+            if moments:
+                state = self.optimizer.optimizer.state[slot.tensor]
+                tensors |= {kind: state[kind] for kind in MOMENTS}
+            for name, start, numbers in slot.stretches:
+                for kind, tensor in tensors.items():
+                    elements = memory(tensor)[start : start + len(numbers)]
+                    found.append(Held(f"{name}.{kind}", elements, numbers))
+                if moments and len(numbers):
+                    step = state["step"].view(1)
+                    found.append(Held(f"{name}.step", step, torch.zeros(1).long()))
+        return found
+
+    def fill(self, whole: dict[str, torch.Tensor]) -> None:
+        """Take over whole tensors, without remesh."""
+        for slot in self.slots:
+            like = slot.tensor.detach()
+            self.optimizer.optimizer.state[slot.tensor] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(like),
+                "exp_avg_sq": torch.zeros_like(like),
+            }
+        for one in self.held():
+            one.fill(whole[one.key])
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a tensor, in one dim."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1)

@@ -1,0 +1,373 @@
+"""Conversions at which other systems are known to have failed, each a test with what failed there.
+
+Round trips mean: the state in the second layout is what the direct mapping says, and so is the
+state that comes back from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.adapters import DescribedOptimizer
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from tests.conversions.jobs import Job
+from tests.conversions.layouts import BY_NAME, MASTER, MOMENTS, Layout, random_state, whole_shapes
+from tests.conversions.model import Chunk, Shape
+from tests.conversions.simulated import check, filled, load, save
+
+SMALL = Shape(num_layers=1, num_experts=2, num_chosen=1)
+DP2, DP4, TP4, PP4 = (BY_NAME[name] for name in ("dp2", "dp4", "tp4", "pp4"))
+TP2_EP2 = BY_NAME["tp2.ep2"]
+TP2_EP2_PP2 = Layout("tp2.ep2.pp2", data=2, tp=2, pp=2, ep=2)
+ZERO2_EP2 = Layout("zero2.ep2", data=4, ep=2, kind="zero-flat")
+ZERO2_TP2_EP2 = Layout("zero2.tp2.ep2", data=4, tp=2, ep=2, kind="zero-flat")
+
+
+def round_trip(first: Layout, second: Layout, shape: Shape) -> remesh.Checkpoint:
+    """Check a round trip; the checkpoint on the way back."""
+    whole = random_state(shape, 11)
+    moved = load(second, shape, save(filled(first, shape, whole)))
+    check(moved, whole)
+    storage = save(moved)
+    check(load(first, shape, storage), whole)
+    return remesh.Checkpoint(storage)
+
+
+def states_of(checkpoint: remesh.Checkpoint) -> Counter[str]:
+    """How many parameters have each kind of optimizer state."""
+    names = (name for name in checkpoint.index if name.startswith("optimizer.state."))
+    return Counter(name.rpartition(".")[2] for name in names)
+
+
+def num_parameters(shape: Shape) -> int:
+    return sum(not name.endswith("router_bias") for name in whole_shapes(shape))
+
+
+def counted(shape: Shape) -> Counter[str]:
+    """Every kind of optimizer state once for each parameter."""
+    return Counter(dict.fromkeys((MASTER, *MOMENTS, "step"), num_parameters(shape)))
+
+
+# -- offloaded moments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(DP2, DP4), (TP2_EP2, ZERO2_TP2_EP2), (DP2, ZERO2_TP2_EP2)],
+    ids=["dp2-dp4", "tp2ep2-tp2ep2sd2", "dp2-tp2ep2sd2"],
+)
+def test_no_moments_are_lost(first: Layout, second: Layout) -> None:
+    assert states_of(round_trip(first, second, SMALL)) == counted(SMALL)
+
+
+def test_moments_that_are_elsewhere_are_told_and_then_missed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An optimizer that keeps some moments where its state dict does not look."""
+    jobs = filled(DP2, SMALL, random_state(SMALL, 11))
+    for job in jobs:
+        del job.optimizer.optimizer.state[job.slots[0].tensor]
+    with caplog.at_level(logging.WARNING, "remesh"):
+        storage = save(jobs)
+    assert "1 parameters have no state in the optimizer, others do" in caplog.text
+    name = jobs[0].locals[0].name
+    assert name in caplog.text
+
+    def resume(exchange: Exchange) -> None:
+        job = filled(DP4, SMALL, random_state(SMALL, 12))[exchange.rank]
+        remesh.load(job.state(), storage, group=exchange)
+
+    for outcome in run_ranks_outcomes(4, resume):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, remesh.MismatchError)
+        assert f"optimizer.state.{name}.exp_avg" in outcome.error.missing
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, which has all that is to be had."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.inner.__setstate__(state)
+
+
+def test_bare_wrapped_and_nested_optimizers_dp2_dp4() -> None:
+    def job() -> tuple[nn.Module, torch.optim.AdamW]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> None:
+        model, optimizer = job()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        remesh.save({"model": model, "optimizer": optimizer}, storage, group=exchange)
+
+    def resume(exchange: Exchange) -> torch.Tensor:
+        model, optimizer = job()
+        wrapped = [optimizer, Wrapped(optimizer), DescribedOptimizer(Wrapped(optimizer), {})]
+        for one in [*wrapped, Wrapped(Wrapped(optimizer))]:
+            optimizer.state.clear()
+            remesh.load({"model": model, "optimizer": one}, storage, group=exchange)
+            assert len(optimizer.state) == 2
+        moment: torch.Tensor = optimizer.state[model.weight]["exp_avg"]
+        return moment
+
+    run_ranks(2, train)
+    first, *others = run_ranks(4, resume)
+    assert first.any()
+    assert all(torch.equal(first, other) for other in others)
+
+
+# -- files and dtypes -----------------------------------------------------------------------------
+
+
+def test_files_are_found_by_the_index_sharding4_dp2(tmp_path: Path) -> None:
+    """Names say nothing about the layout, and the directory may have moved."""
+    whole = random_state(SMALL, 11)
+    jobs = filled(BY_NAME["zero-flat-4"], SMALL, whole)
+
+    def write(exchange: Exchange) -> None:
+        remesh.save(jobs[exchange.rank].state(), tmp_path / "first", group=exchange)
+
+    run_ranks(4, write)
+    (tmp_path / "first").rename(tmp_path / "second")
+
+    def read(exchange: Exchange) -> Job:
+        job = Job(DP2, SMALL, exchange.rank)
+        remesh.load(job.state(), tmp_path / "second", group=exchange, unexpected="error")
+        job.step = 7
+        return job
+
+    check(run_ranks(2, read), whole)
+
+
+def test_each_tensor_has_its_dtype_pure_sharding() -> None:
+    storage = save(filled(BY_NAME["zero1-2"], SMALL, random_state(SMALL, 11)))
+    index = remesh.Checkpoint(storage).index
+    dtypes = {name: index[name].dtype for name in index}
+    assert dtypes["model.embedding.weight"] == "bfloat16"
+    assert dtypes["optimizer.state.embedding.weight.master"] == "float32"
+    assert not any("grad" in name for name in dtypes)
+    full = Chunk(SMALL, BY_NAME["dp1"].place(0, 0, SMALL))
+    with pytest.raises(remesh.MismatchError, match="dtype bfloat16 is stored, float32 is wanted"):
+        remesh.load({"model": full}, storage)
+
+
+# -- tied and untied ------------------------------------------------------------------------------
+
+
+def untied(tied: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state in which the head has copies of all that the embedding has."""
+    heads = {
+        key.replace("embedding.", "head."): tensor
+        for key, tensor in tied.items()
+        if "embedding." in key
+    }
+    return {**tied, **heads}
+
+
+def test_tied_becomes_untied_tp2ep2_pp4() -> None:
+    tied, apart = Shape(num_experts=2, num_chosen=1), Shape(num_experts=2, num_chosen=1, tied=False)
+    whole = random_state(tied, 11)
+    check(load(PP4, apart, save(filled(TP2_EP2, tied, whole))), untied(whole))
+
+
+def test_untied_becomes_tied_if_both_are_equal_pp4_tp2ep2() -> None:
+    tied, apart = Shape(num_experts=2, num_chosen=1), Shape(num_experts=2, num_chosen=1, tied=False)
+    whole = random_state(tied, 11)
+    check(load(TP2_EP2, tied, save(filled(PP4, apart, untied(whole)))), whole)
+    differing = untied(whole)
+    differing["model.head.weight"] = differing["model.head.weight"] + 1
+    with pytest.raises(remesh.MismatchError, match="the checkpoint has different values"):
+        load(TP2_EP2, tied, save(filled(PP4, apart, differing)))
+
+
+# -- buffers, hooks -------------------------------------------------------------------------------
+
+
+def test_buffers_on_one_side_only_are_told_tp2ep2_pp4() -> None:
+    whole = random_state(SMALL, 11)
+    storage = save(filled(TP2_EP2, SMALL, whole))
+
+    def resume(exchange: Exchange) -> remesh.RestoreReport:
+        job = Job(PP4, SMALL, exchange.rank)
+        for module in job.module.modules():
+            module._buffers.pop("router_bias", None)
+        reports: list[remesh.RestoreReport] = []
+        remesh.load(job.state(), storage, group=exchange, on_report=reports.append)
+        return reports[0]
+
+    expected = {f"model.layers.{n}.mixture.router_bias" for n in range(SMALL.all_layers)}
+    for report in run_ranks(4, resume):
+        assert set(report.unexpected) == expected
+
+    def save_without(exchange: Exchange) -> None:
+        job = filled(TP2_EP2, SMALL, whole)[exchange.rank]
+        for module in job.module.modules():
+            module._buffers.pop("router_bias", None)
+        remesh.save(job.state(), less, group=exchange)
+
+    less = MemoryStorage()
+    run_ranks(4, save_without)
+    with pytest.raises(remesh.MismatchError) as caught:
+        load(PP4, SMALL, less)
+    assert set(caught.value.missing) <= expected
+    assert caught.value.missing
+
+
+def test_what_changes_after_staging_is_not_saved_tp2ep2_tp4(tmp_path: Path) -> None:
+    """A callback that alters the router behind the step does not reach the checkpoint."""
+    whole = random_state(SMALL, 11)
+    jobs = filled(TP2_EP2, SMALL, whole)
+
+    def write(exchange: Exchange) -> None:
+        job = jobs[exchange.rank]
+        with remesh.Saver(group=exchange) as saver:
+            handle = saver.save_async(job.state(), tmp_path / "step")
+            handle.wait_staged()
+            for one in job.held():
+                one.elements.zero_()
+            handle.wait()
+
+    run_ranks(4, write)
+    assert remesh.Checkpoint(tmp_path / "step").verify().ok
+
+    def read(exchange: Exchange) -> Job:
+        job = Job(TP4, SMALL, exchange.rank, step=7)
+        remesh.load(job.state(), tmp_path / "step", group=exchange, unexpected="error")
+        return job
+
+    check(run_ranks(4, read), whole)
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+def test_a_further_layer_and_uneven_stages_tp2ep2_vpp4() -> None:
+    shape = Shape(num_layers=7, num_experts=2, num_chosen=1)
+    layout = Layout("vpp4", pp=2, chunks=4)
+    assert [len(layout.layers_of(n, shape)) for n in range(8)] == [1] * 8
+    assert [len(Layout("", pp=3).layers_of(n, shape)) for n in range(3)] == [3, 2, 3]
+    round_trip(TP2_EP2, layout, shape)
+
+
+@pytest.mark.parametrize("second", ["pp2", "pp4", "vpp2x2"])
+def test_three_layers_over_stages_tp2ep2(second: str) -> None:
+    shape = Shape(num_layers=3, predicts_ahead=False, num_experts=2, num_chosen=1)
+    round_trip(TP2_EP2, BY_NAME[second], shape)
+
+
+# -- sharded optimizers ---------------------------------------------------------------------------
+
+
+def test_every_expert_has_its_states_once_dp2_sharding4_v1() -> None:
+    shape = Shape(num_layers=1, predicts_ahead=False, num_experts=64, bias=False)
+    whole = random_state(shape, 11)
+    jobs = load(BY_NAME["zero1-4"], shape, save(filled(DP2, shape, whole)))
+    check(jobs, whole)
+    owners = Counter(name for job in jobs for slot in job.slots for name, _, _ in slot.stretches)
+    experts = [f"layers.0.mixture.experts.{n}.down.weight" for n in range(64)]
+    assert [owners[name] for name in experts] == [1] * 64
+    assert states_of(remesh.Checkpoint(save(jobs))) == counted(shape)
+
+
+def test_flat_slices_cross_all_boundaries_dp2_sharding4_v2() -> None:
+    shape = Shape(num_layers=2, hidden=7, inner=3, num_experts=3, vocabulary=11)
+    jobs = [Job(BY_NAME["zero-flat-4"], shape, rank) for rank in range(4)]
+    cut = Counter(name for job in jobs for name, _, _ in job.slots[0].stretches)
+    assert max(cut.values()) > 1, "a parameter on two ranks"
+    round_trip(DP2, BY_NAME["zero-flat-4"], shape)
+
+
+def test_there_and_back_dp2_sharding2ep2_dp2() -> None:
+    assert states_of(round_trip(DP2, ZERO2_EP2, SMALL)) == counted(SMALL)
+
+
+@pytest.mark.parametrize("first", ["dp2", "zero1-2", "zero-flat-2"])
+def test_into_all_parallelisms_at_once_tp2ep2pp2(first: str) -> None:
+    round_trip(BY_NAME[first], TP2_EP2_PP2, SMALL)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_shard_that_nobody_declares_is_an_error_tp2ep2pp2(marked: bool) -> None:
+    """The layer of sequence parallelism without a declaration, marked as a shard or not."""
+
+    def write(exchange: Exchange) -> None:
+        layer = nn.LayerNorm(4)
+        nn.init.constant_(layer.weight, float(exchange.rank))
+        if marked:
+            layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        remesh.save({"model": layer}, MemoryStorage(), group=exchange)
+
+    kind = remesh.StateError if marked else remesh.DivergedReplicaError
+    for outcome in run_ranks_outcomes(2, write):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, kind)
+        assert "model.weight" in str(outcome.error)
+
+
+# -- layers that lack something -------------------------------------------------------------------
+
+
+def test_no_bias_no_configuration_another_import_path() -> None:
+    shape = Shape(num_layers=1, num_experts=2, num_chosen=1, bias=False)
+    assert not any(name.endswith(".bias") for name in whole_shapes(shape))
+    whole = random_state(shape, 11)
+    jobs = filled(TP2_EP2, shape, whole)
+    for job in jobs:
+        for module in job.module.modules():
+            assert not hasattr(module, "config")
+            elsewhere = {"__module__": "somewhere.else"}
+            module.__class__ = type("Moved", (type(module),), elsewhere)
+    check(load(DP2, shape, save(jobs)), whole)
+
+
+# -- the matrix that upstream runs ----------------------------------------------------------------
+
+UPSTREAM = [
+    ("d2", "d4"), ("t2", "t4"), ("p2", "p4"), ("e2", "e4"), ("p2", "t4"), ("t2", "p2"),
+    ("d4", "t2d2"), ("d2", "p2"), ("d2", "e2"), ("e2", "t2"), ("t2", "e2"), ("d2t2", "t4"),
+    ("d2t2", "p4"), ("d2t2", "p2"), ("d2p2", "t4"), ("t2p2", "d4"), ("t2p2", "d2t2"),
+    ("d2e2", "d4"), ("d2e2", "t2e2"), ("t2e2", "t4"),
+]  # fmt: skip
+
+
+def layout_of(name: str) -> Layout:
+    """Of a name such as d2t2; experts are shared by data-parallel ranks of their own."""
+    size = {kind: int(number) for kind, number in zip(name[::2], name[1::2], strict=True)}
+    ep = size.get("e", 1)
+    return Layout(name, size.get("d", 1) * ep, size.get("t", 1), size.get("p", 1), ep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), UPSTREAM)
+def test_there_and_back(first: str, second: str) -> None:
+    shape = Shape(num_layers=3, predicts_ahead=False)
+    round_trip(layout_of(first), layout_of(second), shape)

@@ -1,0 +1,146 @@
+"""Layouts as real processes that train: saved in one, loaded in another, trained on, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.testing import run_processes
+from tests.conversions.jobs import Job, Links
+from tests.conversions.layouts import BY_NAME, Held, Layout, put_together, random_state
+from tests.conversions.model import Shape
+from tests.conversions.training import start, train
+
+NUM_STEPS = 3
+"""Steps before and after the change of layout."""
+
+SHAPE = Shape()
+
+
+@dataclass
+class Told:
+    """What a rank tells of one conversion.
+
+    Attributes:
+        losses: Of the steps in the first layout that it did, the last ones after the save.
+        others: Of the same steps in the second layout.
+        saved: What it held when the state was saved, when the second layout had loaded it, and
+            when the first had it again.
+        random: The generator at these times.
+    """
+
+    losses: list[float]
+    others: list[float]
+    saved: list[list[Held]]
+    random: list[Any]
+
+
+def convert(exchange: Exchange, first: Layout, second: Layout, shape: Shape, folder: str) -> Told:
+    """Train in a layout, go on in it and in another, and come back from there."""
+    told = Told([], [], [[], [], []], [])
+    there, back = f"{folder}/there", f"{folder}/back"
+    links = [Links.of(layout, shape, exchange.rank) for layout in (first, second)]
+    if links[0] is not None:
+        job = Job(first, shape, exchange.rank, links[0])
+        start(job, 3)
+        told.losses += train(job, NUM_STEPS)
+        save(job, there)
+        note(job, told, 0)
+        told.losses += train(job, NUM_STEPS)
+    exchange.all_gather(b"saved")
+    if links[1] is not None:
+        job = Job(second, shape, exchange.rank, links[1], step=55)
+        start(job, 4)
+        load(job, there)
+        note(job, told, 1)
+        save(job, back)
+        told.others += train(job, NUM_STEPS)
+    exchange.all_gather(b"saved again")
+    if links[0] is not None:
+        job = Job(first, shape, exchange.rank, links[0], step=66)
+        start(job, 5)
+        load(job, back)
+        note(job, told, 2)
+    return told
+
+
+def save(job: Job, path: str) -> None:
+    assert job.links is not None
+    remesh.save(job.state(), path, group=job.links.job.group)
+
+
+def load(job: Job, path: str) -> None:
+    assert job.links is not None
+    state = job.state()
+    remesh.load(state, path, group=job.links.job.group, unexpected="error")
+    job.step = state["step"]
+
+
+def note(job: Job, told: Told, number: int) -> None:
+    told.saved[number] = [Held(one.key, one.elements.clone(), one.numbers) for one in job.held()]
+    told.random.append((job.step, job.generator.get_state().numpy().tobytes()))
+
+
+def check(first: Layout, second: Layout, shape: Shape, folder: Path) -> None:
+    num_ranks = max(first.world_size, second.world_size)
+    told = run_processes(num_ranks, convert, first, second, shape, str(folder), timeout=100.0)
+    like = random_state(shape, 0)
+    before, moved, again = (put_together([one.saved[n] for one in told], like) for n in range(3))
+    for key, whole in before.items():
+        assert torch.equal(whole, moved[key]), key
+        assert torch.equal(whole, again[key]), key
+    assert {value for one in told for value in one.random} == {told[0].random[0]}
+    assert told[0].random[0][0] == NUM_STEPS
+    assert before["embedding.weight.exp_avg"].any()
+    if shape.num_layers:
+        assert before["model.layers.0.mixture.router_bias"].any()
+    losses = next(one.losses for one in told if one.losses)
+    others = next(one.others for one in told if one.others)
+    assert len(losses) == 2 * NUM_STEPS
+    np.testing.assert_allclose(others, losses[NUM_STEPS:], rtol=1e-5, atol=1e-5)
+
+
+PAIRS = [
+    ("dp1", "tp4"),
+    ("fsdp4", "tp2.ep2"),
+    ("zero-flat-4", "vpp2x2"),
+]
+"""Of the default run."""
+
+SLOW_PAIRS = [
+    ("dp2", "dp4"),
+    ("dp4", "fsdp2"),
+    ("fsdp2", "zero1-4"),
+    ("hsdp2x2", "tp2.pp2"),
+    ("zero1-2", "fsdp4"),
+    ("zero1-4", "ep2"),
+    ("zero-flat-2", "zero-flat-4"),
+    ("zero-flat-4", "fsdp2.tp2"),
+    ("tp2", "pp2"),
+    ("tp4", "hsdp2x2"),
+    ("pp2", "pp4"),
+    ("pp4", "fsdp4"),
+    ("vpp2x2", "tp2.dp2"),
+    ("ep2", "zero-flat-2"),
+    ("tp2.dp2", "dp1"),
+    ("tp2.pp2", "zero1-2"),
+    ("fsdp2.tp2", "pp4"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_job_goes_on_in_another_layout(first: str, second: str, tmp_path: Path) -> None:
+    check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), SLOW_PAIRS)
+def test_other_jobs_go_on_in_other_layouts(first: str, second: str, tmp_path: Path) -> None:
+    check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
