@@ -106,7 +106,8 @@ class ShardedTensor(ShardedBase):
             return "local_shape and the prepended axes do not make up global_shape"
         if self.axis_fragmentations is not None:
             offsets = self.global_offset[self.prepend_axis_num :]
-            if any(extent and offset % extent for offset, extent in zip(offsets, local_shape)):  # noqa: B905 - lengths are checked
+            pairs = zip(offsets, local_shape, strict=True)
+            if any(extent and offset % extent for offset, extent in pairs):
                 return "global_offset is not a multiple of local_shape, so there is no grid"
         shape = local_shape
         if self.flattened_range is not None:
