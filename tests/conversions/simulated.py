@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import remesh
@@ -32,13 +34,14 @@ def save(jobs: list[Job]) -> MemoryStorage:
     return storage
 
 
-def load(layout: Layout, shape: Shape, storage: MemoryStorage) -> list[Job]:
-    """Fresh ranks of a job in a layout, loaded from a checkpoint."""
+def load(layout: Layout, shape: Shape, storage: MemoryStorage, **options: Any) -> list[Job]:
+    """Fresh ranks of a job in a layout, loaded from a checkpoint with options of `remesh.load`."""
+    options = {"unexpected": "error", **options}
 
     def rank(exchange: Exchange) -> Job:
         job = Job(layout, shape, exchange.rank)
         state = job.state()
-        remesh.load(state, storage, group=exchange, unexpected="error")
+        remesh.load(state, storage, group=exchange, **options)
         job.step = state["step"]
         return job
 

@@ -193,43 +193,59 @@ def untied(tied: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**tied, **heads}
 
 
-def test_tied_becomes_untied_tp2ep2_pp4() -> None:
-    tied, apart = Shape(num_experts=2, num_chosen=1), Shape(num_experts=2, num_chosen=1, tied=False)
-    whole = random_state(tied, 11)
-    check(load(PP4, apart, save(filled(TP2_EP2, tied, whole))), untied(whole))
+TIED = Shape(num_experts=2, num_chosen=1)
+APART = Shape(num_experts=2, num_chosen=1, tied=False)
 
 
-def test_untied_becomes_tied_if_both_are_equal_pp4_tp2ep2() -> None:
-    tied, apart = Shape(num_experts=2, num_chosen=1), Shape(num_experts=2, num_chosen=1, tied=False)
-    whole = random_state(tied, 11)
-    check(load(TP2_EP2, tied, save(filled(PP4, apart, untied(whole)))), whole)
+def test_tied_becomes_untied_by_two_statements_tp2ep2_pp4() -> None:
+    """Weight, moments, master copy and step are there twice; without the statements all is told."""
+    whole = random_state(TIED, 11)
+    storage = save(filled(TP2_EP2, TIED, whole))
+    twice = remesh.Transform.parse("""
+        model.embedding.weight -> model.embedding.weight
+        model.embedding.weight -> model.head.weight
+    """)
+    check(load(PP4, APART, storage, transform=twice), untied(whole))
+    with pytest.raises(remesh.MismatchError) as caught:
+        load(PP4, APART, storage)
+    assert "optimizer.state.head.weight.master" in caught.value.missing
+
+
+def test_untied_becomes_tied_if_weights_are_equal_pp4_tp2ep2() -> None:
+    whole = random_state(TIED, 11)
+    storage = save(filled(PP4, APART, untied(whole)))
+    reports: list[remesh.RestoreReport] = []
+    check(load(TP2_EP2, TIED, storage, unexpected="ignore", on_report=reports.append), whole)
+    states = {f"optimizer.state.head.weight.{kind}" for kind in (MASTER, *MOMENTS, "step")}
+    assert all(set(report.unexpected) == states for report in reports)
     differing = untied(whole)
     differing["model.head.weight"] = differing["model.head.weight"] + 1
+    storage = save(filled(PP4, APART, differing))
     with pytest.raises(remesh.MismatchError, match="the checkpoint has different values"):
-        load(TP2_EP2, tied, save(filled(PP4, apart, differing)))
+        load(TP2_EP2, TIED, storage, unexpected="ignore")
 
 
 # -- buffers, hooks -------------------------------------------------------------------------------
 
 
 def test_buffers_on_one_side_only_are_told_tp2ep2_pp4() -> None:
-    whole = random_state(SMALL, 11)
-    storage = save(filled(TP2_EP2, SMALL, whole))
+    whole = random_state(TIED, 11)
+    storage = save(filled(TP2_EP2, TIED, whole))
 
     def resume(exchange: Exchange) -> remesh.RestoreReport:
-        job = Job(PP4, SMALL, exchange.rank)
+        job = Job(PP4, TIED, exchange.rank)
         for module in job.module.modules():
             module._buffers.pop("router_bias", None)
         reports: list[remesh.RestoreReport] = []
         remesh.load(job.state(), storage, group=exchange, on_report=reports.append)
         return reports[0]
 
-    expected = {f"model.layers.{n}.mixture.router_bias" for n in range(SMALL.all_layers)}
+    expected = {f"model.layers.{n}.mixture.router_bias" for n in range(TIED.all_layers)}
     for report in run_ranks(4, resume):
         assert set(report.unexpected) == expected
 
     def save_without(exchange: Exchange) -> None:
-        job = filled(TP2_EP2, SMALL, whole)[exchange.rank]
+        job = filled(TP2_EP2, TIED, whole)[exchange.rank]
         for module in job.module.modules():
             module._buffers.pop("router_bias", None)
         remesh.save(job.state(), less, group=exchange)
@@ -237,7 +253,7 @@ def test_buffers_on_one_side_only_are_told_tp2ep2_pp4() -> None:
     less = MemoryStorage()
     run_ranks(4, save_without)
     with pytest.raises(remesh.MismatchError) as caught:
-        load(PP4, SMALL, less)
+        load(PP4, TIED, less)
     assert set(caught.value.missing) <= expected
     assert caught.value.missing
 
