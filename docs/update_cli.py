@@ -71,7 +71,8 @@ def _save(exchange: ThreadExchange, path: Path, step: int) -> None:
 def output_of(command: str) -> str:
     """What a command prints, results and errors, as in a terminal of 80 columns."""
     _, *args = shlex.split(command)
-    return CliRunner().invoke(cli, args, prog_name="remesh", terminal_width=80).output
+    runner = CliRunner(env={"COLUMNS": "80"})  # for help that is not click's
+    return runner.invoke(cli, args, prog_name="remesh", terminal_width=80).output
 
 
 def updated(page: str) -> str:

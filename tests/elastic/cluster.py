@@ -76,7 +76,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 for pid in orphans:
                     os.kill(pid, signal.SIGKILL)
-                raise AssertionError(f"processes {orphans} outlived their agents")
+                assert error is not None, f"processes {orphans} outlived their agents"
             time.sleep(0.1)
 
     def start_master(self) -> None:

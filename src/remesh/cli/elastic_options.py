@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
+from remesh.elastic.failures import read_patterns
 from remesh.elastic.job import HangAction, Policy
-
-
-def read_token(path: str | None) -> str:
-    """The token in a file, without the white space around it; empty without a file.
-
-    Raises:
-        ClickException: If the file cannot be read or is empty.
-    """
-    if path is None:
-        return ""
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise click.ClickException(f"the token cannot be read: {error}") from error
-    if not token:
-        raise click.ClickException(f"{path} holds no token")
-    return token
-
 
 _POLICY_OPTIONS = (
     click.option(
@@ -36,7 +18,13 @@ _POLICY_OPTIONS = (
         show_default=True,
         help="Seconds of silence after which a node is lost.",
     ),
-    click.option("--check/--no-check", default=False, help="Test nodes before they train."),
+    click.option("--check", is_flag=True, help="Test nodes before they train."),
+    click.option(
+        "--check-timeout",
+        default=120.0,
+        show_default=True,
+        help="Seconds within which a test must be over.",
+    ),
     click.option("--exclude-stragglers", is_flag=True, help="Do without slow nodes if possible."),
     click.option(
         "--save-grace",
@@ -54,6 +42,9 @@ _POLICY_OPTIONS = (
         show_default=True,
         help="What happens to a job that hangs.",
     ),
+    click.option(
+        "--failure-patterns", metavar="FILE", help="JSON that tells kinds of failures apart."
+    ),
 )
 
 
@@ -65,19 +56,23 @@ def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *,
         heartbeat_timeout: float,
         check: bool,
+        check_timeout: float,
         exclude_stragglers: bool,
         save_grace: float,
         hang_timeout: float | None,
         hang_action: str,
+        failure_patterns: str | None,
         **others: Any,
     ) -> Any:
         policy = Policy(
             heartbeat_timeout=heartbeat_timeout,
             check=check,
+            check_timeout=check_timeout,
             exclude_stragglers=exclude_stragglers,
             save_grace=save_grace,
             hang_timeout=hang_timeout,
             hang_action=HangAction(hang_action),
+            patterns=read_patterns(failure_patterns),
         )
         return command(policy=policy, **others)
 

@@ -14,8 +14,8 @@ import click
 import msgspec
 
 from remesh.cli import output
-from remesh.cli.elastic_options import policy_options, read_token
-from remesh.elastic.client import Client
+from remesh.cli.elastic_options import policy_options
+from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.status import Status

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from remesh.cli import output
-from remesh.cli.elastic_options import read_token
 
 
 @click.command(
@@ -46,7 +45,7 @@ def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_
     found is seen with `remesh status`.
     """
     if master is not None:
-        from remesh.elastic.client import Client
+        from remesh.elastic.client import Client, read_token
 
         client = Client(master, token=read_token(token_file), tls_ca=tls_ca)
         client.check("asked for on the command line")

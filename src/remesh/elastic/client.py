@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -36,7 +37,7 @@ from remesh.elastic.protocol import (
     Value,
 )
 from remesh.elastic.status import Status
-from remesh.errors import MasterError
+from remesh.errors import MasterError, StorageError
 
 _T = TypeVar("_T")
 
@@ -46,6 +47,23 @@ REQUEST_TIMEOUT = 15.0
 """Seconds for an answer, beyond what the request itself wants to wait."""
 PAUSE = 0.5
 """Seconds between two attempts."""
+
+
+def read_token(path: str | None) -> str:
+    """The token in a file, without the white space around it; empty without a file.
+
+    Raises:
+        StorageError: If the file cannot be read or is empty.
+    """
+    if path is None:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StorageError(f"the token cannot be read: {error}") from error
+    if not token:
+        raise StorageError(f"{path} holds no token")
+    return token
 
 
 class Client:
@@ -58,7 +76,8 @@ class Client:
         patience: Seconds for which a master that is away is asked again.
 
     Raises:
-        ValueError: If the URL is none.
+        MasterError: If the URL is none.
+        StorageError: If the certificates cannot be read.
     """
 
     def __init__(
@@ -66,11 +85,11 @@ class Client:
     ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ValueError(f"{url!r} is no URL of a master; it looks like http://host:port")
+            raise MasterError(f"{url!r} is no URL of a master; it looks like http://host:port")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host = parts.hostname
         self._port = parts.port
-        self._tls = ssl.create_default_context(cafile=tls_ca) if parts.scheme == "https" else None
+        self._tls = _trusting(tls_ca) if parts.scheme == "https" else None
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -186,6 +205,13 @@ class Client:
                 return str(probe.getsockname()[0])
         except OSError as error:
             raise MasterError(f"there is no way to the master at {self.url}: {error}") from error
+
+
+def _trusting(certificates: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=certificates)
+    except OSError as error:  # which errors of ssl are, too
+        raise StorageError(f"{certificates}: cannot be used as certificates: {error}") from error
 
 
 def _decoder(kind: type[_T]) -> Callable[[bytes], _T]:

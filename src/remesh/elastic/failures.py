@@ -15,8 +15,11 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
+
+from remesh.errors import StorageError
 
 MAX_MESSAGE = 4096
 """Characters of a message, and of a log's end, that are kept."""
@@ -68,7 +71,7 @@ class ProcessFailure(msgspec.Struct, frozen=True, kw_only=True):
             return f"signal {-self.exit_code}"
 
 
-class Patterns(msgspec.Struct, frozen=True, kw_only=True):
+class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Regular expressions that tell kinds of failures apart, searched in message and log.
 
     Attributes:
@@ -76,6 +79,9 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True):
         memory: Signs that memory ran out.
         collateral: Signs that a partner was lost.
         node_exit_codes: Exit codes by which a script says that the machine is broken.
+
+    Raises:
+        ValueError: If one of them is no regular expression.
     """
 
     node: tuple[str, ...] = (
@@ -107,6 +113,27 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True):
         r"barrier .*timed? ?out",
     )
     node_exit_codes: tuple[int, ...] = (201, 202)
+
+    def __post_init__(self) -> None:
+        for sign in (*self.node, *self.memory, *self.collateral):
+            try:
+                re.compile(sign)
+            except re.error as error:
+                raise ValueError(f"{sign!r} is no regular expression: {error}") from error
+
+
+def read_patterns(path: str | None) -> Patterns:
+    """The patterns in a JSON file; those that it does not name, or all without a file, are usual.
+
+    Raises:
+        StorageError: If the file cannot be read or is not as it should be.
+    """
+    if path is None:
+        return Patterns()
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Patterns)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StorageError(f"{path}: the failure patterns cannot be used: {error}") from error
 
 
 def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:

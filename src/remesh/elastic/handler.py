@@ -18,7 +18,6 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined] # re-exported without saying so
@@ -34,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from remesh.elastic.client import Client
+from remesh.elastic.client import Client, read_token
 from remesh.elastic.node import JobOverError, Node, NodeBarredError, NodeOptions
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
@@ -154,10 +153,11 @@ def make_node(
     Raises:
         ValueError: If an option is missing or wrong; the message names it.
     """
-    token_file = parameters.get("token_file")
-    token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else ""
     client = Client(
-        parameters.endpoint, token=token, tls_ca=parameters.get("tls_ca"), patience=patience
+        parameters.endpoint,
+        token=read_token(parameters.get("token_file")),
+        tls_ca=parameters.get("tls_ca"),
+        patience=patience,
     )
     node_id = parameters.get_as_int("node_id")
     address = parameters.local_addr or client.local_address()

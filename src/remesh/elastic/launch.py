@@ -11,18 +11,17 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from remesh.elastic.agent import Agent, handle_sigterm
-from remesh.elastic.client import Client
-from remesh.elastic.failures import Patterns
+from remesh.elastic.client import Client, read_token
+from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import PATIENCE, Handler
 from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
@@ -35,14 +34,36 @@ from remesh.elastic.server import ServerOptions, ServerThread
 log = logging.getLogger(__name__)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that begins as that of the other commands does."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        super().add_usage(usage, actions, groups, "Usage: " if prefix is None else prefix)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Torchrun's options and ours."""
     parser = get_args_parser()
     parser.prog = "remesh run"
+    parser.usage = "remesh run [OPTIONS] SCRIPT [ARGS]..."
+    parser.formatter_class = _Help
     parser.set_defaults(max_restarts=3)
     parser.description = (
-        "Train with processes that are restarted, and with nodes that may die, leave and join. "
-        "Takes what torchrun takes; the options of its rendezvous are not needed."
+        "Run a training script as one node of a job that survives failures: processes\n"
+        "are started again, nodes may die, leave and join. Takes what torchrun takes;\n"
+        "the options of its rendezvous are not needed. Without --master the job has\n"
+        "this machine only, and its master runs inside this command."
+    )
+    parser.epilog = (
+        "Example:\n"
+        "    remesh run --nproc-per-node 4 train.py\n"
+        "    remesh run --nnodes 2:4 --master http://head:29400 --nproc-per-node 8 train.py"
     )
     ours = parser.add_argument_group("remesh")
     ours.add_argument("--master", metavar="URL", help="the job's master; its own by default")
@@ -124,31 +145,9 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
     )
 
 
-def read_patterns(path: str | None) -> Patterns:
-    """The patterns of failures in a JSON file; those that it does not name are the usual ones.
-
-    Raises:
-        SystemExit: If the file is not as it should be.
-    """
-    if path is None:
-        return Patterns()
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Patterns)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise SystemExit(f"{path}: {error}") from error
-
-
 def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> Node:
-    token = ""
-    if options.token_file is not None:
-        token = Path(options.token_file).read_text(encoding="utf-8").strip()
-    client = Client(url, token=token, tls_ca=options.tls_ca, patience=PATIENCE)
-    settings = Settings(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        node_unit=options.node_unit,
-        last_call=options.last_call,
-        join_timeout=options.join_timeout,
+    client = Client(
+        url, token=read_token(options.token_file), tls_ca=options.tls_ca, patience=PATIENCE
     )
     default = socket.gethostname() if options.node_id is None else f"node-{options.node_id}"
     described = NodeOptions(
@@ -156,11 +155,24 @@ def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> N
         node_id=options.node_id,
         address=config.local_addr or client.local_address(),
         num_processes=config.nproc_per_node,
-        settings=settings,
+        settings=_settings(options, config),
         max_restarts=config.max_restarts,
         beat_seconds=options.beat_seconds,
     )
     return Node(client, described, run_test)
+
+
+def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
+    try:
+        return Settings(
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            node_unit=options.node_unit,
+            last_call=options.last_call,
+            join_timeout=options.join_timeout,
+        )
+    except ValueError as error:
+        raise SystemExit(f"remesh run: {error}") from error
 
 
 def _run_agent(

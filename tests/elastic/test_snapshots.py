@@ -1,0 +1,319 @@
+"""Snapshots in the memory of nodes: what is kept, found and loaded. Ranks are threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remesh
+from remesh.checkpoint import scattered
+from remesh.checkpoint.scattered import nodes_of
+from remesh.events import Event
+from remesh.exchange import ThreadExchange
+from remesh.run_info import RunInfo
+from remesh.testing import run_ranks
+from remesh.training import manager as manager_module
+from remesh.training.manager import Manager
+from remesh.training.resuming import Resumed
+
+NUM_ROWS = 600
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where there is one."""
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="remesh-test-", dir=parent) as directory:
+        yield Path(directory)
+
+
+class Job:
+    """A job whose ranks lie on nodes, each with a directory for snapshots.
+
+    Args:
+        directory: Where everything goes.
+        monkeypatch: Tells each rank what a launcher would.
+        **options: Of the manager.
+    """
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.root = directory / "run"
+        self.directory = directory
+        self._nodes: Sequence[int] = ()
+        self._options = {"every": 10, "memory_every": 1, **options}
+        monkeypatch.setattr(manager_module, "run_info", self._run_info)
+
+    def _run_info(self) -> RunInfo:
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        return RunInfo(snapshot_dir=str(self.place(self._nodes[rank])))
+
+    def place(self, node: int) -> Path:
+        """Where a node keeps its snapshots."""
+        return self.directory / f"node-{node}"
+
+    def files(self, node: int) -> list[str]:
+        """What lies there: names of snapshots and of their files."""
+        found = [path.relative_to(self.place(node)) for path in self.place(node).rglob("*")]
+        return sorted(f"{path.parts[1]}/{path.name}" for path in found if len(path.parts) > 3)
+
+    def play(self, nodes: Sequence[int], *steps: int, crash: bool = False) -> list[Played]:
+        """Resume on nodes (the node of each rank), and make steps."""
+        self._nodes = nodes
+        return run_ranks(len(nodes), self._play, steps, crash)
+
+    def _play(self, exchange: ThreadExchange, steps: Sequence[int], crash: bool) -> Played:
+        manager = Manager(self.root, group=exchange, **self._options)
+        state = state_of(0, exchange)
+        resumed = manager.resume(state)
+        loaded = state["w"].parts[0].data.copy(), state["step"]
+        for step in steps:
+            manager.step(step, state_of(step, exchange), metrics={"loss": float(step)})
+        if not crash:
+            manager.close()
+        return resumed, loaded
+
+
+Played = tuple[Resumed | None, tuple[Any, int]]
+
+
+def state_of(step: int, exchange: ThreadExchange) -> dict[str, Any]:
+    """Rows that depend on the step, cut among the ranks, and a value."""
+    rank, world_size = exchange.rank, exchange.world_size
+    rows = rows_of(step, rank, world_size)
+    sharded = remesh.ShardedTensor.from_rank_offsets("w", rows, (0, rank, world_size))
+    return {"w": sharded, "step": step}
+
+
+def rows_of(step: int, rank: int, world_size: int) -> Any:
+    size = NUM_ROWS // world_size
+    return np.arange(size, dtype=np.float32) + size * rank + 1000 * step
+
+
+def assert_went_on(played: list[Played], step: int, *, from_memory: bool) -> None:
+    for rank, (resumed, (rows, value)) in enumerate(played):
+        assert resumed is not None
+        assert (resumed.step, resumed.from_memory, value) == (step, from_memory, step)
+        np.testing.assert_array_equal(rows, rows_of(step, rank, len(played)))
+
+
+def stored_steps(job: Job) -> list[int]:
+    return sorted(int(path.parent.name[-8:]) for path in job.root.glob("*/remesh.json"))
+
+
+@pytest.mark.parametrize("after", [[0, 0, 1, 1], [1, 0], [0, 1, 1], [0]])
+def test_a_job_resumes_from_memory_in_any_layout(
+    after: list[int], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    before = [0, 0, 0, 0] if after == [0] else [0, 0, 1, 1]
+    assert all(resumed is None for resumed, _ in job.play(before, *range(1, 14)))
+    assert stored_steps(job) == [10]
+    # What is stored must not be needed.
+    for file in job.root.glob("*/data-*/*.safetensors"):
+        file.write_bytes(b"")
+    assert_went_on(job.play(after), 13, from_memory=True)
+    assert stored_steps(job) == [10, 13]  # what was in memory only is saved at once
+    assert remesh.Checkpoint(job.root / "step_00000013").verify().ok
+
+
+def test_the_metrics_and_the_run_go_on(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0, 1], *range(1, 13))
+    (resumed, _), _ = job.play([0, 1])
+    assert resumed is not None
+    assert resumed.info.metrics == {"loss": 12.0}
+    infos = manager_module.catalog.look(manager_module.open_storage(job.root))
+    assert [info.step for info in infos] == [10, 12]
+    assert infos[0].run == infos[1].run == resumed.info.run
+    assert infos[1].metrics == {"loss": 12.0}
+
+
+def test_the_memory_holds_two_snapshots_at_most(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+
+    def count(event: Event) -> None:
+        nonlocal most
+        if event.point == "save.file_finished":
+            most = max(most, len(list(shm.glob("node-*/*/step_*/data-*/*0.safetensors"))))
+
+    job = Job(shm, monkeypatch, every=None, memory_every=2, on_event=count)
+    job.play([0], *range(1, 10))
+    assert most == 2
+    assert {name.partition("/")[0] for name in job.files(0)} == {"step_00000006", "step_00000008"}
+    assert_went_on(job.play([0]), 8, from_memory=True)
+
+
+def test_a_lost_node_makes_a_snapshot_useless_and_the_reason_is_said(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0, 1, 2], *range(1, 13))
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        played = job.play([0, 2])
+    assert_went_on(played, 10, from_memory=False)
+    resumed, _ = played[0]
+    assert resumed is not None
+    names, reasons = zip(*resumed.passed_over, strict=True)
+    assert set(names) == {"step_00000011", "step_00000012"}
+    assert all("no node that is here has data-" in reason for reason in reasons)
+    assert "passed over step_00000012: in memory, but no node that is here has" in caplog.text
+    assert job.files(0) == job.files(2) == []  # of no use any more
+
+
+def test_replicas_make_up_for_a_lost_node(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scattered, "PIECE_BYTES", 100)  # several pieces of unequal files
+    job = Job(shm, monkeypatch, memory_replicas=1)
+    job.play([0, 1, 1, 2], *range(1, 13))
+    assert_went_on(job.play([2, 0]), 12, from_memory=True)
+
+
+def test_a_single_node_has_nowhere_to_put_replicas(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch, memory_replicas=2)
+    job.play([0, 0], 1, 2)
+    assert_went_on(job.play([0, 0]), 2, from_memory=True)
+
+
+def test_a_node_that_joins_brings_nothing_and_gets_what_it_needs(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0, 1], *range(1, 8))
+    assert_went_on(job.play([5, 1, 0]), 7, from_memory=True)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "save.described",
+        "save.file_created",
+        "save.chunk_written",
+        "save.file_finished",
+        "save.parts_gathered",
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_torn_snapshot_is_never_used(
+    point: str, rank: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch, every=None)
+    job.play([0, 1], 1, 2)
+    if (point, rank) == ("save.parts_gathered", 1):
+        return  # a moment of rank 0
+
+    def die(event: Event) -> None:
+        if event.point == point and event.rank == rank:
+            raise KeyboardInterrupt  # nothing is tidied up
+
+    torn = Job(shm, monkeypatch, every=None, on_event=die)
+    with pytest.raises((KeyboardInterrupt, remesh.errors.RemeshError)):
+        torn.play([0, 1], 3)
+    job = Job(shm, monkeypatch, every=None)
+    assert_went_on(job.play([0, 1], 3, 4), 2, from_memory=True)
+    assert_went_on(job.play([0, 1]), 4, from_memory=True)
+
+
+def test_one_record_is_enough(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies while records are put leaves a snapshot that is complete all the same."""
+    job = Job(shm, monkeypatch, every=None)
+    job.play([0, 1], 1, 2)
+    (record,) = job.place(1).glob("*/step_00000002/remesh.json")
+    record.unlink()
+    assert_went_on(job.play([0, 1]), 1, from_memory=True)
+
+
+def test_damage_is_found_and_the_next_older_one_used(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0, 1], *range(1, 12))
+    for file in shm.glob("node-*/*/step_00000011/data-*/00001.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    played = job.play([0, 1])
+    assert_went_on(played, 10, from_memory=True)
+    assert played[0][0] is not None
+    assert played[0][0].passed_over[0][0] == "step_00000011"
+
+
+def test_a_newer_stored_checkpoint_is_preferred(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(shm, monkeypatch, every=None).play([0], 1, 2)
+    Job(shm, monkeypatch, memory_every=None, every=1).play([0], 3, 4)
+    assert_went_on(Job(shm, monkeypatch).play([0]), 4, from_memory=False)
+
+
+def test_other_roots_have_snapshots_of_their_own(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0], 1, 2)
+    other = Job(shm, monkeypatch)
+    other.root = shm / "other"
+    assert other.play([0], 1)[0][0] is None
+    assert_went_on(job.play([0]), 2, from_memory=True)
+
+
+def test_too_little_memory_ends_no_training(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.place(1).parent.mkdir(exist_ok=True)
+    job.place(1).write_text("in the way")
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        job.play([0, 1], *range(1, 12))
+    warnings = [r.getMessage() for r in caplog.records if "no more snapshots" in r.getMessage()]
+    assert len(warnings) == 1
+    assert stored_steps(job) == [10]
+    assert job.files(0) == []
+
+
+def test_without_an_agent_there_are_none(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(shm, monkeypatch)
+    monkeypatch.setattr(manager_module, "run_info", RunInfo)
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        job.play([0, 0], *range(1, 12))
+    assert "start the job with `remesh run`" in caplog.text
+    assert_went_on(job.play([0, 0]), 10, from_memory=False)
+
+
+@pytest.mark.parametrize("numbers", [{"memory_every": 0}, {"memory_replicas": -1}])
+def test_numbers_without_sense_are_refused(
+    numbers: dict[str, int], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="give a number of steps"):
+        Job(shm, monkeypatch, **numbers).play([0])
+
+
+@given(
+    places=st.lists(st.sampled_from("abcde"), min_size=1, max_size=12), distance=st.integers(1, 4)
+)
+def test_peers_lie_on_another_node_and_share_the_work(places: list[str], distance: int) -> None:
+    nodes = nodes_of(places)
+    assert sorted(rank for ranks in nodes.ranks for rank in ranks) == list(range(len(places)))
+    assert [nodes.node_of(ranks[0]) for ranks in nodes.ranks] == list(range(len(nodes.ranks)))
+    if distance >= len(nodes.ranks):
+        return
+    peers = nodes.peers(distance)
+    assert sorted(peers) == list(range(len(places)))
+    for rank, peer in peers.items():
+        assert places[peer] != places[rank]
+    for ranks in nodes.ranks:
+        taken = [peers[rank] for rank in ranks]
+        there = len({place for place in places if place == places[taken[0]]})
+        assert there == 1
+        size = sum(place == places[taken[0]] for place in places)
+        assert max(taken.count(peer) for peer in taken) == math.ceil(len(ranks) / size)

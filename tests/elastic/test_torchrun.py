@@ -1,0 +1,62 @@
+"""An unchanged torchrun whose worlds a remesh master forms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.cluster import Cluster
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SCRIPT = Path(__file__).with_name("meet.py")
+
+
+class Torchrun(Cluster):
+    """Nodes whose agents are torchrun's."""
+
+    def command(self, number: int) -> list[str]:
+        """What starts the agent of a node."""
+        options = f"node_id={number},last_call=2,beat_seconds=0.3,join_timeout=120"
+        return [
+            *(TORCHRUN, "--rdzv-backend=remesh", f"--rdzv-endpoint={self.url}"),
+            *("--nnodes=1:3", "--max-restarts=2", f"--rdzv-conf={options}"),
+            *("--local-addr=127.0.0.1", str(SCRIPT), str(self.directory)),
+        ]
+
+    def kill_node(self, number: int) -> None:
+        """SIGKILL an agent and the processes that it started, which torchrun does not tie to it."""
+        agent = self.agents[number].pid
+        workers = [entry["pid"] for entry in self.said() if entry.get("parent") == agent]
+        self.kill_agent(number)
+        del self.agents[number]
+        for pid in set(workers) & set(self.workers()):
+            os.kill(pid, signal.SIGKILL)
+
+    def places(self, size: int) -> dict[int, int]:
+        """The rank of each node in the newest world of a size that has met."""
+        met = [entry for entry in self.said() if entry["kind"] == "met" and entry["size"] == size]
+        numbers = {agent.pid: number for number, agent in self.agents.items()}
+        return {
+            numbers[entry["parent"]]: entry["rank"] for entry in met if entry["parent"] in numbers
+        }
+
+
+def test_the_world_shrinks_and_grows_and_all_end_well(tmp_path: Path) -> None:
+    with Torchrun(tmp_path, "1:3", 0, master=("--save-grace", "1")) as cluster:
+        cluster.start(7, 3, 5)
+        cluster.until(lambda: cluster.places(3) == {3: 0, 5: 1, 7: 2})
+        cluster.kill_node(3)  # the one with rank 0, whose launcher has the store
+        cluster.until(lambda: cluster.places(2) == {5: 0, 7: 1})
+        cluster.start(4)
+        cluster.until(lambda: cluster.places(3) == {4: 0, 5: 1, 7: 2})
+        (tmp_path / "stop").touch()
+        cluster.finish(4, 5, 7)
+        assert cluster.status().phase == "succeeded"
+        ended = [entry["rank"] for entry in cluster.said() if entry["kind"] == "end"]
+        assert sorted(ended) == [0, 1, 2]
