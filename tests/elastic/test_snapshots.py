@@ -21,7 +21,9 @@ from remesh.checkpoint.scattered import nodes_of
 from remesh.events import Event
 from remesh.exchange import ThreadExchange
 from remesh.run_info import RunInfo
+from remesh.storage import open_storage
 from remesh.testing import run_ranks
+from remesh.training import catalog
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
@@ -50,7 +52,7 @@ class Job:
         self.root = directory / "run"
         self.directory = directory
         self._nodes: Sequence[int] = ()
-        self._options = {"every": 10, "memory_every": 1, **options}
+        self._options = {"every": 4, "memory_every": 1, **options}
         monkeypatch.setattr(manager_module, "run_info", self._run_info)
 
     def _run_info(self) -> RunInfo:
@@ -116,26 +118,26 @@ def test_a_job_resumes_from_memory_in_any_layout(
 ) -> None:
     job = Job(shm, monkeypatch)
     before = [0, 0, 0, 0] if after == [0] else [0, 0, 1, 1]
-    assert all(resumed is None for resumed, _ in job.play(before, *range(1, 14)))
-    assert stored_steps(job) == [10]
+    assert all(resumed is None for resumed, _ in job.play(before, *range(1, 7)))
+    assert stored_steps(job) == [4]
     # What is stored must not be needed.
     for file in job.root.glob("*/data-*/*.safetensors"):
         file.write_bytes(b"")
-    assert_went_on(job.play(after), 13, from_memory=True)
-    assert stored_steps(job) == [10, 13]  # what was in memory only is saved at once
-    assert remesh.Checkpoint(job.root / "step_00000013").verify().ok
+    assert_went_on(job.play(after), 6, from_memory=True)
+    assert stored_steps(job) == [4, 6]  # what was in memory only is saved at once
+    assert remesh.Checkpoint(job.root / "step_00000006").verify().ok
 
 
 def test_the_metrics_and_the_run_go_on(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(shm, monkeypatch)
-    job.play([0, 1], *range(1, 13))
+    job.play([0, 1], *range(1, 7))
     (resumed, _), _ = job.play([0, 1])
     assert resumed is not None
-    assert resumed.info.metrics == {"loss": 12.0}
-    infos = manager_module.catalog.look(manager_module.open_storage(job.root))
-    assert [info.step for info in infos] == [10, 12]
+    assert resumed.info.metrics == {"loss": 6.0}
+    infos = catalog.look(open_storage(job.root))
+    assert [info.step for info in infos] == [4, 6]
     assert infos[0].run == infos[1].run == resumed.info.run
-    assert infos[1].metrics == {"loss": 12.0}
+    assert infos[1].metrics == {"loss": 6.0}
 
 
 def test_the_memory_holds_two_snapshots_at_most(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,24 +159,24 @@ def test_a_lost_node_makes_a_snapshot_useless_and_the_reason_is_said(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(shm, monkeypatch)
-    job.play([0, 1, 2], *range(1, 13))
+    job.play([0, 1, 2], *range(1, 7))
     with caplog.at_level(logging.WARNING, logger="remesh"):
         played = job.play([0, 2])
-    assert_went_on(played, 10, from_memory=False)
+    assert_went_on(played, 4, from_memory=False)
     resumed, _ = played[0]
     assert resumed is not None
     names, reasons = zip(*resumed.passed_over, strict=True)
-    assert set(names) == {"step_00000011", "step_00000012"}
+    assert set(names) == {"step_00000005", "step_00000006"}
     assert all("no node that is here has data-" in reason for reason in reasons)
-    assert "passed over step_00000012: in memory, but no node that is here has" in caplog.text
+    assert "passed over step_00000006: in memory, but no node that is here has" in caplog.text
     assert job.files(0) == job.files(2) == []  # of no use any more
 
 
 def test_replicas_make_up_for_a_lost_node(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scattered, "PIECE_BYTES", 100)  # several pieces of unequal files
     job = Job(shm, monkeypatch, memory_replicas=1)
-    job.play([0, 1, 1, 2], *range(1, 13))
-    assert_went_on(job.play([2, 0]), 12, from_memory=True)
+    job.play([0, 1, 1, 2], *range(1, 7))
+    assert_went_on(job.play([2, 0]), 6, from_memory=True)
 
 
 def test_a_single_node_has_nowhere_to_put_replicas(
@@ -189,8 +191,8 @@ def test_a_node_that_joins_brings_nothing_and_gets_what_it_needs(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(shm, monkeypatch)
-    job.play([0, 1], *range(1, 8))
-    assert_went_on(job.play([5, 1, 0]), 7, from_memory=True)
+    job.play([0, 1], *range(1, 6))
+    assert_went_on(job.play([5, 1, 0]), 5, from_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +239,15 @@ def test_damage_is_found_and_the_next_older_one_used(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(shm, monkeypatch)
-    job.play([0, 1], *range(1, 12))
-    for file in shm.glob("node-*/*/step_00000011/data-*/00001.safetensors"):
+    job.play([0, 1], *range(1, 6))
+    for file in shm.glob("node-*/*/step_00000005/data-*/00001.safetensors"):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
     played = job.play([0, 1])
-    assert_went_on(played, 10, from_memory=True)
+    assert_went_on(played, 4, from_memory=True)
     assert played[0][0] is not None
-    assert played[0][0].passed_over[0][0] == "step_00000011"
+    assert played[0][0].passed_over[0][0] == "step_00000005"
 
 
 def test_a_newer_stored_checkpoint_is_preferred(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +274,10 @@ def test_too_little_memory_ends_no_training(
     job.place(1).parent.mkdir(exist_ok=True)
     job.place(1).write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="remesh"):
-        job.play([0, 1], *range(1, 12))
+        job.play([0, 1], *range(1, 6))
     warnings = [r.getMessage() for r in caplog.records if "no more snapshots" in r.getMessage()]
     assert len(warnings) == 1
-    assert stored_steps(job) == [10]
+    assert stored_steps(job) == [4]
     assert job.files(0) == []
 
 
@@ -285,9 +287,9 @@ def test_without_an_agent_there_are_none(
     job = Job(shm, monkeypatch)
     monkeypatch.setattr(manager_module, "run_info", RunInfo)
     with caplog.at_level(logging.WARNING, logger="remesh"):
-        job.play([0, 0], *range(1, 12))
+        job.play([0, 0], *range(1, 6))
     assert "start the job with `remesh run`" in caplog.text
-    assert_went_on(job.play([0, 0]), 10, from_memory=False)
+    assert_went_on(job.play([0, 0]), 4, from_memory=False)
 
 
 @pytest.mark.parametrize("numbers", [{"memory_every": 0}, {"memory_replicas": -1}])

@@ -79,13 +79,24 @@ def _write_index(
     storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit
 ) -> native.CommitRecord:
     """Write the index; returns the record that refers to everything."""
+    files = small_files_of(save, parts)
+    storage.put(files.record.index.path, files.index_bytes, overwrite=False)
+    emit("save.index_written", len(files.index_bytes))
+    return files.record
+
+
+def small_files_of(save: Coordination, parts: Sequence[native.Part]) -> native.NativeFiles:
+    """Index, values and the record that refers to everything; nothing is written.
+
+    Args:
+        save: What rank 0 knows of the save.
+        parts: What each rank says of its file, in rank order.
+    """
     document = save.document.encode()
     index = native.build_index(save.plan.boxes, save.assignments, parts, save.document.aliases)
     encoded = index.encode()
     index_path = f"{native.data_folder(save.save_id)}/index.safetensors"
-    storage.put(index_path, encoded, overwrite=False)
-    emit("save.index_written", len(encoded))
-    return native.CommitRecord(
+    record = native.CommitRecord(
         format=native.FORMAT_NAME,
         version=native.FORMAT_VERSION,
         save_id=save.save_id,
@@ -104,6 +115,7 @@ def _write_index(
         ),
         metadata=dict(save.options.metadata),
     )
+    return native.NativeFiles(record, encoded, document)
 
 
 def remove_files(storage: Storage, save_id: str) -> None:

@@ -18,10 +18,11 @@ other.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,6 +72,12 @@ class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[str, ...] = ()
     trackers: dict[str, TrackerRun] = {}
     provenance: Provenance = Provenance()
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them: None for what is not a finite number."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +184,7 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
     )
     try:
         record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
-        note = _note(record, path)
+        note = note_of(record, path)
     except (CorruptCheckpointError, FormatVersionError) as error:
         return msgspec.structs.replace(facts, problem=facts.problem or str(error))
     return msgspec.structs.replace(
@@ -193,7 +200,12 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
     )
 
 
-def _note(record: native.CommitRecord, path: str) -> ManagerNote | None:
+def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
+    """What a manager recorded with a checkpoint; None if it was saved without one.
+
+    Raises:
+        CorruptCheckpointError: If something else stands there.
+    """
     found = record.metadata.get(NOTE_KEY)
     if found is None:
         return None

@@ -16,6 +16,10 @@ Saves. A save begins when the one before has ended on every rank, so at most one
 host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what nobody keeps in its
 background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
 
+Snapshots. With `memory_every` the same is kept in the memory of the nodes as well (`memory`), more
+often than storage could take it. A restarted job resumes from there if that is as new as any
+checkpoint, and saves the state to storage at once, since what is in memory depends on the nodes.
+
 Resuming. Rank 0 lists and everybody follows. A checkpoint that turns out damaged is passed over,
 with the reason in the log and in the result; one that has failed `MAX_FAILURES` times, also in
 earlier processes, is not tried any more. A mismatch, a newer format or a storage that fails is
@@ -42,15 +46,16 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
-from remesh.storage import open_storage
+from remesh.storage import LocalStorage, open_storage
 from remesh.training import catalog, policies, resuming, retention, rng
 from remesh.training.catalog import CheckpointInfo, ManagerNote
+from remesh.training.memory import Memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.provenance import digest_of, provenance
-from remesh.training.resuming import Resumed
+from remesh.training.resuming import Resumed, Source
 from remesh.training.retention import Fate, KeepPolicy
 from remesh.training.rng import Randomness
-from remesh.training.trackers import TrackerRun, run_id_of
+from remesh.training.trackers import TrackerRun, runs_of
 from remesh.training.watch import Watch
 from remesh.transform import Transform
 
@@ -77,6 +82,11 @@ class Manager:
             united. None keeps everything.
         randomness: What decides the random numbers of this process.
         config: The job's configuration, a plain value; its digest is recorded.
+        memory_every: Steps between two snapshots in the memory of the nodes, from which the job
+            resumes after a crash of processes; None for none. It needs `remesh run`, and as much
+            memory as two copies of what the ranks of a node save.
+        memory_replicas: On how many further nodes each snapshot's files lie, so that so many may
+            be lost at once; each takes as much memory again.
         background: Write beside the training. Otherwise a save returns when it is durable.
         group: See `remesh.save`.
         arena_bytes: See `remesh.Saver`.
@@ -92,7 +102,7 @@ class Manager:
         ValueError: If signals are to be handled and this is not the main thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
         self,
         root: str | os.PathLike[str],
         *,
@@ -100,6 +110,8 @@ class Manager:
         keep: int | KeepPolicy | Sequence[KeepPolicy] | None = None,
         randomness: Randomness | None = None,
         config: object = None,
+        memory_every: int | None = None,
+        memory_replicas: int = 0,
         background: bool = True,
         group: Any = None,
         arena_bytes: int | None = None,
@@ -138,6 +150,14 @@ class Manager:
         self._next_look: int | None = None
         self._should_stop = False
         self._watch = Watch(self._every, run_info().heartbeat_file)
+        self._memory = open_memory(
+            self._exchange,
+            run_info().snapshot_dir,
+            self._storage.url if isinstance(self._storage, LocalStorage) else str(root),
+            every=memory_every,
+            num_replicas=memory_replicas,
+            on_event=on_event,
+        )
 
     # -----------------------------------------------------------------------------------------
     # What there is
@@ -209,6 +229,8 @@ class Manager:
         if self._next_look is None or step >= self._next_look:
             verdict = self._look_around(step)
             reason, stop = reason or verdict.reason, verdict.stop
+        if self._memory is not None and self._memory.is_due(step):
+            self._keep_in_memory(self._memory, step, state, metrics)
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
@@ -271,10 +293,7 @@ class Manager:
 
         def prepare() -> bytes:
             self._end_save()
-            streams = self._streams()
-            full.update(resuming.with_rows(state, rng.rows_of(streams, self._roles)))
-            note = self._note(step, metrics or {}, streams)
-            what[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
+            self._describe(step, state, metrics, full, what)
             return b""
 
         run_on_all(self._exchange, prepare)
@@ -291,6 +310,36 @@ class Manager:
             self._saved_step = step
             self.wait()
 
+    def _keep_in_memory(
+        self,
+        memory: Memory,
+        step: int,
+        state: MutableMapping[str, Any],
+        metrics: Mapping[str, float] | None,
+    ) -> None:
+        full: dict[str, Any] = {}
+        what: dict[str, object] = {}
+        memory.save(
+            step,
+            full,
+            metadata=what,
+            first=lambda: self._describe(step, state, metrics, full, what),
+        )
+
+    def _describe(
+        self,
+        step: int,
+        state: MutableMapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        full: dict[str, Any],
+        metadata: dict[str, object],
+    ) -> None:
+        """Fill in what is saved: the state with random numbers, and the note."""
+        streams = self._streams()
+        full.update(resuming.with_rows(state, rng.rows_of(streams, self._roles)))
+        note = self._note(step, metrics or {}, streams)
+        metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
+
     def _note(
         self, step: int, metrics: Mapping[str, float], streams: Mapping[str, rng.Stream]
     ) -> ManagerNote:
@@ -298,10 +347,10 @@ class Manager:
         return ManagerNote(
             step=step,
             run=self._run,
-            metrics=_finite(metrics),
+            metrics=catalog.finite(metrics),
             role_grid=self._roles.grid,
             streams=tuple(streams),
-            trackers={**self._saved_trackers, **_runs_of(self.trackers)},
+            trackers={**self._saved_trackers, **runs_of(self.trackers)},
             provenance=provenance(self._config_digest, self._parent),
         )
 
@@ -404,8 +453,10 @@ class Manager:
             "transform": transform,
             "on_event": self._on_event,
         }
+        sources, incomplete = self._sources()
         passed_over: list[tuple[CheckpointInfo, str]] = []
-        for info in resuming.candidates(self._exchange, self._storage):
+        for source in sources:
+            info = source.info
             if info.num_failures >= MAX_FAILURES:
                 reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
                 self._pass_over(info, reason, passed_over)
@@ -414,7 +465,7 @@ class Manager:
             try:
                 restored = resuming.restore(
                     self._exchange,
-                    catalog.place_of(self._root, info.name),
+                    source,
                     note,
                     state,
                     streams=self._streams(),
@@ -423,13 +474,46 @@ class Manager:
                     options=options,
                 )
             except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-                resuming.note_failure(self._exchange, self._storage, info, str(error))
+                if not source.from_memory:
+                    resuming.note_failure(self._exchange, self._storage, info, str(error))
                 self._pass_over(info, str(error), passed_over)
                 continue
-            return self._go_on_from(info, note, passed_over, restored)
+            not_used = [*incomplete, *((one.name, reason) for one, reason in passed_over)]
+            resumed = self._go_on_from(source, note, not_used, restored)
+            self._superseded = frozenset(
+                one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
+            )
+            self._secure(resumed, sources, state)
+            return resumed
         if passed_over:
-            raise _nothing_loads(self._storage.url, passed_over)
+            raise resuming.nothing_loads(self._storage.url, passed_over)
         return None
+
+    def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
+        """What can be resumed from, the newest first; and the snapshots that cannot, and why."""
+        found = resuming.candidates(self._exchange, self._storage)
+        sources = [resuming.stored_source(self._exchange, self._root, info) for info in found]
+        incomplete: list[tuple[str, str]] = []
+        if self._memory is not None:
+            kept, incomplete = self._memory.find()
+            sources += kept
+        # Of one step the one in memory: it is loaded sooner.
+        sources.sort(key=lambda source: (source.info.step, source.from_memory), reverse=True)
+        return sources, incomplete
+
+    def _secure(
+        self, resumed: Resumed, sources: Sequence[Source], state: MutableMapping[str, Any]
+    ) -> None:
+        """Save at once what came from memory, and give back memory that is of no use any more."""
+        if self._memory is None:
+            return
+        self._memory.keep(resumed.info.name if resumed.from_memory else "")
+        if resumed.from_memory:
+            stored = [one.info.step for one in sources if not one.from_memory]
+            self._saved_step = max((step for step in stored if step <= resumed.step), default=None)
+            if self._saved_step != resumed.step:
+                metrics = {k: math.nan if v is None else v for k, v in resumed.info.metrics.items()}
+                self._begin(resumed.step, state, metrics, None, "it was in memory only")
 
     def _pass_over(
         self, info: CheckpointInfo, reason: str, passed_over: list[tuple[CheckpointInfo, str]]
@@ -440,19 +524,17 @@ class Manager:
 
     def _go_on_from(
         self,
-        info: CheckpointInfo,
+        source: Source,
         note: ManagerNote,
-        passed_over: Sequence[tuple[CheckpointInfo, str]],
+        passed_over: Sequence[tuple[str, str]],
         restored: resuming.Restored,
     ) -> Resumed:
         """Become the run that saved a checkpoint. Collective."""
+        info = source.info
         resuming.forget_failures(self._exchange, self._storage, info)
         self._run = note.run or self._run
         self._parent = f"{info.path}#{info.save_id}"
         self._saved_trackers = dict(note.trackers)
-        self._superseded = frozenset(
-            one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
-        )
         self._saved_step = note.step
         self._last_save = time.monotonic()
         if self._exchange.rank == 0:
@@ -461,10 +543,11 @@ class Manager:
         return Resumed(
             info,
             note.step,
-            tuple((one.name, reason) for one, reason in passed_over),
+            tuple(passed_over),
             restored.same_random,
             note.trackers,
             restored.report,
+            source.from_memory,
         )
 
     def _streams(self) -> dict[str, rng.Stream]:
@@ -509,25 +592,3 @@ class Manager:
 def _new_run() -> str:
     """A name for a run: the launcher's if it has one, and something that no other run has."""
     return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as JSON has them: None for what is not a finite number."""
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def _runs_of(trackers: Mapping[str, object]) -> dict[str, TrackerRun]:
-    """The runs of those trackers that have one at present."""
-    found = {name: run_id_of(tracker) for name, tracker in trackers.items()}
-    return {name: run for name, run in found.items() if run is not None}
-
-
-def _nothing_loads(
-    url: str, passed_over: Sequence[tuple[CheckpointInfo, str]]
-) -> CorruptCheckpointError:
-    lines = "\n".join(f"  {info.name}: {reason}" for info, reason in passed_over)
-    return CorruptCheckpointError(
-        f"{url}: no checkpoint there can be loaded:\n{lines}\nTry `remesh repair`, or begin anew "
-        "in another directory. The state may be partly loaded; do not use it."
-    )

@@ -6,8 +6,9 @@ sees is what all ranks go by.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from remesh.checkpoint import RestoreReport, garbage, load
-from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.sharded import ShardedTensor
 from remesh.storage import LocalStorage, Storage
@@ -37,6 +38,7 @@ class Resumed:
         trackers: Name → run of an experiment tracker, as it was saved; see
             `remesh.training.trackers.resume_arguments`.
         report: What the load did on this rank.
+        from_memory: Whether the checkpoint was a snapshot in the nodes' memory.
     """
 
     info: CheckpointInfo
@@ -45,6 +47,22 @@ class Resumed:
     same_random: bool
     trackers: Mapping[str, TrackerRun]
     report: RestoreReport
+    from_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What can be resumed from.
+
+    Attributes:
+        info: The checkpoint.
+        load: Loads it into a state; takes the further arguments of `remesh.load`. Collective.
+        from_memory: Whether it is a snapshot in the nodes' memory.
+    """
+
+    info: CheckpointInfo
+    load: Callable[..., Any]
+    from_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,23 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
 
     data = run_on_one(exchange, list_them)
     return msgspec.msgpack.decode(data, type=list[CheckpointInfo])[::-1]
+
+
+def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: CheckpointInfo) -> Source:
+    """A checkpoint in storage; nobody removes it while it is loaded."""
+    place = catalog.place_of(root, info.name)
+
+    def load_held(state: Any, **options: Any) -> Any:
+        with ExitStack() as marks:
+
+            def hold() -> bytes:
+                marks.enter_context(catalog.hold(place, now=time.time(), run=info.run))
+                return b""
+
+            run_on_one(exchange, hold)
+            return load(state, place, group=exchange, **options)
+
+    return Source(info, load_held)
 
 
 def _remove_garbage(storage: Storage) -> None:
@@ -114,7 +149,7 @@ def forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) 
 
 def restore(
     exchange: Exchange,
-    place: str,
+    source: Source,
     note: ManagerNote,
     state: MutableMapping[str, Any],
     *,
@@ -127,7 +162,7 @@ def restore(
 
     Args:
         exchange: The ranks.
-        place: Path or URL of the checkpoint.
+        source: The checkpoint.
         note: What its manager recorded.
         state: Is filled.
         streams: Are set, or seeded anew if the roles have changed or they were not stored.
@@ -142,15 +177,7 @@ def restore(
     stored = {name: s for name, s in streams.items() if is_same_grid and name in note.streams}
     rows = rng.rows_of(stored, roles, is_empty=True)
     reports: list[RestoreReport] = []
-    with ExitStack() as marks:
-
-        def hold() -> bytes:
-            marks.enter_context(catalog.hold(place, now=time.time(), run=note.run))
-            return b""
-
-        run_on_one(exchange, hold)
-        target = with_rows(state, rows)
-        full = load(target, place, group=exchange, on_report=reports.append, **options)
+    full = source.load(with_rows(state, rows), on_report=reports.append, **options)
 
     def take() -> bytes:
         # After all else, for whoever loads may draw random numbers.
@@ -173,3 +200,14 @@ def with_rows(state: Mapping[str, Any], rows: Mapping[str, ShardedTensor]) -> di
     if catalog.NOTE_KEY in state:
         raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
     return {**state, catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else dict(state)
+
+
+def nothing_loads(
+    url: str, passed_over: Sequence[tuple[CheckpointInfo, str]]
+) -> CorruptCheckpointError:
+    """The error of a resume that found checkpoints and could load none; name them and why."""
+    lines = "\n".join(f"  {info.name}: {reason}" for info, reason in passed_over)
+    return CorruptCheckpointError(
+        f"{url}: no checkpoint there can be loaded:\n{lines}\nTry `remesh repair`, or begin anew "
+        "in another directory. The state may be partly loaded; do not use it."
+    )

@@ -1,0 +1,445 @@
+"""A checkpoint that lies scattered over nodes, each part where only the ranks of its node reach it.
+
+For snapshots in the memory of nodes, which outlive the processes. It is a checkpoint in remesh's
+own format: the same files with the same digests. Each node has a place of its own. Every rank
+writes its data file to the place of its node, and record, index and values go to the places of all
+nodes. So nodes that together have all data files, whichever they are, have the checkpoint.
+
+*Saving* is a copy into memory, so it happens in the foreground, and is done when it returns: the
+ranks agree on who writes what, write, and rank 0 makes the index of all parts and tells everybody.
+The first record is put when all data files are finished on all nodes; whoever sees a record
+anywhere knows that only the loss of a node can make the checkpoint incomplete.
+
+*Replicas* guard against that: before the commit each file is copied to further nodes, between
+ranks, in pieces of bounded size.
+
+*Finding* asks all nodes what they have. *Loading* takes small files from any node that has them,
+and tensors as `remesh.reshard` does: a file is read by a rank that reaches it and passed on to
+those who need something of it. No storage is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
+from remesh.checkpoint.commit import remove_files, small_files_of
+from remesh.checkpoint.loading import load_into
+from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.saving import part_of
+from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.target import LoadOptions, Target
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+)
+from remesh.events import Emit
+from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
+from remesh.formats import native
+from remesh.geometry import IntArray
+from remesh.index import Index
+from remesh.pipeline import Dealer, Patience, deal_to_owners, write_file
+from remesh.planner import files_of_windows
+from remesh.storage import Buffer, Storage, Writer
+from remesh.transform import Transform
+
+PIECE_BYTES = 32 << 20
+"""What a rank sends at a time when files are copied to other nodes."""
+
+_LOGGER = logging.getLogger("remesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Which ranks reach the same place.
+
+    Attributes:
+        ranks: The ranks of each node, ascending; nodes are ordered by their first ranks.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank is the one that acts for its node."""
+        return any(ranks[0] == rank for ranks in self.ranks)
+
+    def peers(self, distance: int) -> dict[int, int]:
+        """For each rank the one that takes its file, on the node that is `distance` further."""
+        peers = {}
+        for node, ranks in enumerate(self.ranks):
+            there = self.ranks[(node + distance) % len(self.ranks)]
+            peers.update({rank: there[i % len(there)] for i, rank in enumerate(ranks)})
+        return peers
+
+
+def nodes_of(places: Sequence[str]) -> Nodes:
+    """The nodes of a job.
+
+    Args:
+        places: What names the place of each rank, in rank order; equal on one node alone.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    return Nodes(tuple(map(tuple, ranks.values())))
+
+
+# ---------------------------------------------------------------------------------------------
+# Saving
+# ---------------------------------------------------------------------------------------------
+
+
+def save_scattered(
+    state: Any,
+    storage: Storage,
+    nodes: Nodes,
+    exchange: Exchange,
+    *,
+    metadata: Mapping[str, object],
+    num_replicas: int,
+    cache: PlanCache,
+    first: Callable[[], None],
+    emit: Emit,
+) -> None:
+    """Save a state into the places of the nodes. Collective; complete when it returns.
+
+    Args:
+        state: See `remesh.save`; `first` may still change it.
+        storage: The place of this rank's node, for this checkpoint alone.
+        nodes: Which ranks share a place.
+        exchange: The ranks.
+        metadata: See `remesh.save`; `first` may still change it.
+        num_replicas: On how many further nodes each file lies, if there are so many.
+        cache: The plan of the last save.
+        first: What this rank does before; all ranks raise its failure.
+        emit: Told of the moments in `remesh.events.SAVE_POINTS`.
+
+    Raises:
+        RemeshError: As `remesh.save`. What was written is removed as far as that is possible.
+    """
+    options = SaveOptions(overwrite=True, metadata=metadata)
+    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+    parts: list[native.Part] = []
+
+    def write() -> bytes:
+        if not mine.path:
+            return msgspec.msgpack.encode(native.NO_PART)
+        emit("save.file_created", mine.layout.num_bytes)
+        written = write_file(
+            storage,
+            mine.path,
+            mine.layout,
+            lambda size: emit("save.chunk_written", size),
+            lambda: None,
+        )
+        emit("save.file_finished", mine.layout.num_bytes)
+        return msgspec.msgpack.encode(
+            part_of(written, native.encode_positions(mine.layout.positions))
+        )
+
+    def join(replies: list[bytes]) -> list[bytes]:
+        parts.extend(msgspec.msgpack.decode(reply, type=native.Part) for reply in replies)
+        sizes = msgspec.msgpack.encode([(part.path, part.num_bytes) for part in parts])
+        return [sizes] * len(parts)
+
+    def describe() -> bytes:
+        emit("save.parts_gathered", sum(part.num_bytes for part in parts))
+        files = small_files_of(mine.coordinator, parts)
+        record = native.encode_record(files.record)
+        return msgspec.msgpack.encode((record, files.index_bytes, files.values_bytes))
+
+    try:
+        sizes = msgspec.msgpack.decode(
+            run_joined(exchange, write, join), type=list[tuple[str, int]]
+        )
+        for distance in range(1, min(num_replicas, len(nodes.ranks) - 1) + 1):
+            _copy_files(exchange, storage, sizes, nodes.peers(distance))
+        small = run_on_one(exchange, describe)
+        run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
+    except Exception:
+        remove_files(storage, mine.save_id)
+        raise
+    emit("save.done")
+
+
+def _put_small_files(
+    storage: Storage, small: bytes, nodes: Nodes, exchange: Exchange, emit: Emit
+) -> bytes:
+    """The first rank of each node: commit."""
+    if nodes.is_first(exchange.rank):
+        text, index, values = msgspec.msgpack.decode(small, type=tuple[bytes, bytes, bytes])
+        record = native.decode_record(text, storage.url)
+        storage.put(record.index.path, index, overwrite=False)
+        storage.put(record.values.path, values, overwrite=False)
+        emit("save.before_commit")
+        storage.put(native.RECORD_NAME, text, overwrite=True)
+        emit("save.committed")
+    return b""
+
+
+def _copy_files(
+    exchange: Exchange,
+    storage: Storage,
+    files: Sequence[tuple[str, int]],
+    peers: Mapping[int, int],
+) -> None:
+    """Give every rank's file to its peer. Collective.
+
+    Args:
+        exchange: The ranks.
+        storage: The place of this rank's node.
+        files: Path and size of each rank's file; the path is empty if it has none.
+        peers: Who takes each rank's file.
+    """
+    me = exchange.rank
+    path, size = files[me]
+    taken = {rank: files[rank] for rank, peer in peers.items() if peer == me and files[rank][0]}
+    writers: dict[int, Writer] = {}
+    with ExitStack() as stack:
+
+        def create() -> bytes:
+            for rank, (name, num_bytes) in taken.items():
+                writers[rank] = storage.create(name, num_bytes)
+                stack.callback(writers[rank].abort)
+            return b""
+
+        run_on_all(exchange, create)
+        none = np.zeros(0, np.uint8)
+        for start in range(0, max(num_bytes for _, num_bytes in files), PIECE_BYTES):
+            piece = _piece(size, start)
+            run_on_all(exchange, partial(_read_piece, storage, path, start, piece))
+            arriving = {rank: _piece(num_bytes, start) for rank, (_, num_bytes) in taken.items()}
+            world = range(exchange.world_size)
+            exchange.swap(
+                [piece if rank == peers[me] else none for rank in world],
+                [arriving.get(rank, none) for rank in world],
+            )
+            run_on_all(exchange, partial(_write_pieces, writers, start, arriving))
+        run_on_all(exchange, partial(_finish, writers))
+
+
+def _piece(num_bytes: int, start: int) -> Buffer:
+    """Memory for the piece of a file from `start` on."""
+    return np.empty(max(min(num_bytes - start, PIECE_BYTES), 0), np.uint8)
+
+
+def _read_piece(storage: Storage, path: str, start: int, piece: Buffer) -> bytes:
+    if len(piece):
+        storage.read_into(path, start, piece)
+    return b""
+
+
+def _write_pieces(writers: Mapping[int, Writer], start: int, pieces: Mapping[int, Buffer]) -> bytes:
+    for rank, piece in pieces.items():
+        if len(piece):
+            writers[rank].write(start, piece)
+    return b""
+
+
+def _finish(writers: Mapping[int, Writer]) -> bytes:
+    for writer in writers.values():
+        writer.finish()
+    return b""
+
+
+# ---------------------------------------------------------------------------------------------
+# Finding
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A checkpoint that was found on some nodes.
+
+    Attributes:
+        name: Its directory in the places of the nodes.
+        record: What was committed.
+        nodes: The nodes that have its small files.
+        holders: The nodes that have each data file, in the order of the record.
+    """
+
+    name: str
+    record: native.CommitRecord
+    nodes: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def missing(self) -> list[str]:
+        """Data files that no node has."""
+        files = zip(self.record.files, self.holders, strict=True)
+        return [file.path for file, nodes in files if not nodes]
+
+
+def find_scattered(storage: Storage, nodes: Nodes, exchange: Exchange) -> list[Scattered]:
+    """The checkpoints in the places of the nodes, whole or not. Collective.
+
+    Args:
+        storage: The place of this rank's node, above the checkpoints.
+        nodes: Which ranks share a place.
+        exchange: The ranks.
+
+    Raises:
+        StorageError: If a place cannot be read.
+    """
+
+    def look() -> bytes:
+        found = _look(storage) if nodes.is_first(exchange.rank) else []
+        return msgspec.msgpack.encode(found)
+
+    heard: dict[tuple[str, str], dict[int, list[str]]] = {}
+    records: dict[tuple[str, str], native.CommitRecord] = {}
+    for rank, data in enumerate(run_on_all(exchange, look)):
+        for name, text, files in msgspec.msgpack.decode(data, type=list[_Found]):
+            record = native.decode_record(text, name)
+            key = (name, record.save_id)
+            records[key] = record
+            heard.setdefault(key, {})[nodes.node_of(rank)] = files
+    return [
+        Scattered(
+            key[0],
+            record,
+            tuple(heard[key]),
+            tuple(
+                tuple(node for node, files in heard[key].items() if file.path in files)
+                for file in record.files
+            ),
+        )
+        for key, record in records.items()
+    ]
+
+
+_Found = tuple[str, bytes, list[str]]
+"""Name of a checkpoint, its record, and those of its data files that are here."""
+
+
+def _look(storage: Storage) -> list[_Found]:
+    """What the place of one node holds."""
+    found: list[_Found] = []
+    paths = set(storage.list())
+    for path in sorted(paths):
+        name, _, file = path.rpartition("/")
+        if file != native.RECORD_NAME:
+            continue
+        text = storage.read(path)
+        try:
+            record = native.decode_record(text, f"{storage.url}/{path}")
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            _LOGGER.warning("not used: %s", error)
+            continue
+        small = {f"{name}/{record.index.path}", f"{name}/{record.values.path}"}
+        here = [
+            one.path
+            for one in record.files
+            if f"{name}/{one.path}" in paths and storage.size(f"{name}/{one.path}") == one.num_bytes
+        ]
+        if small <= paths:
+            found.append((name, text, here))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------
+
+
+def load_scattered(
+    state: Any,
+    storage: Storage,
+    found: Scattered,
+    nodes: Nodes,
+    exchange: Exchange,
+    *,
+    options: LoadOptions,
+    transform: Transform | None,
+    on_report: Callable[[RestoreReport], None],
+    emit: Emit,
+) -> Any:
+    """Load a checkpoint out of the places of the nodes into any layout. Collective.
+
+    Args:
+        state: See `remesh.load`.
+        storage: The place of this rank's node, for this checkpoint alone.
+        found: The checkpoint.
+        nodes: Which ranks share a place; as it was found with.
+        exchange: The ranks.
+        options: What the caller allows.
+        transform: See `remesh.load`.
+        on_report: See `remesh.load`.
+        emit: Told of the moments in `remesh.events.LOAD_POINTS`.
+
+    Raises:
+        CheckpointNotFoundError: If there are files that no node has.
+        RemeshError: As `remesh.load`.
+    """
+    if found.missing:
+        raise CheckpointNotFoundError(
+            f"{found.name}: no node that is here has {', '.join(found.missing)}; load another "
+            "checkpoint, or keep replicas"
+        )
+    stored = _open(storage, found, nodes, exchange)
+    emit("load.opened")
+    all_have_all = all(len(holders) == len(nodes.ranks) for holders in found.holders)
+    owners = np.array(
+        [_owner(number, found, nodes) for number in range(len(found.holders))], dtype=np.int64
+    )
+
+    def read(target: Target) -> None:
+        dealer = None if all_have_all else _dealer_to(owners, target)
+        target.read(lambda size: emit("load.run_read", size), exchange, dealer, Patience())
+
+    return load_into(
+        state,
+        stored,
+        storage,
+        exchange,
+        options,
+        transform=transform,
+        read=read,
+        emit=emit,
+        on_report=on_report,
+    )
+
+
+def _open(storage: Storage, found: Scattered, nodes: Nodes, exchange: Exchange) -> StoredState:
+    """Index and values, from the first node that has them."""
+    giver = nodes.ranks[found.nodes[0]][0]
+
+    def give() -> bytes:
+        if exchange.rank != giver:
+            return b""
+        files = native.read_small_files(storage)
+        return msgspec.msgpack.encode((files.index_bytes, files.values_bytes))
+
+    reply = run_joined(exchange, give, lambda replies: [replies[giver]] * len(replies))
+    index, values = msgspec.msgpack.decode(reply, type=tuple[bytes, bytes])
+    return StoredState(
+        Index.decode(index, found.name), native.ValuesDocument.decode(values, found.name)
+    )
+
+
+def _owner(number: int, found: Scattered, nodes: Nodes) -> int:
+    """Who reads a file: the rank of the number that wrote it, if that reaches it."""
+    able = [rank for node in found.holders[number] for rank in nodes.ranks[node]]
+    writer = int(found.record.files[number].path.rpartition("/")[2].partition(".")[0])
+    return writer if writer in able else able[number % len(able)]
+
+
+def _dealer_to(owners: IntArray, target: Target) -> Dealer:
+    """Deals what is in a file to the rank that reads it."""
+    index, limits = target.stored.index, target.limits
+    return lambda touched: deal_to_owners(
+        touched, lambda windows: owners[files_of_windows(index, windows, limits)]
+    )

@@ -1,0 +1,236 @@
+"""Snapshots in the memory of the nodes, for `Manager(memory_every=...)`.
+
+The agent of a node offers a directory in memory that outlives the training processes
+(`RunInfo.snapshot_dir`). There, in a folder for each root that a job saves to, lie at most two
+snapshots: the newest complete one and the one that is being written. Each is a checkpoint scattered
+over the nodes (`remesh.checkpoint.scattered`) and complete when `save` returns; what is older goes
+when the next one begins.
+
+A snapshot that cannot be kept, for want of room above all, ends no training: the memory is given
+back, the log says why, and the job goes on with the checkpoints that it saves anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from remesh.checkpoint.agreement import PlanCache
+from remesh.checkpoint.scattered import (
+    Scattered,
+    find_scattered,
+    load_scattered,
+    nodes_of,
+    save_scattered,
+)
+from remesh.checkpoint.target import LoadOptions
+from remesh.errors import StorageError
+from remesh.events import OnEvent, emitter
+from remesh.exchange import Exchange, run_on_all
+from remesh.integrity import hex_digest
+from remesh.storage import LocalStorage
+from remesh.training import catalog
+from remesh.training.catalog import CheckpointInfo
+from remesh.training.resuming import Source
+
+ROOT_NAME = "root"
+"""The file of a folder that says which root its snapshots belong to."""
+
+_LOGGER = logging.getLogger("remesh")
+
+
+class Memory:
+    """A job's snapshots. All methods but `is_due` are collective.
+
+    Args:
+        exchange: The ranks.
+        directories: The directory of each rank's node, in rank order; equal on one node alone.
+        root: Where the job saves to.
+        every: Steps between two snapshots.
+        num_replicas: On how many further nodes each file lies.
+        on_event: Told of the moments of saves and loads.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        directories: list[str],
+        root: str,
+        *,
+        every: int,
+        num_replicas: int,
+        on_event: OnEvent,
+    ) -> None:
+        self._exchange = exchange
+        self._nodes = nodes_of(directories)
+        self._root = root
+        self._folder = f"{directories[exchange.rank]}/{hex_digest(root.encode())[:16]}"
+        self._storage = LocalStorage(self._folder, direct_io=False)
+        self._every = every
+        self._num_replicas = num_replicas
+        self._emit = emitter(on_event, exchange.rank)
+        self._cache = PlanCache()
+        self._is_open = True
+        self._newest = ""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is to be made after a step."""
+        return self._is_open and step % self._every == 0
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: Mapping[str, object],
+        first: Callable[[], None],
+    ) -> None:
+        """Make a snapshot; `first` fills state and metadata.
+
+        Raises:
+            RemeshError: As `remesh.save`, but for a place that does not take it.
+        """
+        name = catalog.step_name(step)
+        if name == self._newest:
+            return
+
+        def begin() -> None:
+            first()
+            if self._nodes.is_first(self._exchange.rank):
+                self._remove_all_but(self._newest)
+                self._storage.put(ROOT_NAME, self._root.encode(), overwrite=True)
+
+        try:
+            save_scattered(
+                state,
+                self._place(name),
+                self._nodes,
+                self._exchange,
+                metadata=metadata,
+                num_replicas=self._num_replicas,
+                cache=self._cache,
+                first=begin,
+                emit=self._emit,
+            )
+        except StorageError as error:
+            self._is_open = False
+            self.keep("")
+            if self._exchange.rank == 0:
+                _LOGGER.warning("no more snapshots in memory: %s", error)
+            return
+        self._newest = name
+
+    def find(self) -> tuple[list[Source], list[tuple[str, str]]]:
+        """What can be resumed from, and names and reasons of what cannot."""
+        sources, incomplete = [], []
+        for found in find_scattered(self._storage, self._nodes, self._exchange):
+            if found.missing:
+                reason = f"in memory, but no node that is here has {', '.join(found.missing)}"
+                incomplete.append((found.name, reason))
+                if self._exchange.rank == 0:
+                    _LOGGER.warning("passed over %s: %s", found.name, reason)
+            else:
+                sources.append(self._source(found))
+        return sources, incomplete
+
+    def keep(self, name: str) -> None:
+        """Remove all snapshots but one, if there is one of this name."""
+
+        def remove() -> bytes:
+            if self._nodes.is_first(self._exchange.rank):
+                self._remove_all_but(name)
+            return b""
+
+        run_on_all(self._exchange, remove)
+        self._newest = name
+
+    def _remove_all_but(self, name: str) -> None:
+        # The record is the last file by name, so it is removed first: then there is no half one.
+        for path in reversed(self._storage.list()):
+            if path != ROOT_NAME and path.partition("/")[0] != name:
+                self._storage.delete(path)
+
+    def _place(self, name: str) -> LocalStorage:
+        return LocalStorage(f"{self._folder}/{name}", direct_io=False)
+
+    def _source(self, found: Scattered) -> Source:
+        """A snapshot as `Manager.resume` wants it."""
+        record, path = found.record, f"{self._folder}/{found.name}"
+        note = catalog.note_of(record, path)
+        assert note is not None, "a manager made it"
+        info = CheckpointInfo(
+            name=found.name,
+            path=path,
+            step=note.step,
+            run=note.run,
+            created=record.created,
+            num_bytes=sum(file.num_bytes for file in (record.index, record.values, *record.files)),
+            world_size=record.world_size,
+            save_id=record.save_id,
+            metrics=note.metrics,
+            note=note,
+        )
+
+        def load(state: Any, **options: Any) -> Any:
+            return load_scattered(
+                state,
+                self._place(found.name),
+                found,
+                self._nodes,
+                self._exchange,
+                options=LoadOptions(
+                    keep_missing=options["missing"] == "keep",
+                    refuse_unexpected=False,
+                    cast=options["cast"],
+                ),
+                transform=options["transform"],
+                on_report=options["on_report"],
+                emit=self._emit,
+            )
+
+        return Source(info, load, from_memory=True)
+
+
+def open_memory(
+    exchange: Exchange,
+    directory: str,
+    root: str,
+    *,
+    every: int | None,
+    num_replicas: int,
+    on_event: OnEvent,
+) -> Memory | None:
+    """The snapshots of a job, or None if it wants or can have none. Collective.
+
+    Args:
+        exchange: The ranks.
+        directory: `RunInfo.snapshot_dir` of this rank.
+        root: See `Memory`.
+        every: See `Memory`; None for no snapshots.
+        num_replicas: See `Memory`.
+        on_event: See `Memory`.
+
+    Raises:
+        ValueError: If there is no sense in the numbers.
+    """
+    if every is None:
+        return None
+    if every < 1 or num_replicas < 0:
+        raise ValueError(
+            f"memory_every={every}, memory_replicas={num_replicas}: give a number of steps, 1 at "
+            "least, and of copies, 0 at least"
+        )
+    replies = run_on_all(exchange, directory.encode)
+    directories = [reply.decode() for reply in replies]
+    if not all(directories):
+        if exchange.rank == 0:
+            _LOGGER.warning(
+                "no snapshots in memory: rank %d was given no directory that outlives it; start "
+                "the job with `remesh run`",
+                directories.index(""),
+            )
+        return None
+    return Memory(
+        exchange, directories, root, every=every, num_replicas=num_replicas, on_event=on_event
+    )
