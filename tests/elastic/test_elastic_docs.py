@@ -1,0 +1,119 @@
+"""docs/elastic.md and docs/how-to/torchrun.md, as a reader would use them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from remesh.elastic import handler, status
+from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
+from remesh.elastic.failures import read_patterns
+from remesh.elastic.launch import make_parser
+from remesh.elastic.metrics import render_metrics
+from tests.elastic.cluster import REMESH
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "elastic.md").read_text()
+TORCHRUN = (DOCS / "how-to/torchrun.md").read_text()
+
+
+def block(kind: str) -> str:
+    (text,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    return str(text)
+
+
+def test_the_script_survives_its_accident(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("python"))
+    assert "$ remesh run --nproc-per-node 2 train.py\n" in PAGE
+    done = subprocess.run(
+        [*REMESH, "run", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done: step 20" in done.stdout
+    assert re.search(
+        r"restart: rank \d \(local rank \d\) on node 0 failed \(exit code 1\)", done.stderr
+    )
+
+
+def test_the_patterns_are_patterns(tmp_path: Path) -> None:
+    file = tmp_path / "patterns.json"
+    file.write_text(block("json"))
+    patterns = read_patterns(str(file))
+    assert patterns.node_exit_codes == (201, 202, 77)
+    assert patterns.collateral == read_patterns(None).collateral
+
+
+def test_options_that_are_named_are_there() -> None:
+    run = make_parser().format_help()
+    from click.testing import CliRunner
+
+    from remesh.cli import cli
+
+    master = CliRunner().invoke(cli, ["master", "--help"]).output
+    for option in set(re.findall(r"`(--[a-z-]+)[ `]", PAGE)) - {"--json"}:
+        assert option in run or option in master, option
+
+
+def test_exit_codes() -> None:
+    table = PAGE.partition("## Exit codes")[2].partition("##")[0]
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
+    assert codes == [0, 1, EXIT_REPLACE, EXIT_DRAINED]
+
+
+def documented(prefix: str) -> Iterator[str]:
+    for cell in re.findall(r"^\| (`remesh_[^|]*) \|", PAGE, re.MULTILINE):
+        yield from re.findall(rf"({prefix}[a-z_]+)", cell)
+
+
+def test_metrics() -> None:
+    rank = {"rank": 0, "step": 1, "age": 0.0, "step_seconds": 1.0, "slow": None, "behind": False}
+    now = msgspec.convert(
+        {
+            "time": 1.0,
+            "began": 0.0,
+            "phase": "running",
+            "reason": "",
+            "round": 1,
+            "num_restarts": 0,
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "node_unit": 1,
+            "nodes": [],
+            "goodput": 0.5,
+            "step": 1,
+            "saved": 1,
+            "ranks": [rank],
+            "failures": [],
+            "stacks": {},
+            "history": [],
+        },
+        status.Status,
+    )
+    text = render_metrics(now, 1).decode()
+    given = set(re.findall(r"^(remesh_[a-z_]+)[{ ]", text, re.MULTILINE))
+    assert given == set(documented("remesh_"))
+
+
+@pytest.mark.parametrize("page", ["elastic.md", "how-to/torchrun.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (DOCS / page).read_text()):
+        assert ((DOCS / page).parent / target).exists(), target
+
+
+def test_options_of_the_handler() -> None:
+    keys = re.findall(r"^\| `([a-z_]+)` \|", TORCHRUN, re.MULTILINE)
+    source = Path(handler.__file__).read_text()
+    read = re.findall(r"parameters\.get(?:_as_int)?\(\s*\"([a-z_]+)\"", source)
+    assert sorted(keys) == sorted(set(read) - {"max_restarts"})
