@@ -31,7 +31,15 @@ from remesh.testing.outcomes import Died, Outcome, Raised, Returned, TimedOut, r
 
 T = TypeVar("T")
 
-_PRELOAD = ("torch.distributed", "torch._dynamo", "remesh.exchange.torch_group", "pytest", __name__)
+_PRELOAD = (
+    "torch.distributed",
+    "torch._dynamo",
+    "remesh.adapters",
+    "remesh.checkpoint",
+    "remesh.exchange.torch_group",
+    "pytest",
+    __name__,
+)
 """What each process would import anyhow; pytest since it is the main module of a test run, and
 dynamo, which takes longest, since optimizers import it with their first method that is called."""
 

@@ -1,0 +1,268 @@
+"""A job that saves again and again until it is killed; what its checkpoints must hold.
+
+A rank dies in one of two ways:
+
+* at the n-th of its system calls that change the disk: before it, after it, or, if it writes
+  bytes, in the middle of it. These are all the states in which a dead process can leave a disk, and
+  this way is the same each time.
+* by the clock, from another thread, wherever it is: in a message to another rank, in a lock, in C.
+
+The others die with it, or soon after it, as a launcher sees to, or are left to find out.
+
+Odd steps go to directories of their own, even ones to one directory again and again. As soon as
+a save has returned, or the handle's `wait`, the rank announces it in a file. Every bit of the state
+follows from the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.sharded import ShardedTensor
+
+MAX_STEPS = 30
+"""Steps of a launch that is not killed; the next one begins so many further."""
+
+DEADLINE = 5.0
+"""Seconds that the background of a survivor waits for the dead."""
+
+_CHANGES = ("open", "pwrite", "fsync", "link", "rename", "replace", "unlink", "mkdir", "rmdir")
+
+
+Way: TypeAlias = Literal["save", "thread", "process"]
+"""`remesh.save`, or a `Saver` that writes in a thread or a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a launch dies.
+
+    Attributes:
+        rank: Who dies first.
+        others: Whether the others die at the same time, are killed by a launcher, or go on.
+        with_writers: Whether writer processes die with their trainers.
+        change: At which of its changes of the disk; 0 if by the clock.
+        when: Where in the change.
+        seconds: By the clock: how long after the first save began.
+    """
+
+    rank: int
+    others: Literal["at once", "soon", "left"]
+    with_writers: bool
+    change: int
+    when: Literal["before", "within", "after"]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the ranks of a launch have to know.
+
+    Attributes:
+        root: Where everything is saved.
+        first_step: Its first step.
+        world_size: Number of ranks.
+        way: How it saves.
+        newest: The newest announced step; 0 if there is none.
+        death: How it dies.
+    """
+
+    root: Path
+    first_step: int
+    world_size: int
+    way: Way
+    newest: int
+    death: Death
+
+    @property
+    def announced(self) -> Path:
+        return self.root / "announced"
+
+    @property
+    def process_ids(self) -> Path:
+        """Where the ranks write down their writer processes."""
+        return self.root / f"writers-{self.first_step}"
+
+
+def place_of(root: Path, step: int) -> Path:
+    return root / (f"step_{step:08d}" if step % 2 else "latest")
+
+
+def whole_state(step: int) -> dict[str, Any]:
+    """What a checkpoint of a step holds."""
+    dice = np.random.default_rng(step)
+    # Every now and then a state of several chunks, which is written directly where that works.
+    num_rows = 12 * 8192 if step % 19 == 0 else 24
+    return {
+        "weight": dice.random((num_rows, 16), np.float32),
+        "moment": dice.random((num_rows, 3)),
+        "mask": dice.random((24, 5)) < 0.5,
+        "replicated": dice.integers(0, 1 << 40, 50),
+        "step": step,
+    }
+
+
+def part_of_state(step: int, rank: int, world_size: int) -> dict[str, Any]:
+    """A rank's rows of it."""
+    state = whole_state(step)
+    for name in ("weight", "moment", "mask"):
+        whole = state[name]
+        first, last = (n * len(whole) // world_size for n in (rank, rank + 1))
+        state[name] = ShardedTensor.at_offset(
+            name, whole[first:last].copy(), whole.shape, (first, 0)
+        )
+    return state
+
+
+def arrays_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The arrays that a rank holds."""
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            found[name] = value.parts[0].data
+        elif isinstance(value, np.ndarray):
+            found[name] = value
+    return found
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+# ---------------------------------------------------------------------------------------------
+# What a rank does
+# ---------------------------------------------------------------------------------------------
+
+
+def save_until_killed(exchange: Exchange, launch: Launch) -> None:
+    """Load the newest announced checkpoint in this layout, and save until death."""
+    if launch.newest:
+        _check_newest(exchange, launch)
+    steps = range(launch.first_step, launch.first_step + MAX_STEPS)
+    if launch.way == "save":
+        over = _arm(exchange, launch, None)
+        for step in steps:
+            state = part_of_state(step, exchange.rank, exchange.world_size)
+            remesh.save(state, place_of(launch.root, step), overwrite=True, group=exchange)
+            _announce(launch.announced, step)
+        exchange.all_gather(b"")
+        over.set()
+        return
+    saver = remesh.Saver(group=exchange, writer=launch.way, deadline=DEADLINE, at_exit="abort")
+    if saver.writer_process_id is not None:
+        _announce(launch.process_ids, saver.writer_process_id)
+    over = _arm(exchange, launch, saver.writer_process_id)
+    for step in steps:
+        state = part_of_state(step, exchange.rank, exchange.world_size)
+        handle = saver.save_async(state, place_of(launch.root, step), overwrite=True)
+        for array in arrays_of(state).values():
+            array[...] = 1  # it is staged
+        handle.wait()
+        _announce(launch.announced, step)
+    saver.close()
+    exchange.all_gather(b"")
+    over.set()
+
+
+def _check_newest(exchange: Exchange, launch: Launch) -> None:
+    wanted = part_of_state(launch.newest, exchange.rank, exchange.world_size)
+    state = part_of_state(launch.newest, exchange.rank, exchange.world_size)
+    for array in arrays_of(state).values():
+        array[...] = 0
+    remesh.load(state, place_of(launch.root, launch.newest), group=exchange)
+    for name, array in arrays_of(wanted).items():
+        assert arrays_of(state)[name].tobytes() == array.tobytes(), name
+
+
+def _announce(file: Path, number: int) -> None:
+    """Append a number, in one system call."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.write(descriptor, f"{number}\n".encode())
+    os.close(descriptor)
+
+
+def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> threading.Event:
+    """Let this rank die when it is due, or follow the one that does if a launcher would see to it.
+
+    Returns:
+        To be set when nobody is going to die any more.
+    """
+    death, over = launch.death, threading.Event()
+    ids = [
+        [int(number) for number in reply.split()]
+        for reply in exchange.all_gather(f"{os.getpid()} {writer or ''}".encode())
+    ]
+    if exchange.rank == death.rank:
+        mine = ids[exchange.rank]
+        targets = [*mine[1:], mine[0]] if death.with_writers else mine[:1]
+        if death.others == "at once":
+            theirs = [of for rank, of in enumerate(ids) if rank != exchange.rank]
+            targets = [one for of in theirs for one in of[: 1 + death.with_writers]] + targets
+
+        def die() -> None:
+            for process_id in targets if not over.is_set() else ():
+                os.kill(process_id, signal.SIGKILL)  # this process is the last one
+
+        if death.change:
+            _die_at_change(death, die)
+        else:
+            timer = threading.Timer(death.seconds, die)
+            timer.daemon = True
+            timer.start()
+    elif death.others == "soon":
+        args = (ids[death.rank][0], over)
+        threading.Thread(target=_follow, args=args, daemon=True).start()
+    return over
+
+
+def _follow(process_id: int, over: threading.Event) -> None:
+    """Die soon after another process, if it dies before its work is over."""
+    while is_alive(process_id):
+        time.sleep(0.005)
+    if not over.wait(0.01):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at_change(death: Death, die: Callable[[], None]) -> None:
+    """Let this process die at one of its system calls that change the disk."""
+    numbers = itertools.count(1)
+
+    def counted(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def change(*args: Any, **options: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return call(*args, **options)
+            is_last = next(numbers) == death.change
+            if is_last and death.when == "within" and name == "pwrite":
+                descriptor, data, position = args
+                half = len(data) // 2
+                call(descriptor, data[: half - half % 4096 if half > 4096 else half], position)
+                die()
+            if is_last and death.when != "after":
+                die()
+            result = call(*args, **options)
+            if is_last:
+                die()
+            return result
+
+        return change
+
+    for name in _CHANGES:
+        setattr(os, name, counted(name))
