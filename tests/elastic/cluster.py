@@ -30,6 +30,7 @@ class Cluster:
         master: Further options of the master.
         agent: Further options of the agents.
         seconds: What a step takes beside its work.
+        saving: How the training saves; see `train.py`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Cluster:
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
         seconds: float = 0.05,
+        saving: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory
         self._nodes = nodes
@@ -48,6 +50,7 @@ class Cluster:
         self._master_options = master
         self._agent_options = agent
         self._seconds = seconds
+        self._saving = saving
         self._port = 0
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.master: subprocess.Popen[bytes]
@@ -102,6 +105,7 @@ class Cluster:
             *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "120"),
             *("--drain-seconds", "20", *self._agent_options),
             *(str(TRAIN), str(self.directory), str(self._num_steps), str(self._seconds)),
+            *self._saving,
         ]
 
     def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:

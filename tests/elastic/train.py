@@ -1,15 +1,17 @@
 """What the nodes of the tests train: a tiny model, cut by FSDP2, kept by the Manager.
 
-`train.py DIRECTORY NUM_STEPS [SECONDS]`. The batch of a step is a function of the step alone and is
-shared out evenly, so the loss of every step is the same for every number of ranks. Each rank
-appends what it did to a file of its own. A file `hang-RANK` lets a rank hang once, and as long as
-`slow-RANK` is there, its steps take longer.
+`train.py DIRECTORY NUM_STEPS [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. The batch of a step is a
+function of the step alone and is shared out evenly, so the loss of every step is the same for every
+number of ranks. Each rank appends what it did to a file of its own. A file `hang-RANK` lets a rank
+hang once, and as long as `slow-RANK` is there, its steps take longer. With `torn-RANK` a rank kills
+itself once while it writes a checkpoint or a snapshot.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from remesh.events import Event
 from remesh.training.manager import Manager
 
 BATCH = 12
@@ -57,6 +60,7 @@ def uninterrupted(num_steps: int) -> list[float]:
 def main() -> None:
     directory, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
+    every, memory_every, replicas = map(int, sys.argv[4:7] or (5, 0, 0))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model()
@@ -71,8 +75,26 @@ def main() -> None:
         )
 
     say(kind="start", node=os.environ["GROUP_RANK"], parent=os.getppid())
-    with Manager(directory / "checkpoints", every=5, keep=3) as manager:
-        manager.resume(state)
+
+    def tear(event: Event) -> None:
+        torn = directory / f"torn-{rank}"
+        if event.point == "save.chunk_written" and torn.exists():
+            torn.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Manager(
+        directory / "checkpoints",
+        every=every,
+        keep=3,
+        memory_every=memory_every or None,
+        memory_replicas=replicas,
+        on_event=tear,
+    ) as manager:
+        resumed = manager.resume(state)
+        if resumed is not None:
+            passed_over = [reason for _, reason in resumed.passed_over]
+            memory = resumed.from_memory
+            say(kind="resume", step=resumed.step, memory=memory, passed_over=passed_over)
         for step in range(state["step"], num_steps):
             hang = directory / f"hang-{rank}"
             if hang.exists():

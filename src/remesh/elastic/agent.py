@@ -55,12 +55,15 @@ class Agent(LocalElasticAgent):
     Args:
         spec: What to run; its rendezvous handler is a remesh `Handler`.
         drain_seconds: How long a node that has to go waits for a last checkpoint.
+        snapshots: Where the ranks keep snapshots in memory; empty if nowhere.
         **options: What torch's agent takes.
     """
 
-    def __init__(self, spec: WorkerSpec, *, drain_seconds: float, **options: Any) -> None:
+    def __init__(
+        self, spec: WorkerSpec, *, drain_seconds: float, snapshots: str = "", **options: Any
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="remesh-beats-"))
-        own = ("-I", "-S", child.__file__, str(os.getpid()), str(self._directory))
+        own = ("-I", "-S", child.__file__, str(os.getpid()), str(self._directory), snapshots)
         spec.args = (*own, spec.entrypoint, *spec.args)
         spec.entrypoint = sys.executable
         super().__init__(spec, **options)

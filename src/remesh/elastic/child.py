@@ -1,8 +1,10 @@
-"""Started in place of a training process, which it becomes: `child.py AGENT DIRECTORY COMMAND...`.
+"""Started in place of a training process, which it becomes.
+
+`child.py AGENT BEATS SNAPSHOTS COMMAND...`
 
 Before that it asks the kernel to kill the process when its agent dies, so that no orphan goes on
-training, and says in the environment where heartbeats go. It is run by path, in an interpreter
-without `site`, and must import nothing but the standard library.
+training, and says in the environment where heartbeats and snapshots go. It is run by path, in an
+interpreter without `site`, and must import nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def become(agent: int, directory: str, command: list[str]) -> None:
+def become(agent: int, beats: str, snapshots: str, command: list[str]) -> None:
     """Turn into the training process.
 
     Args:
         agent: Process id of the agent that must outlive it.
-        directory: Where heartbeats go.
+        beats: Where heartbeats go.
+        snapshots: Where snapshots go; empty if nowhere.
         command: What to run.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -28,9 +31,10 @@ def become(agent: int, directory: str, command: list[str]) -> None:
     if os.getppid() != agent:
         sys.exit("the agent died before its process began")
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    os.environ["REMESH_HEARTBEAT_FILE"] = os.path.join(directory, f"{local_rank}.json")
+    os.environ["REMESH_HEARTBEAT_FILE"] = os.path.join(beats, f"{local_rank}.json")
+    os.environ["REMESH_SNAPSHOT_DIR"] = snapshots
     os.execvp(command[0], command)  # noqa: S606 - the user's own command
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    become(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -30,6 +30,7 @@ from remesh.elastic.node import Node, NodeOptions
 from remesh.elastic.node_check import run_test
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.elastic.snapshot import MEMORY, snapshot_directory
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--drain-seconds", type=float, default=60.0, help="time for a last checkpoint on SIGTERM"
     )
+    ours.add_argument(
+        "--snapshot-dir",
+        default=MEMORY,
+        metavar="DIR",
+        help="where snapshots are kept in memory; '' for nowhere",
+    )
     ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
     own = parser.add_argument_group("remesh, without --master")
     own.add_argument("--heartbeat-timeout", type=float, default=10.0, help="seconds of silence")
@@ -96,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run a script as this node's part of a job.
 
     Args:
@@ -106,7 +113,11 @@ def run(arguments: Sequence[str]) -> None:
         ChildFailedError: If the script failed for good.
         SystemExit: If the node leaves before the job ends; see `remesh.elastic.agent`.
     """
-    options = make_parser().parse_args(arguments)
+    _run(make_parser().parse_args(arguments))
+
+
+@record  # an error of ours goes where torchrun's would
+def _run(options: argparse.Namespace) -> None:
     # SIGTERM is ours: it drains the node.
     options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
@@ -122,13 +133,8 @@ def run(arguments: Sequence[str]) -> None:
             log.warning("the job's page is at %s", url)
         node = _make_node(options, config, url)
         stack.callback(node.close)
-        _run_agent(options, config, node, [command, *command_arguments])
-
-
-@record
-def main(arguments: Sequence[str]) -> None:
-    """`run`, with its error recorded as torchrun does."""
-    run(arguments)
+        snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
+        _run_agent(options, config, node, [command, *command_arguments], snapshots)
 
 
 def _own_master(options: argparse.Namespace) -> ServerThread:
@@ -176,7 +182,11 @@ def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
 
 
 def _run_agent(
-    options: argparse.Namespace, config: LaunchConfig, node: Node, command: Sequence[str]
+    options: argparse.Namespace,
+    config: LaunchConfig,
+    node: Node,
+    command: Sequence[str],
+    snapshots: str,
 ) -> None:
     spec = WorkerSpec(
         role=config.role,
@@ -196,6 +206,7 @@ def _run_agent(
     agent = Agent(
         spec,
         drain_seconds=options.drain_seconds,
+        snapshots=snapshots,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
