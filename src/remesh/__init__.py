@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from remesh.formats.table import Source as Source
     from remesh.geometry import Box as Box
     from remesh.index import Index as Index
+    from remesh.resharding import Resharder as Resharder
+    from remesh.resharding import ReshardReport as ReshardReport
     from remesh.resharding import reshard as reshard
     from remesh.sharded import LocalNonpersistentObject as LocalNonpersistentObject
     from remesh.sharded import Part as Part
@@ -106,7 +108,7 @@ _HOMES = {
     "remesh.formats.table": ("Source",),
     "remesh.geometry": ("Box",),
     "remesh.index": ("Index",),
-    "remesh.resharding": ("reshard",),
+    "remesh.resharding": ("ReshardReport", "Resharder", "reshard"),
     "remesh.sharded": (
         "LocalNonpersistentObject",
         "Part",

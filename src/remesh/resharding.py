@@ -1,41 +1,71 @@
 """State from layout to layout between live processes, without storage.
 
-`reshard` is a save and a load with the disk left out. The ranks agree on the source state as they
-would for a save: who holds which box, every element exactly once. What a save would write to a
-rank's file is here an imaginary file: it has a layout, positions and an index, but its bytes are
-read from the tensors themselves. The target state is then loaded from these files as from a
-checkpoint, through the rounds in which ranks read for each other (`remesh.pipeline.share`), dealt
-so that every rank reads its own file. So all that holds for loading holds here: any layout, only
-the bytes that are needed travel, in bounded rounds, no whole tensor is made, and what does not fit
-is found on all ranks before a byte moves.
+Resharding is a save and a load with the disk left out. The ranks agree on the source state as they
+would for a save: who holds which box, every element exactly once, the copies of a box dealt to
+those who have them by bytes. What a save would write to a rank's file is here an imaginary file: it
+has a layout, positions and an index, but no bytes. Against this index the target state is compared
+and planned as for a load. So all that holds for loading holds here: any layout, and what does not
+fit is found on all ranks before a byte moves.
+
+Only then the paths part: what a rank has itself it copies, and the rest is sent from rank to rank
+through buffers of bounded size (`remesh.pipeline.routes`).
+
+Who pushes weights again and again keeps a `Resharder`. As for saves, ranks then compare
+fingerprints, and while the layouts are what they were, neither plans nor requests are exchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.loading import load_into
-from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.local import LocalTensors, exchange_of
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import LoadOptions, Target
 from remesh.errors import StateError
-from remesh.events import OnEvent, emitter, ignore
-from remesh.exchange import Exchange, run_joined
+from remesh.events import Emit, OnEvent, emitter, ignore
+from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
-from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.pipeline import Dealer, FileLayout, Patience, deal_to_owners
-from remesh.planner import files_of_windows
+from remesh.integrity import raw_digest
+from remesh.memory import Memory
+from remesh.pipeline import FileLayout, Want
+from remesh.pipeline.routes import Routes, deliver, find_routes
 from remesh.storage import Buffer, MemoryStorage
 from remesh.transform import Transform
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What bringing a state over did on this rank.
+
+    Attributes:
+        restored: What became of each name.
+        bytes_sent: Bytes of tensor data that this rank sent to others.
+        bytes_received: Bytes of tensor data that it got from others.
+        bytes_local: Bytes that it had itself.
+        group_bytes_sent: Bytes of tensor data that all ranks sent.
+        buffer_bytes: Memory that the messages took, the most at any time.
+        plan_reused: Whether plan and requests were those of the last time.
+        seconds: Wall time.
+    """
+
+    restored: RestoreReport
+    bytes_sent: int
+    bytes_received: int
+    bytes_local: int
+    group_bytes_sent: int
+    buffer_bytes: int
+    plan_reused: bool
+    seconds: float
 
 
 def reshard(
@@ -54,7 +84,7 @@ def reshard(
 
     Every rank of the group passes its part of the source and its part of the target; a rank that
     has none of one passes `{}`. The two must not share memory: the source is read while the target
-    is filled.
+    is filled. To do the same again and again, keep a `Resharder`.
 
     Args:
         source_state: What is to be brought over, as for `remesh.save`.
@@ -64,8 +94,8 @@ def reshard(
         cast: See `remesh.load`.
         transform: See `remesh.load`.
         group: See `remesh.save`.
-        on_report: Is given this rank's `RestoreReport`; `bytes_read` counts what this rank read of
-            its own source.
+        on_report: Is given this rank's `RestoreReport`; `bytes_read` counts what this rank took of
+            its own source, for itself and for others.
         on_event: Told of `save.described` and `save.planned` for the source, and of the moments in
             `remesh.events.LOAD_POINTS` from `load.planned` on.
 
@@ -78,40 +108,136 @@ def reshard(
         MismatchError: If they do not fit. Nothing was changed.
         ExchangeError: If a rank died.
     """
-    started = time.monotonic()
-    exchange = exchange_of(group)
-    emit = emitter(on_event, exchange.rank)
-    options = SaveOptions(overwrite=False, metadata={})
-    nowhere = MemoryStorage()
-    mine = agree(exchange, nowhere, source_state, options, cache=PlanCache(), emit=emit)
-    stored, owners = _share_index(exchange, mine)
-    storage = _OwnFile(mine.path, mine.layout)
-
-    def report(found: RestoreReport) -> None:
-        if on_report is not None:
-            on_report(dataclasses.replace(found, seconds=time.monotonic() - started))
-
-    return load_into(
+    resharder = Resharder(
+        source_state,
         target_state,
-        stored,
-        storage,
-        exchange,
-        LoadOptions(missing == "keep", unexpected == "error", cast),
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
         transform=transform,
-        read=lambda target: target.read(
-            lambda size: emit("load.run_read", size),
-            exchange,
-            _dealer_to(owners, target),
-            Patience(),
-        ),
-        check=lambda target: _refuse_overlap(mine.layout, target),
-        emit=emit,
-        on_report=report,
+        group=group,
+        on_event=on_event,
     )
+    report = resharder.push()
+    if on_report is not None:
+        on_report(report.restored)
+    return resharder.target_state
+
+
+class Resharder:
+    """Brings a state over again and again: weights from trainers to those who serve them.
+
+    It keeps the plan and the buffers. The states are looked at anew with each push, so what they
+    hold may change, layouts included; then there is a new plan.
+
+    Args:
+        source_state: See `reshard`.
+        target_state: See `reshard`.
+        missing: See `remesh.load`.
+        unexpected: See `remesh.load`.
+        cast: See `remesh.load`.
+        transform: See `remesh.load`.
+        group: See `remesh.save`.
+        on_event: See `reshard`.
+
+    Attributes:
+        target_state: The target, filled by the last push.
+    """
+
+    def __init__(
+        self,
+        source_state: Any,
+        target_state: Any,
+        *,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["ignore", "error"] = "ignore",
+        cast: bool = False,
+        transform: Transform | None = None,
+        group: Any = None,
+        on_event: OnEvent = ignore,
+    ) -> None:
+        self.target_state = target_state
+        self._source_state = source_state
+        self._options = LoadOptions(missing == "keep", unexpected == "error", cast)
+        self._transform = transform
+        self._exchange = exchange_of(group)
+        self._emit = emitter(on_event, self._exchange.rank)
+        self._kept = _Kept()
+
+    def push(self) -> ReshardReport:
+        """Bring the source over as it is now. Collective.
+
+        Returns:
+            What was done on this rank.
+
+        Raises:
+            StateError: See `reshard`.
+            MismatchError: See `reshard`.
+            ExchangeError: If a rank died.
+        """
+        started = time.monotonic()
+        exchange, kept = self._exchange, self._kept
+        stored, mine, is_known = _agree_on_source(exchange, self._source_state, kept, self._emit)
+        moved: list[tuple[Routes, bool]] = []
+        reports: list[RestoreReport] = []
+
+        def read(target: Target) -> None:
+            moved.append(_move(exchange, kept, target, mine.tensors, may_reuse=is_known))
+
+        self.target_state = load_into(
+            self.target_state,
+            stored,
+            _OwnFile(kept.path, mine.layout),
+            exchange,
+            self._options,
+            transform=self._transform,
+            read=read,
+            check=lambda target: _refuse_overlap(mine.tensors.memories, target.wants),
+            emit=self._emit,
+            on_report=reports.append,
+        )
+        [(routes, reused)], [restored] = moved, reports
+        seconds = time.monotonic() - started
+        return ReshardReport(
+            dataclasses.replace(restored, seconds=seconds),
+            routes.bytes_sent,
+            routes.bytes_received,
+            routes.bytes_local,
+            routes.group_bytes_sent,
+            routes.buffer_bytes,
+            reused,
+            seconds,
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# The source
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What stays from push to push.
+
+    Attributes:
+        plan: How the ranks cut the source.
+        path: This rank's imaginary file; empty if it has none.
+        index: What lies in which imaginary file.
+        owners: The rank that has each file.
+        key: Fingerprint of what this rank wants of the index.
+        routes: How it gets there.
+    """
+
+    plan: PlanCache = field(default_factory=PlanCache)
+    path: str = ""
+    index: Index | None = None
+    owners: list[int] = field(default_factory=list)
+    key: bytes = b""
+    routes: Routes | None = None
 
 
 class _OwnFile(MemoryStorage):
-    """The imaginary file of this rank, read from its tensors."""
+    """The imaginary file of this rank, read from its tensors: only to compare tied ones."""
 
     def __init__(self, path: str, layout: FileLayout) -> None:
         super().__init__()
@@ -135,8 +261,29 @@ class _OwnFile(MemoryStorage):
         return len(buffer)
 
 
-def _share_index(exchange: Exchange, mine: Agreement) -> tuple[StoredState, IntArray]:
-    """Tell all ranks what lies in which imaginary file; and the rank that has each file."""
+def _agree_on_source(
+    exchange: Exchange, state: Any, kept: _Kept, emit: Emit
+) -> tuple[StoredState, Agreement, bool]:
+    """What there is; this rank's part of it; whether it is cut as the last time."""
+    options = SaveOptions(overwrite=False, metadata={})
+    num_hits = kept.plan.hits
+
+    def encode() -> bytes:
+        return mine.coordinator.document.encode()
+
+    mine = agree(exchange, MemoryStorage(), state, options, cache=kept.plan, emit=emit)
+    is_known = kept.plan.hits > num_hits and kept.index is not None
+    document = run_on_one(exchange, encode) if is_known else _share_index(exchange, mine, kept)
+    assert kept.index is not None
+    values = native.ValuesDocument.decode(document, "the source state")
+    index = kept.index
+    if values.aliases != index.aliases:
+        kept.index = index = dataclasses.replace(index, aliases=values.aliases)
+    return StoredState(index, values), mine, is_known
+
+
+def _share_index(exchange: Exchange, mine: Agreement, kept: _Kept) -> bytes:
+    """Tell all ranks what lies in which imaginary file, and what is not a tensor."""
 
     def say() -> bytes:
         positions = native.encode_positions(mine.layout.positions)
@@ -152,32 +299,23 @@ def _share_index(exchange: Exchange, mine: Agreement) -> tuple[StoredState, IntA
         message = (live.encode(), save.document.encode(), owners)
         return [msgspec.msgpack.encode(message)] * exchange.world_size
 
-    index_bytes, document, owners = msgspec.msgpack.decode(
+    encoded, document, kept.owners = msgspec.msgpack.decode(
         run_joined(exchange, say, unite), type=tuple[bytes, bytes, list[int]]
     )
-    stored = StoredState(
-        Index.decode(index_bytes, "the source state"),
-        native.ValuesDocument.decode(document, "the source state"),
-    )
-    return stored, np.array(owners, dtype=np.int64)
+    kept.index = Index.decode(encoded, "the source state")
+    kept.path = mine.path
+    kept.routes = None
+    return document
 
 
-def _dealer_to(owners: IntArray, target: Target) -> Dealer:
-    """Deals what is in a file to the rank that has it."""
-    index, limits = target.stored.index, target.limits
-    return lambda touched: deal_to_owners(
-        touched, lambda windows: owners[files_of_windows(index, windows, limits)]
-    )
-
-
-def _refuse_overlap(source: FileLayout, target: Target) -> None:
+def _refuse_overlap(sources: Iterable[Memory], wants: Iterable[Want]) -> None:
     """Refuse a target in the memory of the source.
 
     Raises:
         StateError: If a tensor of one begins or ends in a tensor of the other.
     """
-    spans = [(piece.memory.span, True) for piece in source.pieces]
-    spans += [(want.memory.span, False) for want in target.wants]
+    spans = [(memory.span, True) for memory in sources]
+    spans += [(want.memory.span, False) for want in wants]
     known = sorted((span, is_source) for span, is_source in spans if span is not None)
     reached = {True: ("", 0), False: ("", 0)}
     for (device, start, stop), is_source in known:
@@ -189,3 +327,39 @@ def _refuse_overlap(source: FileLayout, target: Target) -> None:
             )
         own_device, own_stop = reached[is_source]
         reached[is_source] = (device, max(stop, own_stop) if own_device == device else stop)
+
+
+def _move(
+    exchange: Exchange, kept: _Kept, target: Target, tensors: LocalTensors, *, may_reuse: bool
+) -> tuple[Routes, bool]:
+    """Fill a planned target. Collective.
+
+    Returns:
+        What moved, and whether the routes were those of the last time.
+    """
+    assert kept.index is not None
+    key = _key_of(target)
+    is_same = may_reuse and kept.routes is not None and key == kept.key
+    reuse = all(reply == b"y" for reply in run_on_all(exchange, lambda: b"y" if is_same else b"n"))
+    if not reuse:
+        plan = target.plan
+        assert plan is not None
+        kept.routes = find_routes(
+            exchange, kept.index, kept.owners, plan, target.wants, tensors.boxes
+        )
+        kept.key = key
+    routes = kept.routes
+    assert routes is not None
+    target.fill_zeros()
+    deliver(exchange, routes, tensors.memories, target.wants)
+    target.reads += [routes.bytes_local + routes.bytes_sent]
+    return routes, reuse
+
+
+def _key_of(target: Target) -> bytes:
+    """A fingerprint of what is wanted, and where it goes."""
+    plan = target.plan
+    assert plan is not None
+    columns = (plan.want, plan.piece, plan.offsets, plan.extents)
+    places = msgspec.msgpack.encode([want.offset for want in target.wants])
+    return raw_digest(b"".join([places, *(column.tobytes() for column in columns)]))

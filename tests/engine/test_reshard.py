@@ -195,3 +195,85 @@ def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
         assert isinstance(outcome.error, kind), outcome.error
     for target in targets.values():
         assert not any(array.any() for array in target.values())
+
+
+def grid(layout: str, rank: int, values: Any) -> dict[str, Any]:
+    """This rank's part of a tensor in rows or columns over 2 ranks, or a copy of it."""
+    if layout == "copies":
+        return {"a": values.copy()}
+    dim = 0 if layout == "rows" else 1
+    part = np.split(values, 2, dim)[rank].copy()
+    return {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (dim, rank, 2))}
+
+
+def test_weights_are_pushed_again_and_again() -> None:
+    """Planned once while the layouts stay; planned anew when one changes."""
+    first = np.arange(600_000.0).reshape(600, 1000)
+
+    def run(exchange: Exchange) -> list[remesh.ReshardReport]:
+        source = {**grid("rows", exchange.rank, first), "step": 0}
+        target = {**grid("columns", exchange.rank, first * 0), "step": -1}
+        pushing = remesh.Resharder(source, target, group=exchange)
+        reports = []
+        for step in range(3):
+            source["a"].parts[0].data[...] = first[300 * exchange.rank :][:300] + step
+            source["step"] = step
+            reports.append(pushing.push())
+            expected = first[:, 500 * exchange.rank :][:, :500] + step
+            np.testing.assert_array_equal(target["a"].parts[0].data, expected)
+            assert target["step"] == step
+        source.update(grid("copies", exchange.rank, first))
+        reports.append(pushing.push())
+        expected = first[:, 500 * exchange.rank :][:, :500]
+        np.testing.assert_array_equal(target["a"].parts[0].data, expected)
+        return reports
+
+    for reports in run_ranks(2, run):
+        assert [report.plan_reused for report in reports] == [False, True, True, False]
+        for report in reports[:3]:
+            assert report.bytes_sent == report.bytes_received == report.bytes_local == 1_200_000
+            assert report.group_bytes_sent == 2_400_000
+            assert report.buffer_bytes < 4 * report.bytes_sent + 8192
+        assert reports[3].bytes_sent == 0, "each has a copy"
+        assert reports[3].bytes_local == 2_400_000
+        assert reports[3].buffer_bytes == 0
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_no_byte_travels_that_is_there_already_and_none_twice(source: Layout) -> None:
+    target = next(layout for layout in LAYOUTS if layout.name == "mesh2x2x2")
+
+    def run(exchange: Exchange) -> tuple[int, remesh.ReshardReport]:
+        rank = exchange.rank
+        held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
+        wanted = target.state(rank, fill=False)
+        report = remesh.Resharder(held, wanted, group=exchange).push()
+        lacking = 0
+        for name, tensor in wanted.items():
+            here = np.zeros(tensor.global_shape, bool)
+            for part in held[name].parts if held else ():
+                here[part.box.slices] = True
+            for part in tensor.parts:
+                lacking += int((~here[part.box.slices]).sum()) * part.data.dtype.itemsize
+        return lacking, report
+
+    found = run_ranks(WORLD_SIZE, run)
+    for lacking, report in found:
+        assert report.bytes_received == lacking
+        assert report.group_bytes_sent == sum(one.bytes_sent for _, one in found)
+        assert report.group_bytes_sent == sum(one.bytes_received for _, one in found)
+
+
+def test_replicas_share_the_sending() -> None:
+    """Two ranks with copies of all tensors send half of them each."""
+
+    def run(exchange: Exchange) -> int:
+        names = [f"t{number}" for number in range(8)]
+        rank = exchange.rank
+        source = {name: np.ones((50, 4)) for name in names} if rank < 2 else {}
+        target = {name: np.zeros((50, 4)) for name in names} if rank >= 2 else {}
+        report = remesh.Resharder(source, target, group=exchange).push()
+        assert all((array == 1).all() for array in target.values())
+        return report.bytes_sent
+
+    assert run_ranks(3, run) == [4 * 1600, 4 * 1600, 0]

@@ -95,12 +95,14 @@ class Agreement:
         save_id: Names the save.
         path: The data file that this rank writes; empty if it writes none.
         layout: What the file holds.
+        tensors: The boxes that this rank holds, copies included.
         coordination: On rank 0, what it knows of all ranks.
     """
 
     save_id: str
     path: str
     layout: FileLayout
+    tensors: LocalTensors
     coordination: Coordination | None
 
     @property
@@ -309,7 +311,7 @@ class _Rank:
         layout = file_layout(self.tensors, self.cache.rows)
         finish_device_work(piece.memory for piece in layout.pieces)
         path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
-        return Agreement(order.save_id, path, layout, self.coordination)
+        return Agreement(order.save_id, path, layout, self.tensors, self.coordination)
 
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:

@@ -255,9 +255,7 @@ class Target:
             patience: How long that may take.
         """
         assert self.plan is not None
-        for memory, shape in self.zeros:
-            zero = np.zeros((), memory.carrier)
-            memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
+        self.fill_zeros()
 
         def count(size: int) -> None:
             self.reads.append(size)
@@ -275,6 +273,12 @@ class Target:
                 dealer=dealer,
                 patience=patience,
             )
+
+    def fill_zeros(self) -> None:
+        """Fill with zeros what a stored tensor of another shape does not fill."""
+        for memory, shape in self.zeros:
+            zero = np.zeros((), memory.carrier)
+            memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
 
     def rebuild(self) -> Any:
         """Put everything that is not filled in place where it belongs."""
