@@ -212,7 +212,7 @@ def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
     with Cluster(tmp_path, "2:3", 10, master=("--check",)) as cluster:
         cluster.start(0, 2)
         cluster.start(1, environment=broken)
-        assert cluster.agents[1].wait(120) == EXIT_REPLACE
+        assert cluster.agents[1].wait(300) == EXIT_REPLACE
         cluster.finish(0, 2)
         status = cluster.status()
         excluded = [node for node in status.nodes if node.state == "excluded"]
@@ -230,7 +230,7 @@ def test_a_slow_node_is_done_without(tmp_path: Path) -> None:
     with Cluster(tmp_path, "2:3", 10, master=options) as cluster:
         cluster.start(0, 1)
         cluster.start(2, environment=injected(tmp_path / "inject", slow_down))
-        assert cluster.agents[2].wait(120) == EXIT_REPLACE
+        assert cluster.agents[2].wait(300) == EXIT_REPLACE
         cluster.finish(0, 1)
         excluded = [node for node in cluster.status().nodes if node.state == "excluded"]
         assert [node.id for node in excluded] == [2]

@@ -4,12 +4,17 @@ One process of each node first probes its own processor and memory: a product of
 result is known, and a block of memory that is filled and read again, on every device of the node.
 Then all processes of the group reduce a tensor together and compare the sum with the one that it
 must be. A broken driver may hang or kill the process that finds it, so the test runs in a process
-of its own, which `run_test` starts, gives a time limit, and reads one line of JSON from.
+of its own, which `run_test` starts, gives a time limit, and talks to in lines.
+
+The nodes probe at the same time. Each then leaves a word for the first one: whether it is well. The
+first leaves the address where the others meet it, or that they need not come, because a node that
+is not well would only be waited for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import subprocess
 import sys
@@ -17,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
@@ -24,59 +30,74 @@ from remesh.elastic.node import Node, TestOutcome
 from remesh.elastic.protocol import Test
 from remesh.errors import MasterError
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
+
 NUM_PROBES = 3
 """Times that the probe is made: anything can be slow once, so the fastest counts."""
 MATRIX = 1024
 MEMORY_BYTES = 64 << 20
 REDUCE_BYTES = 16 << 20
 MEET_SECONDS = 30.0
-"""How long the members of a group wait for the address of the first one."""
+"""How long the members of a group wait for each other once all are well."""
+WELL, NOT_WELL = "well", ""
+"""Words by which a node says how its own probe went."""
 
 COMMAND = (sys.executable, "-m", "remesh.elastic.node_check")
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process prints as its last line.
+    """A line that the process prints.
 
     Attributes:
-        stage: `probe` if the node itself failed, `meet` if the group did, `done` if nothing did.
+        stage: `probe`, what it found out about its own node, or `meet`, about the group.
+        well: Whether everything was as it should be.
         seconds: Duration of the node's own probe; 0 if it failed.
         message: What went wrong.
+        address: Where the others meet the first node of a group.
     """
 
-    stage: str
+    stage: Literal["probe", "meet"]
+    well: bool
     seconds: float
     message: str = ""
+    address: str = ""
 
 
 def run_test(
-    node: Node, test: Test, *, seconds: float = 60.0, command: Sequence[str] = COMMAND
+    node: Node, test: Test, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
 ) -> TestOutcome:
     """Take part in a test.
 
     Args:
-        node: This node, which tells the others of the group where to meet.
+        node: This node, through which the nodes of the group leave words for each other.
         test: What the master wants tested.
         seconds: Time limit.
         command: Starts the process; arguments follow.
     """
     ids = [member.id for member in test.group]
     rank = ids.index(test.node_id)
+    deadline = time.monotonic() + seconds
+
+    def word_of(number: int) -> str:
+        return f"check {test.check}.{test.test_round} of node {number}"
+
+    def go(well: bool, address: str) -> str:
+        """What the process is told after its probe: where to meet, or nothing."""
+        if rank > 0:
+            node.put(test.round, word_of(test.node_id), WELL if well else NOT_WELL)
+            return node.get(test.round, word_of(ids[0]), deadline - time.monotonic())
+        others = [
+            node.get(test.round, word_of(number), deadline - time.monotonic()) for number in ids[1:]
+        ]
+        together = well and all(other == WELL for other in others)
+        node.put(test.round, word_of(ids[0]), address if together else NOT_WELL)
+        return address if together else NOT_WELL
+
     arguments = [*command, "--rank", str(rank), "--size", str(len(ids))]
-    key = f"check {test.check}.{test.test_round} of node {ids[0]}"
-    if rank > 0:
-        try:
-            address = node.get(test.round, key, MEET_SECONDS)
-        except MasterError as error:
-            return TestOutcome(passed=False, broken=False, seconds=0.0, message=str(error))
-        arguments += ["--address", address]
-    elif len(ids) > 1:
-        arguments += ["--address", f"{test.group[0].address}:0"]
-
-    def tell(address: str) -> None:
-        node.put(test.round, key, address)
-
-    return _judge(*_run(arguments, seconds, tell), seconds=seconds)
+    arguments += ["--host", test.group[0].address]
+    with _Process(arguments, seconds) as process:
+        return _talk(process, go if len(ids) > 1 else None)
 
 
 def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestOutcome:
@@ -86,59 +107,85 @@ def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> Tes
         seconds: Time limit.
         command: Starts the process.
     """
-    return _judge(*_run(command, seconds, lambda _address: None), seconds=seconds)
+    with _Process(command, seconds) as process:
+        return _talk(process, None)
 
 
-def _run(
-    arguments: Sequence[str], seconds: float, tell: Callable[[str], None]
-) -> tuple[int | None, str, str]:
-    """Run the process; its exit code (None: it took too long), its report, and its complaints.
+class _Process:
+    """The process of a test, which is killed after some time."""
 
-    A first line that begins with `at ` is the address at which it waits for the others.
-    """
-    with subprocess.Popen(  # noqa: S603 - our own module, or what the caller put in its place
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        alarm = threading.Timer(seconds, process.kill)
-        alarm.start()
+    def __init__(self, arguments: Sequence[str], seconds: float) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - our own module, or the caller's
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._seconds = seconds
+        self._alarm = threading.Timer(seconds, self._process.kill)
+        self._alarm.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._alarm.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+    def hear(self) -> ProbeReport:
+        """What the process says next; if it cannot say anything any more, that it is broken."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         try:
-            first = process.stdout.readline()
-            if first.startswith("at "):
-                tell(first.removeprefix("at ").strip())
-                first = ""
-            out, errors = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            on_time = alarm.is_alive()
-            alarm.cancel()
-        return process.returncode if on_time else None, first + out, errors
+            return msgspec.json.decode(line, type=ProbeReport)
+        except msgspec.MsgspecError:
+            return ProbeReport(stage="probe", well=False, seconds=0.0, message=self._last_words())
+
+    def _last_words(self) -> str:
+        self._process.kill()  # what it writes is no report, so nothing is lost
+        errors = self._process.communicate()[1].strip().splitlines()
+        if not self._alarm.is_alive():
+            return f"the test took more than {self._seconds:g} s"
+        said = errors[-1] if errors else "without a word"
+        return f"the test ended with exit code {self._process.returncode}: {said}"
+
+    def tell(self, line: str) -> None:
+        """Say something to the process; one that has ended will be noticed when it is heard."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
 
 
-def _judge(exit_code: int | None, out: str, errors: str, *, seconds: float) -> TestOutcome:
-    if exit_code is None:
+def _talk(process: _Process, go: Callable[[bool, str], str] | None) -> TestOutcome:
+    """Hear the probe, and let the process meet the others, if there are any."""
+    probed = process.hear()
+    if go is None:
         return TestOutcome(
-            passed=False, broken=False, seconds=seconds, message=f"took more than {seconds:g} s"
+            passed=probed.well,
+            broken=not probed.well,
+            seconds=probed.seconds,
+            message=probed.message,
         )
-    lines = out.strip().splitlines()
     try:
-        report = msgspec.json.decode(lines[-1] if lines else "", type=ProbeReport)
-    except msgspec.MsgspecError:
-        said = errors.strip().splitlines()[-1:] or ["without a word"]
-        # A process that dies of its own probe says nothing of the others.
-        return TestOutcome(
-            passed=False,
-            broken=True,
-            seconds=seconds,
-            message=f"the test ended with exit code {exit_code}: {said[0]}",
-        )
+        address = go(probed.well, probed.address)
+    except MasterError as error:
+        met = ProbeReport(stage="meet", well=False, seconds=0.0, message=str(error))
+    else:
+        if address == NOT_WELL:
+            message = "a node of the group is not well"
+            met = ProbeReport(stage="meet", well=False, seconds=0.0, message=message)
+        else:
+            process.tell(address)
+            met = process.hear()
+    first_wrong = met if probed.well else probed
     return TestOutcome(
-        passed=report.stage == "done",
-        broken=report.stage == "probe",
-        seconds=report.seconds,
-        message=report.message,
+        passed=probed.well and met.well,
+        broken=not probed.well,
+        seconds=probed.seconds,
+        message=first_wrong.message,
     )
 
 
@@ -181,13 +228,21 @@ def probe() -> float:
     return min(durations)
 
 
-def meet(rank: int, size: int, address: str) -> None:
+def open_store(host: str, port: int, *, first: bool) -> TCPStore:
+    """The store through which a group meets: the first node makes it, on a free port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
+
+    limit = dt.timedelta(seconds=MEET_SECONDS)
+    return TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=limit)
+
+
+def meet(store: TCPStore, rank: int, size: int) -> None:
     """Reduce a tensor with the other nodes of the group.
 
     Args:
+        store: Where they meet.
         rank: This node among them.
         size: How many they are.
-        address: `host:port` of the first; it takes a free port and prints it.
 
     Raises:
         RuntimeError: If the others cannot be reached, or the sum is wrong.
@@ -195,14 +250,7 @@ def meet(rank: int, size: int, address: str) -> None:
     import torch
     import torch.distributed as dist
 
-    host, _, port = address.rpartition(":")
     limit = dt.timedelta(seconds=MEET_SECONDS)
-    store = dist.TCPStore(  # type: ignore[attr-defined] # re-exported without saying so
-        host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=limit
-    )
-    if rank == 0:
-        sys.stdout.write(f"at {host}:{store.port}\n")
-        sys.stdout.flush()
     cuda = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=limit
@@ -219,29 +267,36 @@ def meet(rank: int, size: int, address: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the test in this process and print its report."""
+    """Run the test in this process: report the probe, hear where to meet, report that."""
     parser = argparse.ArgumentParser(prog=Path(__file__).stem)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--size", type=int, default=1)
-    parser.add_argument("--address", default="")
+    parser.add_argument("--host", default="")
     options = parser.parse_args(arguments)
 
+    first, address, store = options.rank == 0, "", None
     try:
         seconds = probe()
+        if first and options.size > 1:
+            store = open_store(options.host, 0, first=True)
+            address = f"{options.host}:{store.port}"
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="probe", seconds=0.0, message=str(error)))
+        report(ProbeReport(stage="probe", well=False, seconds=0.0, message=str(error)))
         return
+    report(ProbeReport(stage="probe", well=True, seconds=seconds, address=address))
+    if options.size == 1:
+        return
+    host, _, port = sys.stdin.readline().strip().rpartition(":")
     try:
-        if options.size > 1:
-            meet(options.rank, options.size, options.address)
+        meet(store or open_store(host, int(port), first=False), options.rank, options.size)
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="meet", seconds=seconds, message=str(error)))
+        report(ProbeReport(stage="meet", well=False, seconds=seconds, message=str(error)))
         return
-    report(ProbeReport(stage="done", seconds=seconds))
+    report(ProbeReport(stage="meet", well=True, seconds=seconds))
 
 
 def report(what: ProbeReport) -> None:
-    """Print the last line."""
+    """Print a line for the agent."""
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 

@@ -1,0 +1,94 @@
+"""The test of nodes with real processes; the master, which carries their words, is a table."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from remesh.elastic.node import Node, TestOutcome
+from remesh.elastic.node_check import COMMAND, run_alone, run_test
+from remesh.elastic.protocol import Test
+from remesh.elastic.rendezvous import Node as Member
+from remesh.errors import MasterError
+
+DIES = (sys.executable, "-c", "import sys; sys.exit('the driver is gone')")
+HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
+WELL_THEN_DIES = (
+    sys.executable,
+    "-c",
+    """print('{"stage": "probe", "well": true, "seconds": 1.0}', flush=True); input(); exit(5)""",
+)
+
+
+class Words:
+    """What nodes leave for each other."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put(self, _round: int, key: str, value: str) -> None:
+        with self._changed:
+            self._words[key] = value
+            self._changed.notify_all()
+
+    def get(self, _round: int, key: str, seconds: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._words, seconds):
+                raise MasterError(f"no node said {key!r}")
+            return self._words[key]
+
+
+def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 90.0) -> list[TestOutcome]:
+    """The outcomes on the nodes of a group, each of which starts its own command."""
+    words = cast("Node", Words())
+    group = tuple(
+        Member(id=number, incarnation="a", name="", address="127.0.0.1", num_processes=1)
+        for number in range(len(commands))
+    )
+
+    def of_node(number: int) -> TestOutcome:
+        test = Test(number, 1, 1, 0, group)
+        return run_test(words, test, command=commands[number], seconds=seconds)
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(of_node, range(len(commands))))
+
+
+def test_two_healthy_nodes_reduce_together() -> None:
+    outcomes = take_part([COMMAND, COMMAND])
+    assert [(outcome.passed, outcome.broken) for outcome in outcomes] == [(True, False)] * 2
+    assert all(outcome.seconds > 0 for outcome in outcomes)
+
+
+def test_who_dies_of_its_own_probe_is_broken_and_the_other_is_told() -> None:
+    for commands in ([COMMAND, DIES], [DIES, COMMAND]):
+        outcomes = take_part(commands)
+        broken = outcomes[commands.index(DIES)]
+        other = outcomes[commands.index(COMMAND)]
+        assert (broken.passed, broken.broken) == (False, True)
+        assert broken.message == "the test ended with exit code 1: the driver is gone"
+        assert (other.passed, other.broken) == (False, False)
+        assert other.message == "a node of the group is not well"
+
+
+def test_who_dies_while_the_group_meets_is_not_proven_broken() -> None:
+    (first,) = take_part([WELL_THEN_DIES])
+    assert first.passed  # alone, there is nobody to meet
+    outcomes = take_part([WELL_THEN_DIES, WELL_THEN_DIES])
+    assert [(outcome.passed, outcome.broken) for outcome in outcomes] == [(False, False)] * 2
+
+
+def test_who_hangs_is_broken() -> None:
+    (outcome,) = take_part([HANGS], seconds=1.0)
+    assert (outcome.passed, outcome.broken) == (False, True)
+    assert outcome.message == "the test took more than 1 s"
+
+
+def test_a_machine_by_itself() -> None:
+    outcome = run_alone()
+    assert outcome.passed
+    assert outcome.seconds > 0
