@@ -37,7 +37,21 @@ WITHOUT_TORCH = [
     "remesh.values",
 ]
 
-NEEDS_TORCH = ("remesh.adapters", "remesh.demo", "remesh.testing", "remesh.exchange.torch_group")
+NEEDS_TORCH = (
+    "remesh.adapters",
+    "remesh.compat",
+    "remesh.demo",
+    "remesh.elastic.agent",
+    "remesh.elastic.handler",
+    "remesh.elastic.launch",
+    "remesh.exchange.torch_group",
+    "remesh.testing",
+    "remesh.training.export",
+    "remesh.training.integrations",
+    "remesh.training.sampling",
+    "remesh.training.scaling",
+    "remesh.training.wrapping",
+)
 """Packages and modules that may import torch, with what lies below them."""
 
 
