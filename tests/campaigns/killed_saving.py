@@ -35,7 +35,7 @@ from remesh.sharded import ShardedTensor
 MAX_STEPS = 30
 """Steps of a launch that is not killed; the next one begins so many further."""
 
-DEADLINE = 5.0
+DEADLINE = 3.0
 """Seconds that the background of a survivor waits for the dead."""
 
 _CHANGES = ("open", "pwrite", "fsync", "link", "rename", "replace", "unlink", "mkdir", "rmdir")

@@ -41,6 +41,9 @@ POLL_SECONDS = (0.02, 1.0)
 POLL_SHARE = 0.05
 """In between, this share of the time that was waited already."""
 
+GRACE_SECONDS = 2.0
+"""How much longer other ranks wait than rank 0, which knows who is missing and says so."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
@@ -223,7 +226,7 @@ class Background:
             failure = self._board.end()
             if failure is not None:
                 raise failure
-            if waited > task.deadline:
+            if waited > task.deadline + GRACE_SECONDS:
                 raise self._too_late(waited, "rank 0 to commit")
             if self._given_up is not None and not told:
                 told = True
