@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import signal
 import ssl
 import sys
@@ -87,6 +88,9 @@ def master(
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
+    # Nodes that wait for a world keep a connection each.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

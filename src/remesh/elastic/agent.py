@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 EXIT_REPLACE = 75
 """How the agent ends when another node should take the place of this one."""
+EXIT_JOB_FAILED = 1
+"""How it ends when the job has failed on another node."""
 EXIT_DRAINED = 143
 """How it ends after SIGTERM, as other programs do."""
 LAST_LINES = 40
@@ -215,7 +217,11 @@ class Agent(LocalElasticAgent):
             self._restart(group)
         if reply.over is not None:
             log.info("the job has %s: %s", reply.over, reply.reason)
-            self._go(Outcome.FAILED, reply.reason, 0 if reply.over is Outcome.SUCCEEDED else 1)
+            self._go(
+                Outcome.FAILED,
+                reply.reason,
+                0 if reply.over is Outcome.SUCCEEDED else EXIT_JOB_FAILED,
+            )
 
     def _drain(self, since: float) -> None:
         """Have the ranks save, then go."""

@@ -44,7 +44,7 @@ from remesh.elastic.failures import (
     decide,
 )
 from remesh.elastic.progress import Progress
-from remesh.elastic.rendezvous import Change, Outcome
+from remesh.elastic.rendezvous import Outcome
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
@@ -374,15 +374,15 @@ def _settle(state: State, now: float) -> State:
     assert state.rendezvous is not None
     world = state.rendezvous
     if state.check is None and state.wish is None and world.active:
-        anyone = next(iter(world.active))
-        reason = rendezvous.restart_reason(world, anyone, world.round)
-        if reason is not None and reason[0] is Change.GROW:
+        size = rendezvous.larger_size(world)
+        if size is not None:
             wish = Wish(
                 round=world.round,
                 until=now + state.policy.save_grace,
                 saved_before=state.saved,
             )
-            state = _note(_replace(state, wish=wish), now, reason[1])
+            text = f"the world can grow to {size} nodes: {len(world.ready)} more wait"
+            state = _note(_replace(state, wish=wish), now, text)
     return state
 
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from remesh.elastic.agent import Agent, handle_sigterm
+from remesh.elastic.agent import EXIT_JOB_FAILED, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import PATIENCE, Handler
@@ -31,6 +31,7 @@ from remesh.elastic.node_check import run_test
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot import MEMORY, snapshot_directory
+from remesh.elastic.snapshot_rescue import store_newest
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,13 @@ def _run_agent(
     handle_sigterm(agent)
     try:
         result = agent.run()
+    except SystemExit as leaving:
+        if leaving.code:
+            # With this node alone, unless the whole job has ended.
+            store_newest(snapshots, whole_only=leaving.code != EXIT_JOB_FAILED)
+        raise
     finally:
         agent.close()
     if result.is_failed():
+        store_newest(snapshots, whole_only=False)
         raise ChildFailedError(name=command[0], failures=result.failures)

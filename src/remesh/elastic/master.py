@@ -180,20 +180,12 @@ class Master:
         return reply
 
     async def join(self, request: JoinRequest) -> JoinReply:
-        """A node is ready; waits for its place."""
-        if request.version != PROTOCOL_VERSION:
-            raise RequestError(
-                400,
-                f"the agent speaks version {request.version} of the protocol, this master "
-                f"{PROTOCOL_VERSION}; install the same remesh everywhere",
-            )
-        world = self._state.rendezvous
-        if world is not None and world.settings != request.settings:
-            raise RequestError(
-                409,
-                f"node {request.name} wants {request.settings}, the job runs with "
-                f"{world.settings}; start all nodes with the same options",
-            )
+        """A node is ready; waits for its place.
+
+        Nothing here may hold on to a state while it waits: a thousand states of a thousand nodes
+        are many.
+        """
+        self._check_join(request)
         node = Node(
             id=assign_id(self._state, request.name, request.node_id),
             incarnation=request.incarnation,
@@ -221,6 +213,22 @@ class Master:
         if reply is not None:
             return reply
         return waiting(self._state, node)
+
+    def _check_join(self, request: JoinRequest) -> None:
+        """Refuse a node that does not fit to the job."""
+        if request.version != PROTOCOL_VERSION:
+            raise RequestError(
+                400,
+                f"the agent speaks version {request.version} of the protocol, this master "
+                f"{PROTOCOL_VERSION}; install the same remesh everywhere",
+            )
+        world = self._state.rendezvous
+        if world is not None and world.settings != request.settings:
+            raise RequestError(
+                409,
+                f"node {request.name} wants {request.settings}, the job runs with "
+                f"{world.settings}; start all nodes with the same options",
+            )
 
     async def beat(self, request: BeatRequest) -> BeatReply:
         """A node lives."""

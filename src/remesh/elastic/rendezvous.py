@@ -140,6 +140,16 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 Event: TypeAlias = Joined | Left | Lost | Excluded | Ended | Tick
 
 
+class Change(StrEnum):
+    """Why the members of a world should stop their processes and join again."""
+
+    LOST = "lost"
+    RESTARTED = "restarted"
+    GROW = "grow"
+    HANG = "hang"
+    STALE = "stale"
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is known.
 
@@ -154,6 +164,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         replaced: Incarnations whose node id another agent has taken over.
         changed_at: When the set of ready nodes changed last.
         without_world_since: Since when no member is active; None while one is.
+        broken: Why the members of the world should stop and join again; None while it is whole.
         outcome: How the job ended; None while it runs.
         reason: Why it ended so.
     """
@@ -168,6 +179,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     replaced: frozenset[str] = frozenset()
     changed_at: float = 0.0
     without_world_since: float | None = None
+    broken: tuple[Change, str] | None = None
     outcome: Outcome | None = None
     reason: str = ""
 
@@ -209,7 +221,7 @@ def step(state: State, event: Event, now: float) -> State:
             return msgspec.structs.replace(state, outcome=outcome, reason=reason)
         case Tick():
             pass
-    return _form_world(_note_absence(state, now), now)
+    return _form_world(_note_break(_note_absence(state, now)), now)
 
 
 def _join(state: State, node: Node, after_round: int, now: float) -> State:
@@ -299,15 +311,17 @@ def _form_world(state: State, now: float) -> State:
     all_back = bool(state.world) and all(node.id in state.ready for node in state.world)
     if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
         return state
-    chosen = sorted(state.ready)[:size]
+    ordered = sorted(state.ready)
+    chosen, rest = ordered[:size], ordered[size:]
     return msgspec.structs.replace(
         state,
         round=state.round + 1,
         world=tuple(state.ready[node_id] for node_id in chosen),
         active=frozenset(chosen),
         finished=frozenset(),
-        ready={key: node for key, node in state.ready.items() if key not in chosen},
+        ready={node_id: state.ready[node_id] for node_id in rest},
         without_world_since=None,
+        broken=None,
     )
 
 
@@ -320,16 +334,6 @@ def exclusion_of(state: State, node: Node) -> str | None:
     """Why a node is not used; None if it may be. A new agent starts with a clean slate."""
     incarnation, reason = state.excluded.get(node.id, ("", ""))
     return reason if incarnation == node.incarnation else None
-
-
-class Change(StrEnum):
-    """Why the members of a world should stop their processes and join again."""
-
-    LOST = "lost"
-    RESTARTED = "restarted"
-    GROW = "grow"
-    HANG = "hang"
-    STALE = "stale"
 
 
 def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
@@ -347,19 +351,38 @@ def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Chan
         return None
     if round_of_node != state.round or node_id not in state.active | state.finished:
         return Change.STALE, f"round {round_of_node} is over for node {node_id}"
-    # No member is both active and finished. This is asked with every heartbeat, so counts suffice.
-    if len(state.active) + len(state.finished) < len(state.world):
-        gone = {node.id for node in state.world} - state.active - state.finished
-        back = gone & set(state.ready)
-        if gone - back:
-            return Change.LOST, f"{_nodes(gone - back)} left or died"
-        return Change.RESTARTED, f"{_nodes(back)} stopped the processes"
-    if state.finished:
+    if state.broken is not None:
+        return state.broken
+    size = larger_size(state)
+    if size is not None:
+        return Change.GROW, f"{_count(len(state.ready))} wait, the world can grow to {size}"
+    return None
+
+
+def larger_size(state: State) -> int | None:
+    """How large the world could be with the nodes that are ready; None if that is no larger."""
+    if state.finished or state.broken is not None:
         return None
     size = state.settings.fitting(len(state.active) + len(state.ready))
-    if size > len(state.world):
-        return Change.GROW, f"{len(state.ready)} nodes wait, the world can grow to {size}"
-    return None
+    return size if size > len(state.world) else None
+
+
+def _note_break(state: State) -> State:
+    """Note why the world is no longer whole, once: with every heartbeat somebody asks."""
+    # No member is both active and finished.
+    if state.broken is not None or len(state.active) + len(state.finished) == len(state.world):
+        return state
+    gone = {node.id for node in state.world} - state.active - state.finished
+    lost = gone.difference(state.ready)
+    if lost:
+        broken = Change.LOST, f"{_nodes(lost)} left or died"
+    else:
+        broken = Change.RESTARTED, f"{_nodes(gone)} stopped the processes"
+    return msgspec.structs.replace(state, broken=broken)
+
+
+def _count(num_nodes: int) -> str:
+    return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
 
 
 def _nodes(ids: Iterable[int]) -> str:
