@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import remesh
 from remesh.elastic.snapshot import PREFIX, remove_abandoned, snapshot_directory
 from tests.elastic.cluster import Cluster
 from tests.elastic.test_scenarios import assert_same_run
@@ -36,6 +38,10 @@ def cluster_of(
 def resumes(cluster: Cluster) -> list[dict[str, Any]]:
     """What each process resumed from, in the order of time."""
     return [entry for entry in cluster.said() if entry["kind"] == "resume"]
+
+
+def has_resumed(cluster: Cluster, num_processes: int) -> bool:
+    return len(resumes(cluster)) >= num_processes
 
 
 def last_stored(cluster: Cluster) -> int:
@@ -115,16 +121,31 @@ def test_a_snapshot_that_was_being_written_is_not_used(tmp_path: Path, memory: P
     with cluster_of(tmp_path, memory, "2:2", 40, saving=("1000", "1", "0")) as cluster:
         cluster.start(0, 1)
         for rank in (1, 0):
-            num_resumed = len(resumes(cluster))
+            num_wanted = len(resumes(cluster)) + 2
             cluster.until_step(cluster.step + 5)
             (tmp_path / f"torn-{rank}").touch()
-            cluster.until(lambda num=num_resumed: len(resumes(cluster)) == num + 2)
+            cluster.until(partial(has_resumed, cluster, num_wanted))
             before = resumes(cluster)[-1]
             assert before["memory"]
         cluster.finish(0, 1)
         # A step whose snapshot was torn is made again, and no other.
         assert num_repeated(cluster) == 2
         assert_same_run(cluster, 40)
+    assert list(memory.iterdir()) == []
+
+
+@slow
+def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: Path) -> None:
+    options = ("--snapshot-dir", str(memory), "--max-restarts", "0")
+    saving = ("1000", "1", "0")
+    with Cluster(tmp_path, "2:2", 1000, agent=options, saving=saving) as cluster:
+        cluster.start(0, 1)
+        cluster.until_step(8)
+        cluster.kill_worker(1)
+        assert [cluster.agents[number].wait(120) for number in (0, 1)] == [1, 1]
+        stored = last_stored(cluster)
+        assert stored in (cluster.step, cluster.step + 1)
+        assert remesh.Checkpoint(tmp_path / f"checkpoints/step_{stored:08d}").verify().ok
     assert list(memory.iterdir()) == []
 
 

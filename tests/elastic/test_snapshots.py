@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import remesh
 from remesh.checkpoint import scattered
 from remesh.checkpoint.scattered import nodes_of
+from remesh.elastic.snapshot_rescue import store_newest
 from remesh.events import Event
 from remesh.exchange import ThreadExchange
 from remesh.run_info import RunInfo
@@ -298,6 +299,38 @@ def test_numbers_without_sense_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="give a number of steps"):
         Job(shm, monkeypatch, **numbers).play([0])
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_agents_store_the_newest_snapshot_together(
+    num_replicas: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch, memory_replicas=num_replicas)
+    job.play([0, 1, 1], *range(1, 7))
+    first, second = str(job.place(0)), str(job.place(1))
+    place = str(job.root / "step_00000006")
+    if num_replicas:
+        assert store_newest(second, whole_only=True) == [place]
+    else:
+        assert store_newest(second, whole_only=True) == []
+        assert store_newest(second, whole_only=False) == []
+        assert not Path(place, "remesh.json").exists()
+        assert store_newest(first, whole_only=False) == [place]
+    assert store_newest(first, whole_only=False) == []  # it is there already
+    assert remesh.Checkpoint(place).verify().ok
+    assert not list(Path(place).glob("*/*.whole"))
+    stored_only = Job(shm, monkeypatch, memory_every=None)
+    assert_went_on(stored_only.play([0, 1]), 6, from_memory=False)
+
+
+def test_agents_store_nothing_of_which_a_part_is_lost(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0, 1, 2], *range(1, 7))
+    assert [store_newest(str(job.place(n)), whole_only=False) for n in (0, 2)] == [[], []]
+    assert stored_steps(job) == [4]
+    assert store_newest("", whole_only=False) == []
 
 
 @given(

@@ -52,6 +52,9 @@ from remesh.planner import files_of_windows
 from remesh.storage import Buffer, Storage, Writer
 from remesh.transform import Transform
 
+ROOT_NAME = "root"
+"""A file beside the checkpoints of a place that says where else the job saves to, for agents."""
+
 PIECE_BYTES = 32 << 20
 """What a rank sends at a time when files are copied to other nodes."""
 

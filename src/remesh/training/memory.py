@@ -18,6 +18,7 @@ from typing import Any
 
 from remesh.checkpoint.agreement import PlanCache
 from remesh.checkpoint.scattered import (
+    ROOT_NAME,
     Scattered,
     find_scattered,
     load_scattered,
@@ -33,9 +34,6 @@ from remesh.storage import LocalStorage
 from remesh.training import catalog
 from remesh.training.catalog import CheckpointInfo
 from remesh.training.resuming import Source
-
-ROOT_NAME = "root"
-"""The file of a folder that says which root its snapshots belong to."""
 
 _LOGGER = logging.getLogger("remesh")
 

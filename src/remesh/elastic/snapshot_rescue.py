@@ -1,0 +1,103 @@
+"""Brings the newest snapshot from the memory of the nodes to storage, when a job ends in failure.
+
+The memory goes with the agents. While the job lives that does no harm, since its processes start
+again and save at once what they found in memory. When nobody starts again, the agents store it:
+each copies the data files that its node has, and leaves a note for each that is whole. Whoever
+finds notes for all files puts the commit record. So no agent has to know of the others, the last
+one commits, and if files are lost, nobody does.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from remesh.checkpoint.scattered import ROOT_NAME
+from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError
+from remesh.formats import native
+from remesh.formats.building import exists
+from remesh.storage import LocalStorage, Storage, open_storage
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 << 20
+
+
+def store_newest(directory: str, *, whole_only: bool) -> list[str]:
+    """Copy the newest snapshot of each root to it, unless there is as new a checkpoint.
+
+    Args:
+        directory: The node's directory for snapshots; empty if it has none.
+        whole_only: Leave alone what other nodes have parts of.
+
+    Returns:
+        Where checkpoints were committed by this call.
+    """
+    committed = []
+    for folder in sorted(Path(directory).iterdir()) if directory else []:
+        try:
+            place = _store_from(folder, whole_only=whole_only)
+        except RemeshError as error:
+            log.warning("the snapshot in %s is not stored: %s", folder, error)
+            continue
+        if place is not None:
+            log.info("stored %s, which was in memory only", place)
+            committed.append(place)
+    return committed
+
+
+def _store_from(folder: Path, *, whole_only: bool) -> str | None:
+    """Store the newest snapshot of a folder; where it was committed, if it was."""
+    memory = LocalStorage(folder, direct_io=False)
+    records = [path for path in memory.list() if path.endswith(f"/{native.RECORD_NAME}")]
+    if not records:
+        return None
+    name = max(records).partition("/")[0]
+    root = memory.read(ROOT_NAME).decode()
+    source = LocalStorage(folder / name, direct_io=False)
+    record = native.read_record(source)
+    if whole_only and not all(exists(source, file.path) for file in record.files):
+        return None
+    stored = [path for path in open_storage(root).list() if path.endswith(f"/{native.RECORD_NAME}")]
+    if stored and max(stored).partition("/")[0] >= name:
+        return None
+    place = f"{root.rstrip('/')}/{name}"
+    return place if _store(source, record, open_storage(place)) else None
+
+
+def _store(source: Storage, record: native.CommitRecord, target: Storage) -> bool:
+    """Copy what a node has, and commit if all files are there; whether this call has."""
+    files = native.read_small_files(source)
+    notes = {file.path: f"{file.path}.whole" for file in record.files}
+    for file in record.files:
+        # What is there already another node copies, which has a replica.
+        if exists(source, file.path) and not exists(target, file.path):
+            _copy(source, target, file)
+            target.sync()
+            target.put(notes[file.path], b"", overwrite=True)
+    target.put(record.index.path, files.index_bytes, overwrite=True)
+    target.put(record.values.path, files.values_bytes, overwrite=True)
+    if not set(notes.values()) <= set(target.list()):
+        return False
+    try:
+        target.put(native.RECORD_NAME, native.encode_record(record), overwrite=False)
+    except CheckpointExistsError:
+        return False  # another node was the last one as well
+    for note in notes.values():
+        target.delete(note)
+    return True
+
+
+def _copy(source: Storage, target: Storage, file: native.FileRecord) -> None:
+    writer = target.create(file.path, file.num_bytes)
+    try:
+        for start in range(0, file.num_bytes, PIECE_BYTES):
+            piece = np.empty(min(PIECE_BYTES, file.num_bytes - start), np.uint8)
+            if source.read_into(file.path, start, piece) < len(piece):
+                raise CheckpointNotFoundError(f"{source.url}/{file.path} is shorter than it was")
+            writer.write(start, piece)
+        writer.finish()
+    finally:
+        writer.abort()

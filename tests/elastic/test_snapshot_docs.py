@@ -1,0 +1,54 @@
+"""The pages about recovery from memory and about Slurm, as a reader would use them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import remesh
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs/how-to/recovery-from-memory.md", ROOT / "docs/how-to/slurm.md"]
+
+
+def test_the_page_about_memory_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REMESH_SNAPSHOT_DIR", str(tmp_path / "memory"))
+    first, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    namespace: dict[str, object] = {}
+    exec(compile(first, str(PAGES[0]), "exec"), namespace)
+    assert sorted(path.name for path in tmp_path.glob("memory/*/step_*")) == [
+        "step_00000020",
+        "step_00000040",
+    ]
+    exec(compile(first, str(PAGES[0]), "exec"), namespace)
+    assert capsys.readouterr().out == "lost nothing before step 40\n"
+    exec(compile(second, str(PAGES[0]), "exec"), namespace)
+    manager = namespace["manager"]
+    assert isinstance(manager, remesh.Manager)
+    assert manager.latest is not None
+    assert manager.latest.step == 40
+    manager.close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", page.read_text())
+    assert targets
+    for target, anchor in targets:
+        linked = page.parent / target
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings]
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "join.sbatch"])
+def test_the_examples_for_slurm_are_scripts(name: str) -> None:
+    script = ROOT / "examples/slurm" / name
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    assert name in PAGES[1].read_text()
