@@ -1,0 +1,202 @@
+"""Hugging Face's `Trainer`: a callback that saves and resumes through a `remesh.Manager`.
+
+Callbacks are handed model, optimizer and scheduler. `Trainer` logs and evaluates a step after it
+has told them of its end, so the step is saved a little later: when the next step or epoch begins,
+or the training ends. Then the checkpoint has its log and its metrics.
+
+`Trainer` fixes where the data begins before it calls a callback, from `trainer_state.json` in the
+directory that `train(resume_from_checkpoint=...)` names, and it insists on weights there. So
+`resume_point` makes a directory with the trainer's state as it was saved, and a weight file without
+a tensor. `Trainer` goes to that step, finds no optimizer and no random numbers, and skips the
+batches of the epoch that were trained on; when it has built all, `on_train_begin` fills it in place
+from the checkpoint.
+
+`Trainer` draws from torch's random numbers when it begins to iterate over the data. In the middle
+of an epoch the run that was saved had done so before, so the random numbers are put back once more
+when the first step begins. (This is also where `Trainer` itself puts them back.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from remesh.checkpoint import Checkpoint
+from remesh.checkpoint.local import exchange_of
+from remesh.errors import CheckpointError
+from remesh.exchange import run_on_one
+from remesh.training import rng
+from remesh.training.manager import Manager
+
+_PROGRESS = "trainer"
+
+
+class RemeshCallback(TrainerCallback):
+    """Saves when the manager's policies say so, and resumes.
+
+    Weights, optimizer, scheduler, gradient scaler and random numbers are those of a state of
+    remesh, so a run may go on with another number of processes. Position in the data and log are
+    `Trainer`'s own. What other callbacks remember is not kept.
+
+    Example:
+        >>> with remesh.Manager("run", every=100, keep=3) as manager:  # doctest: +SKIP
+        ...     callback = RemeshCallback(manager)
+        ...     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        ...     trainer.train(resume_from_checkpoint=callback.resume_point())
+
+    Args:
+        manager: What saves. In a distributed job make it after the `TrainingArguments`, which begin
+            the process group.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._resuming: tempfile.TemporaryDirectory[str] | None = None
+        self._random: dict[str, bytes] = {}
+        self._metrics: dict[str, float] = {}
+        self._offered = 0
+
+    def resume_point(self) -> str | None:
+        """What to hand to `Trainer.train` as `resume_from_checkpoint`; None to begin. Collective.
+
+        Raises:
+            CheckpointError: If the newest checkpoint was not saved by this callback.
+        """
+
+        def look() -> bytes:
+            latest = self._manager.latest
+            if latest is None:
+                return b""
+            progress = Checkpoint(latest.path).values.get(_PROGRESS)
+            if not isinstance(progress, str):
+                raise CheckpointError(
+                    f"{latest.path} holds no state of a Trainer; give the manager a directory of "
+                    "its own, or load the weights with remesh.load before training"
+                )
+            return progress.encode()
+
+        progress = run_on_one(exchange_of(None), look)
+        if not progress:
+            return None
+        self._resuming = tempfile.TemporaryDirectory(prefix="remesh-resume-")
+        folder = Path(self._resuming.name)
+        (folder / "trainer_state.json").write_bytes(progress)
+        safetensors.numpy.save_file({}, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **parts: Any
+    ) -> None:
+        """Fill model, optimizer and the rest from the checkpoint. Collective.
+
+        Raises:
+            CheckpointError: If it turns out to be damaged; the next launch takes an older one.
+            RemeshError: As `remesh.Manager.resume`.
+        """
+        self._offered = state.global_step
+        if self._resuming is None:
+            return
+        self._resuming.cleanup()
+        self._resuming = None
+        resumed = self._manager.resume(_state_of(args, state, parts))
+        if resumed is None or resumed.step != state.global_step:
+            found = "none" if resumed is None else f"step {resumed.step}"
+            raise CheckpointError(
+                f"the Trainer is at step {state.global_step}, and the newest checkpoint that can "
+                f"be loaded is {found}; launch again with what resume_point() then returns, and "
+                "hand it to train(resume_from_checkpoint=...)"
+            )
+        if state.epoch % 1:
+            self._random = {name: stream.get() for name, stream in _streams(args).items()}
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Save what the last epoch ended with, if a policy says so. Collective.
+
+        Raises:
+            RemeshError: As `remesh.Manager.step`.
+        """
+        self._offer(args, state, control, parts)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Save the step before, if a policy says so. Collective.
+
+        Raises:
+            RemeshError: As `remesh.Manager.step`.
+        """
+        if self._random:
+            for name, stream in _streams(args).items():
+                stream.set(self._random[name])
+            self._random = {}
+        self._offer(args, state, control, parts)
+
+    def on_log(
+        self,
+        _args: TrainingArguments,
+        _state: TrainerState,
+        _control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_parts: Any,
+    ) -> None:
+        """Note the numbers that were logged last: the metrics of the checkpoints that follow."""
+        numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, float)}
+        self._metrics.update(numbers)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Save the last step, if a policy says so, and wait for the save in flight. Collective.
+
+        Raises:
+            RemeshError: Why it failed.
+        """
+        self._offer(args, state, control, parts)
+        self._manager.wait()
+
+    def _offer(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        parts: dict[str, Any],
+    ) -> None:
+        """Let the manager save a step that is done, once."""
+        if state.global_step == self._offered:
+            return
+        self._offered = state.global_step
+        full = _state_of(args, state, parts)
+        self._manager.step(state.global_step, full, metrics=self._metrics)
+        if self._manager.should_stop:
+            control.should_training_stop = True
+
+
+def _state_of(
+    args: TrainingArguments, state: TrainerState, parts: dict[str, Any]
+) -> dict[str, Any]:
+    """The run as a state of remesh."""
+    optimizer = parts["optimizer"]
+    full = {
+        "model": parts["model"],
+        "optimizer": optimizer,
+        "scheduler": parts["lr_scheduler"],
+    }
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is not None:
+        full["scaler"] = scaler
+    if args.process_index == 0:  # some of it differs between processes
+        full[_PROGRESS] = json.dumps(dataclasses.asdict(state))
+    return full
+
+
+def _streams(args: TrainingArguments) -> dict[str, rng.Stream]:
+    """The random numbers that `Trainer` itself draws."""
+    return rng.streams_of({}, is_alone=args.world_size == 1)

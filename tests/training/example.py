@@ -1,0 +1,27 @@
+"""The scripts in `examples/`, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class PowerCutError(Exception):
+    """The power went out."""
+
+
+def load_example(name: str) -> ModuleType:
+    """The script as a module, executed once."""
+    full_name = f"example_{name}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full_name] = module  # where dataclasses look their module up
+        spec.loader.exec_module(module)
+    return sys.modules[full_name]

@@ -1,0 +1,79 @@
+"""`examples/lightning_callback.py`: killed anywhere, resumed, and compared with one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remesh
+from remesh.training import CheckpointInfo
+from tests.training.example import PowerCutError, load_example
+
+pl = pytest.importorskip("lightning.pytorch")
+
+pytestmark = [
+    # Of Lightning and for its users, in this order: on machines with Slurm, on loaders without
+    # workers, and what torch says to Lightning.
+    pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
+]
+
+
+def train(directory: Path, *callbacks: Any, every: int = 3) -> Any:
+    example = load_example("lightning_callback")
+    words = ["--directory", str(directory), "--every", str(every)]
+    return example.train(example.parse_args(words), *callbacks)
+
+
+class PowerCut(pl.Callback):  # type: ignore[misc, name-defined]
+    """Ends a run when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise PowerCutError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that nobody interrupts: 2 epochs of 8 steps."""
+    model = train(tmp_path_factory.mktemp("whole"))
+    assert model.trainer.global_step == 16
+    return model
+
+
+@pytest.mark.parametrize(
+    ("every", "cut_at", "saved"),
+    [
+        pytest.param(3, 7, 6, id="middle of an epoch"),
+        pytest.param(4, 10, 8, id="end of an epoch", marks=pytest.mark.slow),
+        pytest.param(3, 11, 9, id="second epoch", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_is_the_same_run(
+    whole: Any, tmp_path: Path, every: int, cut_at: int, saved: int
+) -> None:
+    with pytest.raises(PowerCutError):
+        train(tmp_path, PowerCut(cut_at), every=every)
+    assert latest(tmp_path).step == saved
+
+    resumed = train(tmp_path, every=every)
+    assert resumed.trainer.global_step == 16
+    assert resumed.trainer.current_epoch == 2
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    rates = [model.trainer.optimizers[0].param_groups[0]["lr"] for model in (whole, resumed)]
+    assert rates[0] == rates[1] == 1e-2 / 4
+    assert latest(tmp_path).metrics["loss"] > 0
+
+
+def latest(directory: Path) -> CheckpointInfo:
+    with remesh.Manager(directory) as manager:
+        assert manager.latest is not None
+        return manager.latest
