@@ -231,7 +231,7 @@ class Walk:
         self, path: Path, array: ArrayLike, role: Role, *, alias_key: object = None
     ) -> None:
         """Record an unsharded tensor leaf."""
-        shape = tuple(int(n) for n in array.shape)
+        shape = tuple(map(int, array.shape))
         self.add_tensor(path, shape, (Part(Box.whole(shape), array),), array, role, alias_key)
 
     def add_tensor(

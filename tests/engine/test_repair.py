@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint import RepairReport, repair
-from remesh.checkpoint.repair import plan_repair
+from remesh.checkpoint.repair import RepairReport, plan_repair, repair
 from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native

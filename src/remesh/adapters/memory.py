@@ -179,25 +179,20 @@ def alias_key(tensor: torch.Tensor) -> object:
     """A key that is equal for tensors that are the same memory; None if there is no memory."""
     if tensor.is_meta or tensor.numel() == 0:
         return None
-    return (
-        str(tensor.device),
-        tensor.data_ptr(),
-        str(tensor.dtype),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _problem_of(tensor: torch.Tensor) -> str | None:
     """What is wrong with a tensor and what would help, or None."""
     kind = type(tensor)
-    if is_lazy(tensor):
-        return "this parameter of a lazy module has no shape yet; run a forward pass first"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return (
-            f"a tensor of type {kind.__module__}.{kind.__qualname__} keeps its elements in other "
-            "tensors; put those, or a plain tensor, into the state"
-        )
+    if kind is not torch.Tensor:
+        if is_lazy(tensor):
+            return "this parameter of a lazy module has no shape yet; run a forward pass first"
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return (
+                f"a tensor of type {kind.__module__}.{kind.__qualname__} keeps its elements in "
+                "other tensors; put those, or a plain tensor, into the state"
+            )
     if tensor.is_nested:
         return "a nested tensor cannot be stored; put its values() and offsets() into the state"
     if tensor.is_quantized:
@@ -225,11 +220,14 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
             f"{where}: several elements of this expanded tensor are the same memory, so they "
             "cannot be loaded one by one; put a contiguous() copy into the state"
         )
-    return tensor.detach()
+    # Describing has detached most of them already, and it takes its time.
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+    return 0 in strides and any(
+        n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)
+    )
 
 
 def _carrier_view(tensor: torch.Tensor, where: str) -> torch.Tensor:

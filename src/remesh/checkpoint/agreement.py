@@ -11,11 +11,9 @@ from save to save; rank 0's copy is taken if the fingerprints say that all ranks
 
 from __future__ import annotations
 
-import gc
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from remesh import values
 from remesh.checkpoint.holdings import decode_holdings, encode_holdings
 from remesh.checkpoint.local import (
     LocalTensors,
+    collector_rests,
     describe_local,
     finish_device_work,
     sample_digests,
@@ -181,30 +180,14 @@ def agree(
     def describe() -> bytes:
         if first is not None:
             first()
-        with _no_collector():
+        with collector_rests():
             return rank.describe(state)
 
     fingerprints = run_on_all(exchange, describe)
     rank.compare(fingerprints)
     reply = run_joined(exchange, rank.tell, rank.plan)
-    with _no_collector():
+    with collector_rests():
         return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Let Python's garbage collector rest while many objects are made that are all needed.
-
-    It would look through all objects of the process each time that their number has grown by some
-    share, which costs a state of many small tensors as much as describing it does.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(slots=True)

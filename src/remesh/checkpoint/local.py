@@ -7,9 +7,11 @@ torch objects, so there is nothing that the torch adapters could find in its sta
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +65,22 @@ def exchange_of(group: Any) -> Exchange:
     from remesh.exchange.torch_group import TorchGroup
 
     return TorchGroup(group)
+
+
+@contextmanager
+def collector_rests() -> Iterator[None]:
+    """Let Python's garbage collector rest while many objects are made that are all needed.
+
+    It would look through all objects of the process each time that their number has grown by some
+    share, which costs a state of many small tensors as much as describing it does.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def describe_local(state: Any, stored: Stored | None = None) -> Description:
@@ -182,7 +200,6 @@ def tensors_to_store(description: Description) -> LocalTensors:
     boxes: list[tuple[int, Box]] = []
     roles: list[int] = []
     memories: list[Memory] = []
-    claimed: set[tuple[int, Box]] = set()
     for entry in entries:
         row = rows.setdefault(entry.name, len(rows))
         what = (entry.name, entry.dtype, entry.global_shape)
@@ -191,19 +208,31 @@ def tensors_to_store(description: Description) -> LocalTensors:
         elif tensors[row] != what:
             raise StateError(f"{entry.name}: described twice, as {tensors[row][1:]} and {what[1:]}")
         for part in entry.parts:
-            if entry.role is not Role.REPLICA:
-                if (row, part.box) in claimed:
-                    raise NameCollisionError(
-                        f"{entry.name}: two tensors of the state have this stored name and the "
-                        f"same box {part.box}; rename one of them, or give one a replica_id that "
-                        "is not 0"
-                    )
-                claimed.add((row, part.box))
             boxes.append((row, part.box))
             roles.append(int(entry.role))
             memories.append(memory_of(part.data, entry.name))
+    if len(boxes) > len(tensors):
+        _refuse_equal_claims(tensors, boxes, roles)
     table = BoxTable.of(TensorTable.of(tensors), boxes)
     return LocalTensors(table, np.array(roles, dtype=np.int64), memories, aliases)
+
+
+def _refuse_equal_claims(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    boxes: Sequence[tuple[int, Box]],
+    roles: Sequence[int],
+) -> None:
+    """Refuse a box of a tensor that is there twice, each time as what is stored."""
+    claimed: set[tuple[int, Box]] = set()
+    for (row, box), role in zip(boxes, roles, strict=True):
+        if role == Role.REPLICA:
+            continue
+        if (row, box) in claimed:
+            raise NameCollisionError(
+                f"{tensors[row][0]}: two tensors of the state have this stored name and the same "
+                f"box {box}; rename one of them, or give one a replica_id that is not 0"
+            )
+        claimed.add((row, box))
 
 
 def split_aliases(entries: list[TensorEntry]) -> tuple[list[TensorEntry], dict[str, str]]:

@@ -13,13 +13,19 @@ from typing import Any
 import numpy as np
 
 from remesh import values
-from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
+from remesh.checkpoint.local import (
+    casting_memory_of,
+    collector_rests,
+    describe_local,
+    memory_of,
+    with_all_names,
+)
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange
 from remesh.geometry import Box
-from remesh.index import BoxTable
+from remesh.index import BoxTable, StoredTensor
 from remesh.memory import Memory
 from remesh.pipeline import Dealer, Patience, Want, read_together, read_watched
 from remesh.planner import LoadPlan, ReadLimits, plan_load
@@ -73,12 +79,13 @@ class Target:
         Raises:
             MismatchError: If they do not fit.
         """
-        self.description = describe_local(state, self.stored)
-        self._match_values()
-        fills = self._match_tensors()
-        self._refuse_mismatch()
-        for entry, source in fills:
-            self._want(entry, source)
+        with collector_rests():
+            self.description = describe_local(state, self.stored)
+            self._match_values()
+            fills = self._match_tensors()
+            self._refuse_mismatch()
+            for entry, stored in fills:
+                self._want(entry, stored)
         self._plan()
         return self._asked_bits(self._asked_names())
 
@@ -92,14 +99,7 @@ class Target:
         stored, found, description = self.stored, self.findings, self.description
         for name in description.values:
             if self.has_value(name):
-                unresolved = next(values.unresolved(self.stored_value(name)), None)
-                if unresolved is None:
-                    found.restored.append(name)
-                else:
-                    found.conflicts.append(
-                        f"{name}: the stored value is a {unresolved.type_name}, which this program "
-                        "does not know; import the module that defines it before loading"
-                    )
+                self._match_known(name, self.stored_value(name))
             elif name in stored.index:
                 found.conflicts.append(f"{name}: a tensor is stored where a plain value is wanted")
             elif name not in description.optional:
@@ -112,28 +112,45 @@ class Target:
                 absent = sorted(set(items).difference(known))
                 found.missing.extend(f"{name} ({item})" for item in absent)
         for element in description.objects:
-            here = element.unique_name in stored.document.objects
-            (found.restored if here else found.missing).append(element.unique_name)
+            name = element.unique_name
+            if name in stored.document.objects:
+                self._match_known(name, self.object(name))
+            else:
+                found.missing.append(name)
 
-    def _match_tensors(self) -> list[tuple[TensorEntry, str]]:
-        """Find for each tensor the stored name that fills it."""
+    def _match_known(self, name: str, value: object) -> None:
+        """File a stored value under what it is: one that this program can have, or not."""
+        unknown = next(values.unresolved(value), None)
+        if unknown is None:
+            self.findings.restored.append(name)
+        elif unknown.kind == "pickle":
+            self.findings.conflicts.append(f"{name}: {unknown.payload}")
+        else:
+            self.findings.conflicts.append(
+                f"{name}: the stored value is a {unknown.type_name}, which this program does not "
+                "know; import the module that defines it before loading"
+            )
+
+    def _match_tensors(self) -> list[tuple[TensorEntry, StoredTensor]]:
+        """Find for each tensor the stored one that fills it."""
         fills = []
         for entry, names in with_all_names(self.description.tensors):
-            source = self._match_tensor(entry, names)
-            if source is not None:
-                fills.append((entry, source))
+            stored = self._match_tensor(entry, names)
+            if stored is not None:
+                fills.append((entry, stored))
         return fills
 
-    def _match_tensor(self, entry: TensorEntry, names: list[str]) -> str | None:
-        """The stored name that fills a tensor of one or, tied, several names, if one does."""
+    def _match_tensor(self, entry: TensorEntry, names: list[str]) -> StoredTensor | None:
+        """What is stored and fills a tensor of one or, tied, several names, if anything does."""
         sources = [name for name in names if name in self.stored.index]
         if not sources:
             self._report_absent(entry.name)
             return None
         self.findings.derived.update({name: sources[0] for name in names if name not in sources})
-        conflict = self._conflict(entry, sources[0]) or self._untied(entry, sources)
+        stored = self.stored.index[sources[0]]
+        conflict = self._conflict(entry, stored) or self._untied(entry, sources)
         if conflict is None:
-            return sources[0]
+            return stored
         self.findings.conflicts.append(conflict)
         return None
 
@@ -145,9 +162,8 @@ class Target:
         elif name not in self.description.optional:
             self.findings.missing.append(name)
 
-    def _conflict(self, entry: TensorEntry, source: str) -> str | None:
+    def _conflict(self, entry: TensorEntry, stored: StoredTensor) -> str | None:
         """Why a stored tensor does not fit an entry, or None; files it under what it is."""
-        stored = self.stored.index[source]
         found, name = self.findings, entry.name
         if stored.shape != entry.global_shape:
             change = f"{stored.shape} → {entry.global_shape}"
@@ -170,6 +186,8 @@ class Target:
 
         This reads the rank's part of each, which is rare enough to be done simply.
         """
+        if len(sources) == 1:
+            return None
         index = self.stored.index
         distinct = list({index.row(name): name for name in reversed(sources)}.values())
         if len(distinct) == 1:
@@ -188,10 +206,8 @@ class Target:
                     )
         return None
 
-    def _want(self, entry: TensorEntry, source: str) -> None:
+    def _want(self, entry: TensorEntry, stored: StoredTensor) -> None:
         """Want this rank's part of a tensor from a stored one."""
-        index = self.stored.index
-        stored = index[source]
         for part in entry.parts:
             if 0 in part.box.shape:
                 continue
@@ -202,7 +218,7 @@ class Target:
                 if box != part.box:
                     self.zeros.append((memory, part.box.shape))
             if box is not None:
-                self._want_box(source, box, Want(part.box.offset, memory))
+                self._want_box(stored.name, box, Want(part.box.offset, memory))
 
     def _want_box(self, source: str, box: Box, want: Want) -> None:
         """Want a box of a stored tensor."""

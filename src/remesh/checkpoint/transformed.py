@@ -191,9 +191,9 @@ class TransformedTarget(Target):
         for entry, names in with_all_names(self.description.tensors):
             (plain if untouched.issuperset(names) else changed).append((entry, names))
         fills = [
-            (entry, source)
+            (entry, stored)
             for entry, names in plain
-            if (source := self._match_tensor(entry, names)) is not None
+            if (stored := self._match_tensor(entry, names)) is not None
         ]
         made = [
             (entry, name)
@@ -202,8 +202,8 @@ class TransformedTarget(Target):
         ]
         self._match_values()
         self._refuse_mismatch()
-        for entry, source in fills:
-            self._want(entry, source)
+        for entry, stored in fills:
+            self._want(entry, stored)
         for entry, name in made:
             self._want_regions(entry, name)
         self._plan()
