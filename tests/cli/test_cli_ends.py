@@ -67,7 +67,7 @@ def torch_checkpoint(tmp_path: Path) -> Path:
     ("command", "expected"),
     [
         (["ls", "{path}", "--values"], "torch.bfloat16"),
-        (["ls", "{root}"], "torch_ck *"),
+        (["ls", "{root}"], "torch_ck\n"),
         (["show", "{path}", "w"], "[0. 1. 2. 3. 4. 5.]"),
         (["show", "{path}", "dtype"], "torch.bfloat16"),
         (["show", "{path}", "device"], "torch.device('cpu')"),

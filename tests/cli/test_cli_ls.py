@@ -15,6 +15,7 @@ from click.testing import Result
 import remesh
 from remesh.formats import native
 from remesh.storage import open_storage
+from remesh.training import catalog
 
 from .conftest import data_files
 
@@ -280,6 +281,7 @@ def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
         "num_bytes": sum(file.stat().st_size for file in (runs / "step_9").glob("data-*/*")),
         "created": "2026-01-31T12:00:00+00:00",
         "world_size": 1,
+        "step": 9,
         "newest": False,
     }
     assert last == {
@@ -290,18 +292,27 @@ def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
         "num_bytes": sum(file.stat().st_size for file in (runs / "step_200").glob("data-*/*")),
         "created": None,
         "world_size": None,
+        "step": None,
         "newest": False,
     }
 
 
-def test_the_newest_was_committed_last_whatever_its_number(run_json: RunJson, runs: Path) -> None:
-    # A job that went back to step 9 and saved step 10 anew continues from that.
+def test_the_newest_is_the_one_that_a_job_resumes_from(
+    run: Run, run_json: RunJson, runs: Path
+) -> None:
+    def newest() -> list[str]:
+        checkpoints = run_json("ls", runs)["checkpoints"]
+        return [step["name"] for step in checkpoints if step["newest"]]
+
     for step, created in ((9, "2026-01-01"), (100, "2026-01-02"), (10, "2026-01-03")):
         set_created(runs / f"step_{step}", f"{created}T00:00:00+00:00")
-
-    checkpoints = run_json("ls", runs)["checkpoints"]
-
-    assert [step["name"] for step in checkpoints if step["newest"]] == ["step_10"]
+    (runs / "step_10").rename(runs / "final")
+    assert newest() == ["step_100"]
+    assert run("latest", runs).stdout == f"{runs / 'step_100'}\n"
+    catalog.note_failure(open_storage(runs), "step_100", "a wrong bit")
+    assert newest() == ["step_9"]
+    assert run("latest", runs).stdout == f"{runs / 'step_9'}\n"
+    assert "step_100: a wrong bit\n" in run("ls", runs).stdout
 
 
 @pytest.mark.parametrize("damage", ["record", "missing", "short"])
@@ -325,6 +336,7 @@ def test_damaged_checkpoints_are_never_the_newest(
     assert steps["step_100"]["reason"] == reason
     assert steps["step_10"]["newest"] is True
     assert f"step_100: {reason}\n" in run("ls", runs).stdout
+    assert run("latest", runs).stdout == f"{runs / 'step_10'}\n"
 
 
 def test_a_newer_format_is_unreadable(run_json: RunJson, runs: Path) -> None:

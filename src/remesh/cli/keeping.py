@@ -26,12 +26,12 @@ from remesh.training.retention import Fate, KeepBest, KeepEvery, KeepLast, KeepP
 def latest(*, root: str, as_json: bool) -> None:
     """Print the path of the newest checkpoint in a directory.
 
-    The newest is the committed one with the highest step that is not known to be damaged; a job
-    resumes from it. The exit code is 2 if there is none.
+    The newest is the committed one with the highest step that has all of its files and is not
+    known to be damaged; a job resumes from it. The exit code is 2 if there is none.
     """
     storage = open_storage(root)
-    infos = catalog.look(storage)
-    newest = retention.newest_of([info for info in infos if not info.problem])
+    from_newest = reversed(catalog.look(storage))
+    newest = next((info for info in from_newest if not _checked(info).problem), None)
     if newest is None:
         raise places.nothing_at(storage)
     if as_json:

@@ -37,6 +37,7 @@ from remesh.storage import (
     list_sizes,
     open_storage,
 )
+from remesh.training import catalog
 
 Problem = Literal["missing", "size", "content"]
 Status = Literal["committed", "unfinished", "damaged", "unreadable"]
@@ -76,6 +77,7 @@ class Step:
         num_bytes: Size of its files, by the commit record where there is one.
         created: When it was committed, ISO 8601 in UTC; None if that is not known.
         world_size: Number of ranks that saved it; None if that is not known.
+        step: Steps done when it was saved; None if that is not known.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Step:
     num_bytes: int = 0
     created: str | None = None
     world_size: int | None = None
+    step: int | None = None
 
 
 def natural_key(name: str) -> tuple[str | int, ...]:
@@ -108,11 +111,17 @@ def is_checkpoint(path: str) -> bool:
 
     Raises:
         StateError: If it could be read as several formats.
+        StorageError: If the storage fails.
     """
+    place = place_of(path)
     try:
-        format_at(place_of(path))
+        format_at(place)
     except CheckpointNotFoundError:
         return False
+    except StorageError:
+        # Other systems' files are looked for further down, and a directory there may be closed to
+        # us. If it is this one, asking for the record says so.
+        return holds_record(place.storage)
     return True
 
 
@@ -201,10 +210,10 @@ def scan(storage: Storage) -> list[Step]:
 
 
 def newest_of(steps: list[Step]) -> Step | None:
-    """The committed checkpoint that was committed last."""
-    committed = [step for step in steps if step.status == "committed"]
+    """The one that a job resumes from: committed, and with the highest step; None if none is."""
+    committed = [step for step in steps if step.status == "committed" and step.step is not None]
     return max(
-        committed, key=lambda step: (step.created or "", natural_key(step.name)), default=None
+        committed, key=lambda one: (one.step or 0, one.created or "", one.name), default=None
     )
 
 
@@ -229,23 +238,30 @@ def _step_at(entry: Path) -> Step | None:
             return _unfinished(storage, name, path)
         record = native.read_record(storage)
         findings = check_sizes(storage, record)
+        problem = catalog.known_problem(open_storage(entry.parent), name)
     except CorruptCheckpointError:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except (OSError, RemeshError) as error:
         return Step(name, path, "unreadable", str(error))
-    return _committed(name, path, record, findings)
+    return _committed(name, path, record, describe_findings(findings) or problem)
 
 
-def _committed(name: str, path: str, record: native.CommitRecord, findings: list[Finding]) -> Step:
+def _committed(name: str, path: str, record: native.CommitRecord, problem: str) -> Step:
     """A step whose record could be read."""
+    step = None
+    try:
+        step = catalog.step_of(name, record, path)
+    except CorruptCheckpointError as error:
+        problem = problem or str(error)
     return Step(
         name,
         path,
-        "damaged" if findings else "committed",
-        describe_findings(findings),
+        "damaged" if problem else "committed",
+        problem,
         sum(file.num_bytes for file in files_of(record)),
         record.created,
         record.world_size,
+        step,
     )
 
 
@@ -309,6 +325,7 @@ def _step_listed(storage: Storage, name: str) -> Step | None:
         return Step(name, path, "unfinished", _NO_RECORD, num_bytes) if folders else None
     try:
         record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+        problem = catalog.known_problem(storage, name)
     except CorruptCheckpointError:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except RemeshError as error:
@@ -316,7 +333,8 @@ def _step_listed(storage: Storage, name: str) -> Step | None:
     folder = native.data_folder(record.save_id)
     below = _sizes_below(storage, f"{name}/{folder}")
     sizes = {f"{folder}/{file}": size for file, size in below.items()}
-    return _committed(name, path, record, _compare_sizes(record, sizes.get))
+    findings = _compare_sizes(record, sizes.get)
+    return _committed(name, path, record, describe_findings(findings) or problem)
 
 
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:

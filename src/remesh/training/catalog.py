@@ -200,6 +200,32 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
     )
 
 
+def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
+    """Steps done when a checkpoint was saved: as its manager noted, or else as its name ends.
+
+    Args:
+        name: Its directory.
+        record: Its commit record.
+        path: Where it is, for the error message.
+
+    Returns:
+        None if the name does not end with a number; a manager takes no notice of it then.
+
+    Raises:
+        CorruptCheckpointError: If its metadata is not a manager's.
+    """
+    number = _NAME.fullmatch(name)
+    note = note_of(record, path)
+    if number is None:
+        return None
+    return int(number[1]) if note is None else note.step
+
+
+def known_problem(storage: Storage, name: str) -> str:
+    """Why a checkpoint could not be loaded by who tried last; empty if nobody has failed."""
+    return _failures(storage, name).reason
+
+
 def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
     """What a manager recorded with a checkpoint; None if it was saved without one.
 
