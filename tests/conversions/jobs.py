@@ -315,6 +315,8 @@ class Job:
                 key = f"model.{global_name(name, chunk)}"
                 found.append(Held(key, buffer, torch.arange(buffer.numel())))
         for slot in self.slots:
+            if not memory(slot.tensor).numel():
+                continue  # a rank without rows of a parameter has no state of it either
             tensors = {MASTER: slot.tensor}
             if moments:
                 state = self.optimizer.optimizer.state[slot.tensor]
@@ -323,7 +325,7 @@ class Job:
                 for kind, tensor in tensors.items():
                     elements = memory(tensor)[start : start + len(numbers)]
                     found.append(Held(f"{name}.{kind}", elements, numbers))
-                if moments and len(numbers):
+                if moments:
                     step = state["step"].view(1)
                     found.append(Held(f"{name}.step", step, torch.zeros(1).long()))
         return found

@@ -112,6 +112,34 @@ LAYOUTS = [
 ]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
+TRAINED = [
+    ("dp1", "tp4"),
+    ("fsdp4", "tp2.ep2"),
+    ("zero-flat-4", "vpp2x2"),
+]
+"""Pairs that real processes train in, in the default run."""
+
+TRAINED_IF_SLOW = [
+    ("dp2", "dp4"),
+    ("dp4", "fsdp2"),
+    ("fsdp2", "zero1-4"),
+    ("hsdp2x2", "tp2.pp2"),
+    ("zero1-2", "fsdp4"),
+    ("zero1-4", "ep2"),
+    ("zero-flat-2", "zero-flat-4"),
+    ("zero-flat-4", "fsdp2.tp2"),
+    ("tp2", "pp2"),
+    ("tp4", "hsdp2x2"),
+    ("pp2", "pp4"),
+    ("pp4", "fsdp4"),
+    ("vpp2x2", "tp2.dp2"),
+    ("ep2", "zero-flat-2"),
+    ("tp2.dp2", "dp1"),
+    ("tp2.pp2", "zero1-2"),
+    ("fsdp2.tp2", "pp4"),
+]
+"""The others."""
+
 
 def global_name(name: str, chunk: Chunk) -> str:
     """What a tensor of a chunk is called in the whole model."""

@@ -14,7 +14,15 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
 from tests.conversions.jobs import Job, Links
-from tests.conversions.layouts import BY_NAME, Held, Layout, put_together, random_state
+from tests.conversions.layouts import (
+    BY_NAME,
+    TRAINED,
+    TRAINED_IF_SLOW,
+    Held,
+    Layout,
+    put_together,
+    random_state,
+)
 from tests.conversions.model import Shape
 from tests.conversions.training import start, train
 
@@ -107,40 +115,12 @@ def check(first: Layout, second: Layout, shape: Shape, folder: Path) -> None:
     np.testing.assert_allclose(others, losses[NUM_STEPS:], rtol=1e-5, atol=1e-5)
 
 
-PAIRS = [
-    ("dp1", "tp4"),
-    ("fsdp4", "tp2.ep2"),
-    ("zero-flat-4", "vpp2x2"),
-]
-"""Of the default run."""
-
-SLOW_PAIRS = [
-    ("dp2", "dp4"),
-    ("dp4", "fsdp2"),
-    ("fsdp2", "zero1-4"),
-    ("hsdp2x2", "tp2.pp2"),
-    ("zero1-2", "fsdp4"),
-    ("zero1-4", "ep2"),
-    ("zero-flat-2", "zero-flat-4"),
-    ("zero-flat-4", "fsdp2.tp2"),
-    ("tp2", "pp2"),
-    ("tp4", "hsdp2x2"),
-    ("pp2", "pp4"),
-    ("pp4", "fsdp4"),
-    ("vpp2x2", "tp2.dp2"),
-    ("ep2", "zero-flat-2"),
-    ("tp2.dp2", "dp1"),
-    ("tp2.pp2", "zero1-2"),
-    ("fsdp2.tp2", "pp4"),
-]
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second"), TRAINED)
 def test_a_job_goes_on_in_another_layout(first: str, second: str, tmp_path: Path) -> None:
     check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), SLOW_PAIRS)
+@pytest.mark.parametrize(("first", "second"), TRAINED_IF_SLOW)
 def test_other_jobs_go_on_in_other_layouts(first: str, second: str, tmp_path: Path) -> None:
     check(BY_NAME[first], BY_NAME[second], SHAPE, tmp_path)
