@@ -1,18 +1,24 @@
-"""Save and load of a training state: remesh, torch.distributed.checkpoint, and the disk's limit.
+"""Save and load of a training state: remesh, its peers (`contestants`), and the disk's limit.
 
 The state is Llama-shaped, model in bfloat16 with float32 master weights and two Adam moments (14
-bytes a parameter), every tensor sharded over the ranks. `limit` is the same processes moving the
-same number of bytes raw: direct I/O in 4 MiB blocks from touched memory, preallocated, fsync. All
-contestants take turns within each round; the figures are medians over the rounds. Loads are cold:
-what was written is dropped from the page cache first.
+bytes a parameter), every tensor cut in rows over the ranks. It is loaded into the same layout, into
+columns, and by another number of ranks; what remesh saved as ranges of flattened tensors, as ZeRO
+cuts them, is loaded into columns as well. `limit` is the same processes moving the same number of
+bytes raw: direct I/O in 4 MiB blocks from touched memory, preallocated, fsync. All contestants take
+turns within each round; the figures are medians over the rounds. Loads are cold: what was written
+is dropped from the page cache first.
 
-Reported beside wall time: seconds relative to the limit, CPU seconds of all ranks, and for loads
-the bytes read for each byte that was needed (as counted by the kernel: `rchar` of /proc/self/io).
+Reported beside wall time: seconds relative to the limit, CPU seconds of all ranks, the memory of
+all ranks together at its peak above what they had before, relative to the state (a writer process
+that is forked is not counted, a file that is mapped is), and for loads the bytes read for each byte
+that was needed (as counted by the kernel: `rchar` of /proc/self/io, which knows nothing of maps).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import os
 import resource
 import shutil
@@ -20,17 +26,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import remesh
+from benchmarks import contestants
+from benchmarks.chart import bar_chart, group_rows
+from benchmarks.contestants import Contestant, Shards
 from benchmarks.report import median, print_table, write_json
 from remesh.storage import LocalStorage, aligned_buffer
 
@@ -115,70 +124,219 @@ def bytes_read_by_kernel() -> int:
 
 
 def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    """Of this process and of those that it started, as far as they have ended."""
+    usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def memory_bytes(what: str) -> int:
+    """Memory of this process: `VmRSS` now, `VmHWM` at its peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) << 10
 
 
 def measure(action: Callable[[], object]) -> dict[str, float]:
-    """Wall seconds of the slowest rank; CPU seconds and bytes read of all ranks together."""
+    """Wall seconds of the slowest rank; CPU seconds, bytes read and peak of all ranks together."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory_bytes("VmRSS")
     dist.barrier()
     cpu, read, started = cpu_seconds(), bytes_read_by_kernel(), time.perf_counter()
     action()
     seconds = torch.tensor([time.perf_counter() - started])
-    sums = torch.tensor([cpu_seconds() - cpu, float(bytes_read_by_kernel() - read)])
+    sums = torch.tensor(
+        [
+            cpu_seconds() - cpu,
+            bytes_read_by_kernel() - read,
+            max(memory_bytes("VmHWM") - before, 0),
+        ],
+        dtype=torch.float64,
+    )
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     dist.all_reduce(sums)
-    return {"seconds": seconds.item(), "cpu": sums[0].item(), "read": sums[1].item()}
+    return {
+        "seconds": seconds.item(),
+        "cpu": sums[0].item(),
+        "read": sums[1].item(),
+        "peak": sums[2].item(),
+    }
 
 
-def run_rank(rank: int, world_size: int, store: str, options: Options, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
-    source = make_state(options.gibibytes, 0, fill=True)
-    num_bytes = local_bytes(source)
-    found: list[tuple[str, str, dict[str, float]]] = []
+Found = list[tuple[str, str, dict[str, float]]]
+"""Task, contestant, and what was measured."""
+
+ALONE = Contestant(
+    "remesh, each for itself",
+    lambda _shards, _folder: None,
+    lambda shards, folder: remesh.load(shards.dtensors(), folder, share_reads=False),
+)
+"""remesh without sharing what ranks read; it has no checkpoint of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round: everybody's turn at each task.
+
+    Attributes:
+        folder: Where the files of the round are.
+        found: What was measured.
+    """
+
+    folder: Path
+    found: Found
+
+    def save(self, source: Shards, who: list[Contestant]) -> None:
+        """Let everybody save."""
+        num_bytes = sum(data.nbytes for data in source.data.values())
+        self._take("save", "limit", lambda: raw_write(self.folder / "raw", num_bytes))
+        for one in who:
+            self._take("save", one.name, partial(one.save, source, place_of(self.folder, one)))
+
+    def load(self, task: str, target: Shards, who: list[Contestant]) -> None:
+        """Let everybody fill the target."""
+        num_bytes = sum(data.nbytes for data in target.data.values())
+        self._take(task, "limit", lambda: raw_read(self.folder / "raw", num_bytes))
+        for one in who:
+            for data in target.data.values():
+                data.zero_()
+            self._take(task, one.name, partial(one.load, target, place_of(self.folder, one)))
+
+    def _take(self, task: str, name: str, action: Callable[[], object]) -> None:
+        if task != "save":
+            dist.barrier()
+            if dist.get_rank() == 0:
+                drop_cache(self.folder)
+        self.found.append((task, name, measure(action)))
+
+
+def place_of(folder: Path, contestant: Contestant) -> Path:
+    return folder / contestant.name.partition(",")[0].replace(" ", "-")
+
+
+def local_shards(gibibytes: float, dim: int, *, fill: bool) -> Shards:
+    state = make_state(gibibytes, dim, fill)
+    return Shards({name: tensor.to_local() for name, tensor in state.items()}, dim)
+
+
+def as_flat_ranges(shards: Shards) -> dict[str, Any]:
+    """The same bytes as ranges of flattened tensors, one on each rank, as ZeRO cuts them."""
+    world_size, rank, cut = dist.get_world_size(), dist.get_rank(), {}
+    for name, data in shards.data.items():
+        shape, _ = shards.shape_and_offset(data)
+        size = math.prod(shape) // world_size
+        cut[name] = remesh.ShardedTensor.from_rank_offsets_flat(
+            name, data.view(-1), shape, flattened_range=slice(rank * size, (rank + 1) * size)
+        )
+    return cut
+
+
+def same_world(folder: Path, options: Options) -> Found:
+    """Save, and load with as many ranks. The files of the last round stay."""
+    found: Found = []
+    who = contestants.that_run(folder / "trial")
+    resharding = [one for one in who if one.reshards]
+    world_size = dist.get_world_size()
+    source = local_shards(options.gibibytes, 0, fill=True)
     for number in range(options.rounds):
-        folder = Path(options.folder) / f"round-{number}"
-        saves: dict[str, Callable[[], object]] = {
-            "limit": lambda: raw_write(folder / "raw", num_bytes),  # noqa: B023
-            "remesh": lambda: remesh.save(source, folder / "remesh"),  # noqa: B023
-            "torch dcp": lambda: dcp.save(source, checkpoint_id=folder / "dcp"),  # noqa: B023
-        }
-        found += [("save", name, measure(action)) for name, action in saves.items()]
-        for layout, dim in (("load, same layout", 0), ("load, rows to columns", 1)):
-            target = make_state(options.gibibytes, dim, fill=False)
-            loads: dict[str, Callable[[], object]] = {
-                "limit": lambda: raw_read(folder / "raw", num_bytes),  # noqa: B023
-                "remesh": lambda: remesh.load(target, folder / "remesh"),  # noqa: B023
-                "torch dcp": lambda: dcp.load(target, checkpoint_id=folder / "dcp"),  # noqa: B023
-            }
-            if world_size > 1 and dim == 1:
-                loads["remesh, each for itself"] = lambda: remesh.load(  # type: ignore[assignment]
-                    target,  # noqa: B023
-                    folder / "remesh",  # noqa: B023
-                    share_reads=False,
-                )
-            for name, action in loads.items():
-                for tensor in target.values():
-                    tensor.to_local().zero_()
-                if rank == 0:
-                    drop_cache(folder)
-                found.append((layout, name, measure(action)))
-                if dim == 0:
-                    check(source, target, name)
+        turn = Round(folder / str(number), found)
+        turn.save(source, who)
+        target = local_shards(options.gibibytes, 0, fill=False)
+        turn.load("load, same layout", target, who)
+        check(source, target, "the last contestant")
+        target = local_shards(options.gibibytes, 1, fill=False)
+        both = [*resharding, ALONE] if world_size > 1 else resharding
+        turn.load("load, rows to columns", target, both)
+        if world_size > 1:
+            remesh.save(as_flat_ranges(source), turn.folder / "remesh", overwrite=True)
+            remesh_alone = [one for one in resharding if one.name == "remesh"]
+            turn.load("load, flattened to tensor parallel", target, remesh_alone)
+            remesh.save(source.dtensors(), turn.folder / "remesh", overwrite=True)
         dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folder)
+        if dist.get_rank() == 0 and number + 1 < options.rounds:
+            shutil.rmtree(turn.folder)
         dist.barrier()
+    return found
+
+
+def other_world(folder: Path, options: Options, saved_by: int) -> Found:
+    """Load what another number of ranks has saved."""
+    found: Found = []
+    who = [one for one in contestants.that_run(folder / "trial") if one.reshards]
+    target = local_shards(options.gibibytes, 0, fill=False)
+    turn = Round(Path(options.folder) / f"world-{saved_by}" / str(options.rounds - 1), found)
+    shutil.rmtree(turn.folder / "raw", ignore_errors=True)
+    dist.barrier()
+    raw_write(turn.folder / "raw", sum(data.nbytes for data in target.data.values()))
+    for _ in range(options.rounds):
+        turn.load(f"load what {saved_by} ranks saved", target, who)
+    return found
+
+
+def run_rank(rank: int, world_size: int, saved_by: int, options: Options, results: Any) -> None:
+    torch.set_num_threads(1)
+    folder = Path(options.folder) / f"world-{world_size}"
+    store = f"file://{options.folder}/store-{world_size}-{saved_by}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=world_size)
+    if saved_by == world_size:
+        found = same_world(folder, options)
+    else:
+        found = other_world(folder, options, saved_by)
     if rank == 0:
-        results.append((world_size, num_bytes * world_size, found))
+        results.extend(found)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def check(source: dict[str, Any], target: dict[str, Any], contestant: str) -> None:
-    if contestant != "limit":
-        for name, tensor in source.items():
-            assert torch.equal(tensor.to_local(), target[name].to_local()), (contestant, name)
+def check(source: Shards, target: Shards, contestant: str) -> None:
+    for name, data in source.data.items():
+        assert torch.equal(data, target.data[name]), (contestant, name)
+
+
+def rows_of(world_size: int, num_bytes: int, found: Found) -> list[dict[str, Any]]:
+    """The medians of each contestant at each task."""
+    rows = []
+    for task in dict.fromkeys(task for task, _, _ in found):
+        limit = median([m["seconds"] for t, name, m in found if (t, name) == (task, "limit")])
+        for name in dict.fromkeys(name for t, name, _ in found if t == task):
+            of = [m for t, n, m in found if (t, n) == (task, name)]
+            seconds = median([m["seconds"] for m in of])
+            rows.append(
+                {
+                    "ranks": world_size,
+                    "task": f"{world_size} rank{'s' * (world_size > 1)}, {task}",
+                    "contestant": name,
+                    "seconds": seconds,
+                    "times_limit": seconds / limit,
+                    "cpu_seconds": median([m["cpu"] for m in of]),
+                    "bytes": num_bytes,
+                    "peak_per_state": median([m["peak"] for m in of]) / num_bytes,
+                    "read_per_needed": median([m["read"] for m in of]) / num_bytes,
+                    "all_seconds": [m["seconds"] for m in of],
+                }
+            )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Print the table, write the figures and draw the chart."""
+    table = [
+        [
+            row["task"],
+            row["contestant"],
+            f"{row['seconds']:.2f} s",
+            f"{row['times_limit']:.2f}",
+            f"{row['cpu_seconds']:.2f} s",
+            f"{row['peak_per_state']:.2f}",
+            f"{row['read_per_needed']:.2f}" if "load" in row["task"] else "",
+        ]
+        for row in rows
+    ]
+    columns = ["", "contestant", "median", "x limit", "CPU", "peak/state", "read/needed"]
+    print_table(title, columns, table)
+    write_json("save_load", rows)
+    groups = group_rows(rows, "times_limit")
+    chart = bar_chart(f"Seconds, as multiples of the limit: {title}", groups, limit=1, longest=6)
+    Path("bench-output/save_load.svg").write_text(chart)
 
 
 def main() -> None:
@@ -188,46 +346,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--folder", help="where to write; by default a temporary folder here")
     arguments = parser.parse_args()
-    rows, everything = [], []
-    for world_size in arguments.ranks:
-        with tempfile.TemporaryDirectory(dir=arguments.folder or ".") as place:
-            folder = str(Path(place).resolve())
-            options = Options(arguments.gib, arguments.rounds, folder)
+    sizes = arguments.ranks
+    worlds = [(size, size) for size in sizes]
+    worlds += [pair for pair in ((2, 4), (4, 2)) if set(pair) <= set(sizes)]
+    shapes = shapes_of(arguments.gib).values()
+    num_bytes = 14 * sum(math.prod(shape) for shape in shapes)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder or ".") as place:
+        options = Options(arguments.gib, arguments.rounds, str(Path(place).resolve()))
+        for world_size, saved_by in worlds:
             results = mp.Manager().list()
-            store = f"{folder}/store"
-            mp.spawn(run_rank, (world_size, store, options, results), nprocs=world_size)
-            _, num_bytes, found = results[0]
-        for task in dict.fromkeys(task for task, _, _ in found):
-            limit = median([m["seconds"] for t, name, m in found if (t, name) == (task, "limit")])
-            for name in dict.fromkeys(name for t, name, _ in found if t == task):
-                of = [m for t, n, m in found if (t, n) == (task, name)]
-                seconds = median([m["seconds"] for m in of])
-                ratio = seconds / limit
-                row = {
-                    "ranks": world_size,
-                    "task": task,
-                    "contestant": name,
-                    "seconds": seconds,
-                    "times_limit": ratio,
-                    "cpu_seconds": median([m["cpu"] for m in of]),
-                    "bytes": num_bytes,
-                    "read_per_needed": median([m["read"] for m in of]) / num_bytes,
-                    "all_seconds": [m["seconds"] for m in of],
-                }
-                everything.append(row)
-                rows.append(
-                    [
-                        f"{world_size} ranks, {task}",
-                        name,
-                        f"{seconds:.2f} s",
-                        f"{ratio:.2f}",
-                        f"{row['cpu_seconds']:.2f} s",
-                        f"{row['read_per_needed']:.2f}" if task.startswith("load") else "",
-                    ]
-                )
-    columns = ["", "contestant", "median", "x limit", "CPU", "read/needed"]
-    print_table(f"{arguments.gib} GiB of state, {arguments.rounds} rounds", columns, rows)
-    write_json("save_load", everything)
+            mp.spawn(run_rank, (world_size, saved_by, options, results), nprocs=world_size)
+            rows += rows_of(world_size, num_bytes, list(results))
+    show(rows, f"{num_bytes / 2**30:.2g} GiB of state, {arguments.rounds} rounds")
 
 
 if __name__ == "__main__":
