@@ -54,6 +54,7 @@ def num_repeated(cluster: Cluster) -> int:
     return sum(len(losses) - 1 for losses in cluster.losses().values())
 
 
+@slow
 def test_after_a_killed_process_the_job_goes_on_from_memory(tmp_path: Path, memory: Path) -> None:
     with cluster_of(tmp_path, memory, "2:2", 40, saving=("15", "1", "0")) as cluster:
         cluster.start(0, 1)

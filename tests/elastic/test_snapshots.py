@@ -339,7 +339,7 @@ def test_agents_store_nothing_of_which_a_part_is_lost(
 def test_peers_lie_on_another_node_and_share_the_work(places: list[str], distance: int) -> None:
     nodes = nodes_of(places)
     assert sorted(rank for ranks in nodes.ranks for rank in ranks) == list(range(len(places)))
-    assert [nodes.node_of(ranks[0]) for ranks in nodes.ranks] == list(range(len(nodes.ranks)))
+    assert [nodes.node[ranks[0]] for ranks in nodes.ranks] == list(range(len(nodes.ranks)))
     if distance >= len(nodes.ranks):
         return
     peers = nodes.peers(distance)

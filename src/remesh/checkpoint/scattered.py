@@ -67,17 +67,15 @@ class Nodes:
 
     Attributes:
         ranks: The ranks of each node, ascending; nodes are ordered by their first ranks.
+        node: The node of each rank.
     """
 
     ranks: tuple[tuple[int, ...], ...]
-
-    def node_of(self, rank: int) -> int:
-        """The node of a rank."""
-        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+    node: tuple[int, ...]
 
     def is_first(self, rank: int) -> bool:
         """Whether a rank is the one that acts for its node."""
-        return any(ranks[0] == rank for ranks in self.ranks)
+        return self.ranks[self.node[rank]][0] == rank
 
     def peers(self, distance: int) -> dict[int, int]:
         """For each rank the one that takes its file, on the node that is `distance` further."""
@@ -97,7 +95,8 @@ def nodes_of(places: Sequence[str]) -> Nodes:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    return Nodes(tuple(map(tuple, ranks.values())))
+    number = {place: node for node, place in enumerate(ranks)}
+    return Nodes(tuple(map(tuple, ranks.values())), tuple(number[place] for place in places))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -302,23 +301,23 @@ def find_scattered(storage: Storage, nodes: Nodes, exchange: Exchange) -> list[S
         found = _look(storage) if nodes.is_first(exchange.rank) else []
         return msgspec.msgpack.encode(found)
 
-    heard: dict[tuple[str, str], dict[int, list[str]]] = {}
     records: dict[tuple[str, str], native.CommitRecord] = {}
+    able: dict[tuple[str, str], list[int]] = {}
+    holders: dict[tuple[str, str], dict[str, list[int]]] = {}
     for rank, data in enumerate(run_on_all(exchange, look)):
         for name, text, files in msgspec.msgpack.decode(data, type=list[_Found]):
             record = native.decode_record(text, name)
             key = (name, record.save_id)
             records[key] = record
-            heard.setdefault(key, {})[nodes.node_of(rank)] = files
+            able.setdefault(key, []).append(nodes.node[rank])
+            for file in files:
+                holders.setdefault(key, {}).setdefault(file, []).append(nodes.node[rank])
     return [
         Scattered(
             key[0],
             record,
-            tuple(heard[key]),
-            tuple(
-                tuple(node for node, files in heard[key].items() if file.path in files)
-                for file in record.files
-            ),
+            tuple(able[key]),
+            tuple(tuple(holders.get(key, {}).get(file.path, ())) for file in record.files),
         )
         for key, record in records.items()
     ]
