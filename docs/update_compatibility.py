@@ -28,8 +28,8 @@ predicts further ahead. Parameters are bfloat16; AdamW works on fp32 master copi
   and the step are bit for bit what cutting the whole tensors gives, on every rank. Ranks are
   threads, and rows that FSDP2 would keep as DTensors are described by hand.
 * `T`: so they are, and real processes trained in the first layout, saved, went on in it and,
-  loaded, in the other, with the same losses (to 1e-5). Brought back into the first layout, the state was bit
-  for bit what it had been. FSDP2 is torch's own there.
+  loaded, in the other, with the same losses (to 1e-5). Brought back into the first layout, the
+  state was bit for bit what it had been. FSDP2 is torch's own there.
 * `x`: it failed.
 
 Rows are saved, columns loaded.

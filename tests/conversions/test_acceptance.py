@@ -116,7 +116,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def test_bare_wrapped_and_nested_optimizers_dp2_dp4() -> None:
-    def job() -> tuple[nn.Module, torch.optim.AdamW]:
+    def job() -> tuple[nn.Linear, torch.optim.AdamW]:
         torch.manual_seed(1)
         model = nn.Linear(3, 2)
         return model, torch.optim.AdamW(model.parameters())
@@ -339,7 +339,7 @@ def test_a_shard_that_nobody_declares_is_an_error_tp2ep2pp2(marked: bool) -> Non
         layer = nn.LayerNorm(4)
         nn.init.constant_(layer.weight, float(exchange.rank))
         if marked:
-            layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
+            layer.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         remesh.save({"model": layer}, MemoryStorage(), group=exchange)
 
     kind = remesh.StateError if marked else remesh.DivergedReplicaError
