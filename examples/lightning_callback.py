@@ -2,9 +2,10 @@
 
     python examples/lightning_callback.py
     torchrun --nproc-per-node 2 examples/lightning_callback.py
+    torchrun --nproc-per-node 2 examples/lightning_callback.py --shard
 
 Interrupt it and run it again: it goes on after the newest checkpoint in `run`, with as many
-processes as there are then. The model has dropout; the data are made up.
+processes as there are then, sharded or not. The model has dropout; the data are made up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from remesh.run_info import run_info
@@ -28,6 +31,11 @@ class Regression(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 1))
+
+    def configure_model(self) -> None:
+        """Shard the model by FSDP2, where Lightning has a mesh for that."""
+        if self.device_mesh is not None:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, _batch_idx: int) -> torch.Tensor:
         """The loss of a batch."""
@@ -55,6 +63,7 @@ def train(args: argparse.Namespace, *callbacks: pl.Callback) -> Regression:
     trainer = pl.Trainer(
         max_epochs=args.epochs,
         accelerator="cpu",
+        strategy=ModelParallelStrategy(run_info().world_size, 1) if args.shard else "auto",
         devices=run_info().world_size,
         use_distributed_sampler=False,  # the batch sampler deals the samples to the ranks
         enable_checkpointing=False,  # remesh saves
@@ -73,6 +82,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", default="run")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--every", type=int, default=3, help="steps from save to save")
+    parser.add_argument("--shard", action="store_true", help="shard the model by FSDP2")
     return parser.parse_args(words)
 
 

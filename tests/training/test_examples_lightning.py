@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 import remesh
+from remesh.exchange import Exchange
+from remesh.testing import run_processes
 from remesh.training import CheckpointInfo
 from tests.training.example import PowerCutError, load_example
 
@@ -70,7 +75,30 @@ def test_an_interrupted_run_is_the_same_run(
         assert torch.equal(value, resumed.state_dict()[name]), name
     rates = [model.trainer.optimizers[0].param_groups[0]["lr"] for model in (whole, resumed)]
     assert rates[0] == rates[1] == 1e-2 / 4
-    assert latest(tmp_path).metrics["loss"] > 0
+    assert latest(tmp_path).metrics["loss"] is not None
+
+
+def sharded(exchange: Exchange, directory: str) -> None:
+    """A launch on one of several ranks, cut off at its fifth step."""
+    rank, world_size = str(exchange.rank), str(exchange.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size)
+    warnings.simplefilter("ignore")
+    example = load_example("lightning_callback")
+    args = example.parse_args(["--directory", directory, "--shard"])
+    with suppress(PowerCutError):
+        example.train(args, PowerCut(4))
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks_are_resumed_by_one_process(tmp_path: Path) -> None:
+    run_processes(2, sharded, str(tmp_path))
+    saved = latest(tmp_path)
+    assert (saved.step, saved.world_size) == (3, 2)
+    pieces = remesh.Checkpoint(saved.path).index.pieces("model.layers.0.weight")
+    assert [piece.box.shape for piece in pieces] == [(8, 8), (8, 8)]
+
+    resumed = train(tmp_path)
+    assert resumed.trainer.global_step == 3 + 2 + 8
 
 
 def latest(directory: Path) -> CheckpointInfo:

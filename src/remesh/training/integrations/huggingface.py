@@ -91,7 +91,7 @@ class RemeshCallback(TrainerCallback):
         return str(folder)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **parts: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Fill model, optimizer and the rest from the checkpoint. Collective.
 
@@ -99,6 +99,7 @@ class RemeshCallback(TrainerCallback):
             CheckpointError: If it turns out to be damaged; the next launch takes an older one.
             RemeshError: As `remesh.Manager.resume`.
         """
+        del control  # there is nothing to decide
         self._offered = state.global_step
         if self._resuming is None:
             return
@@ -141,13 +142,14 @@ class RemeshCallback(TrainerCallback):
 
     def on_log(
         self,
-        _args: TrainingArguments,
-        _state: TrainerState,
-        _control: TrainerControl,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         logs: dict[str, Any] | None = None,
-        **_parts: Any,
+        **parts: Any,
     ) -> None:
         """Note the numbers that were logged last: the metrics of the checkpoints that follow."""
+        del args, state, control, parts
         numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, float)}
         self._metrics.update(numbers)
 

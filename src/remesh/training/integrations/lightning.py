@@ -116,9 +116,9 @@ class RemeshCallback(Callback):
             num_done = len(self._loader)
             batches.set_epoch(batches.sampler.epoch + 1)
         # What Lightning's own checkpoints say at this point: the last batch is not quite completed.
+        counts = dict.fromkeys(("ready", "started", "processed"), num_done)
         progress = loops.epoch_loop.batch_progress.current
-        progress.ready = progress.started = progress.processed = num_done
-        progress.completed = num_done - 1
+        progress.load_state_dict({**counts, "completed": num_done - 1})
 
     def on_train_batch_start(
         self, trainer: Trainer, _pl_module: LightningModule, _batch: Any, _batch_idx: int
