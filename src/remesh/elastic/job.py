@@ -334,6 +334,9 @@ def _fail(state: State, event: Fail, now: float) -> State:
 
 def _drain(state: State, event: Drain, now: float) -> State:
     assert state.rendezvous is not None
+    known = state.rendezvous.known(event.node_id)
+    if known is None or known.incarnation != event.incarnation:
+        return state
     if event.node_id not in state.rendezvous.active:
         return state
     old = state.wish

@@ -7,8 +7,9 @@ state and applies the events since: a master that was killed goes on where it wa
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -118,12 +119,8 @@ class Journal:
             self._number += 1
             rows.append((self._number, time, _encode(event)))
         self._num_since_snapshot += len(rows)
-        try:
-            self._database.execute("begin")
+        with self._transaction():
             self._database.executemany("insert into events values (?, ?, ?)", rows)
-            self._database.execute("commit")
-        except sqlite3.Error as error:
-            raise StorageError(f"{self._path}: the journal cannot be written: {error}") from error
 
     def snapshot(self, state: State, time: float) -> None:
         """Write the whole state and drop the events before it.
@@ -131,18 +128,31 @@ class Journal:
         Args:
             state: The state after every event that was appended, and no other.
             time: The time of the last of them.
+
+        Raises:
+            StorageError: If it cannot be written.
         """
-        try:
-            self._database.execute("begin")
-            self._database.execute(
-                "insert into snapshots values (?, ?, ?)", (self._number, time, _encode(state))
-            )
+        row = (self._number, time, _encode(state))
+        with self._transaction():
+            self._database.execute("insert or replace into snapshots values (?, ?, ?)", row)
             self._database.execute("delete from snapshots where number < ?", (self._number,))
             self._database.execute("delete from events where number <= ?", (self._number,))
-            self._database.execute("commit")
+        self._num_since_snapshot = 0
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing; after a failure the next one can be tried."""
+        try:
+            self._database.execute("begin")
+            try:
+                yield
+                self._database.execute("commit")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("rollback")
+                raise
         except sqlite3.Error as error:
             raise StorageError(f"{self._path}: the journal cannot be written: {error}") from error
-        self._num_since_snapshot = 0
 
     @property
     def wants_snapshot(self) -> bool:

@@ -161,6 +161,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         finished: Ids of members that succeeded.
         ready: Nodes that have joined for the next round, by id.
         excluded: Incarnation and reason of nodes that are not to be used, by id.
+        newest: The incarnation that joined last, by id.
         replaced: Incarnations whose node id another agent has taken over.
         changed_at: When the set of ready nodes changed last.
         without_world_since: Since when no member is active; None while one is.
@@ -176,6 +177,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     finished: frozenset[int] = frozenset()
     ready: dict[int, Node] = {}
     excluded: dict[int, tuple[str, str]] = {}
+    newest: dict[int, str] = {}
     replaced: frozenset[str] = frozenset()
     changed_at: float = 0.0
     without_world_since: float | None = None
@@ -231,10 +233,11 @@ def _join(state: State, node: Node, after_round: int, now: float) -> State:
     in_world = member is not None and member.incarnation == node.incarnation
     if in_world and node.id in state.active and after_round < state.round:
         return state  # a late copy of the message that led to this world
-    previous = state.known(node.id)
-    if previous is not None and previous.incarnation != node.incarnation:
-        taken_over = state.replaced | {previous.incarnation}
-        state = msgspec.structs.replace(state, replaced=taken_over)
+    newest = state.newest.get(node.id, node.incarnation)
+    if newest != node.incarnation:
+        state = msgspec.structs.replace(state, replaced=state.replaced | {newest})
+    if state.newest.get(node.id) != node.incarnation:
+        state = msgspec.structs.replace(state, newest={**state.newest, node.id: node.incarnation})
     if state.ready.get(node.id) == node:
         return state
     return msgspec.structs.replace(
