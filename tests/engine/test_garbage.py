@@ -47,6 +47,7 @@ def test_the_decision(one: Seen, record: RecordState, refers: bool, older_than: 
     assert (leftover.path, leftover.num_bytes) == (one.path, one.num_bytes)
     may_go = (
         record != "unreadable"
+        and one.modified is not None
         and NOW - one.modified > older_than
         and not one.strange
         and not (record == "missing" and "index.safetensors" in one.files)
