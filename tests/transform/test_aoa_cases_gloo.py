@@ -90,7 +90,7 @@ def _run_cases(exchange: Exchange, folder: Path) -> int:
     return len(CASES)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_cases(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, _run_cases, tmp_path) == [len(CASES)] * num_ranks
 
