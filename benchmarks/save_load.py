@@ -55,7 +55,7 @@ class Options:
 
 def shapes_of(gibibytes: float) -> dict[str, tuple[int, int]]:
     """Llama-like parameters that come to about the given size with their optimizer state."""
-    hidden, layers = 1024, 4
+    hidden, layers = (1024 if gibibytes >= 0.4 else 256), 1
     num_parameters = gibibytes * 2**30 / 14
     while (12 * layers * hidden * hidden + 2 * 8192 * hidden) < num_parameters * 0.98:
         layers += 1
