@@ -43,11 +43,15 @@ format: $(VENV)/.ready-dev  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.ready-dev  ## Measure against torch.distributed.checkpoint and the disk
+bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of the machine
 	$(BIN)/python -m benchmarks.save_load
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.transform_planning
+	$(BIN)/python -m benchmarks.reshard
+	$(BIN)/python -m benchmarks.megatron
+	$(BIN)/python -m benchmarks.elastic
+	$(BIN)/python -m benchmarks.master
 
 clean:  ## Remove what the commands above made
 	rm -rf $(VENV) demo-output bench-output build dist .mypy_cache .pytest_cache .ruff_cache
