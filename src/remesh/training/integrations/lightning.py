@@ -192,9 +192,8 @@ class RemeshCallback(Callback):
 class RemeshCheckpointIO(CheckpointIO):
     """Lightning's own checkpoints as directories of remesh.
 
-    Rank 0 writes what Lightning hands to it, in the foreground. Lightning gathers a sharded model
-    before that, and a checkpoint loads under the strategy that it was saved with; `RemeshCallback`
-    has neither limit.
+    Rank 0 writes what Lightning hands to it, in the foreground. Strategies that cut the model write
+    files of their own and ask no plugin; there, use `RemeshCallback`.
 
     Example:
         >>> Trainer(plugins=[RemeshCheckpointIO()])  # doctest: +SKIP
