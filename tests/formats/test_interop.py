@@ -112,9 +112,13 @@ def test_what_is_saved_here_loads_with_torch(
 # Megatron
 # ---------------------------------------------------------------------------------------------
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what it would like to have installed
-    MEGATRON: Any = importlib.import_module("megatron.core.dist_checkpointing")
+
+def megatron() -> Any:
+    """Megatron's module; ranks that do not need it are spared seconds of imports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it would like to have installed
+        return importlib.import_module("megatron.core.dist_checkpointing")
+
 
 ROWS, COLUMNS = 12, 6
 COMMON = {
@@ -141,9 +145,9 @@ def megatron_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
         rows.zero_()
         layers.zero_()
     state: dict[str, Any] = {
-        "weight": MEGATRON.ShardedTensor.from_rank_offsets("weight", rows, (0, rank, num_ranks)),
+        "weight": megatron().ShardedTensor.from_rank_offsets("weight", rows, (0, rank, num_ranks)),
         "layers": {
-            f"{number}": MEGATRON.ShardedTensor.from_rank_offsets(
+            f"{number}": megatron().ShardedTensor.from_rank_offsets(
                 "layers.bias",
                 layer,
                 (0, rank * len(layers) + number, 4),
@@ -151,7 +155,7 @@ def megatron_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
             )
             for number, layer in enumerate(layers)
         },
-        "rng": MEGATRON.mapping.ShardedObject(
+        "rng": megatron().mapping.ShardedObject(
             "rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank
         ),
     }
@@ -172,12 +176,12 @@ def on_the_cpu() -> None:
 
 def megatron_save(exchange: Exchange, folder: Path) -> None:
     on_the_cpu()
-    MEGATRON.save(megatron_state(exchange, empty=False), str(folder))
+    megatron().save(megatron_state(exchange, empty=False), str(folder))
 
 
 def megatron_load(exchange: Exchange, folder: Path) -> Any:
     on_the_cpu()
-    loaded = MEGATRON.load(megatron_state(exchange, empty=True), str(folder))
+    loaded = megatron().load(megatron_state(exchange, empty=True), str(folder))
     layers = torch.stack([loaded["layers"][key] for key in sorted(loaded["layers"])])
     common = {name: loaded[name] for name in COMMON}
     rng = loaded["rng"]
