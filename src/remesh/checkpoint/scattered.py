@@ -130,7 +130,7 @@ def save_scattered(
         emit: Told of the moments in `remesh.events.SAVE_POINTS`.
 
     Raises:
-        RemeshError: As `remesh.save`. What was written is removed as far as that is possible.
+        RemeshError: As `remesh.save`. What was written is removed, unless it may be complete.
     """
     options = SaveOptions(overwrite=True, metadata=metadata)
     mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
@@ -170,10 +170,11 @@ def save_scattered(
         for distance in range(1, min(num_replicas, len(nodes.ranks) - 1) + 1):
             _copy_files(exchange, storage, sizes, nodes.peers(distance))
         small = run_on_one(exchange, describe)
-        run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
     except Exception:
         remove_files(storage, mine.save_id)
         raise
+    # If that fails, the files stay: on another node the checkpoint may be committed already.
+    run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
     emit("save.done")
 
 

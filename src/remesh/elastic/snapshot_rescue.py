@@ -5,6 +5,9 @@ again and save at once what they found in memory. When nobody starts again, the 
 each copies the data files that its node has, and leaves a note for each that is whole. Whoever
 finds notes for all files puts the commit record. So no agent has to know of the others, the last
 one commits, and if files are lost, nobody does.
+
+A process may have died while the newest snapshot was committed, which then is so on some nodes
+only. Therefore the one before is brought to storage as well, unless the newest is there by then.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ PIECE_BYTES = 32 << 20
 
 
 def store_newest(directory: str, *, whole_only: bool) -> list[str]:
-    """Copy the newest snapshot of each root to it, unless there is as new a checkpoint.
+    """Copy the snapshots of each root to it, the newest first, until there is as new a checkpoint.
 
     Args:
         directory: The node's directory for snapshots; empty if it has none.
@@ -38,33 +41,34 @@ def store_newest(directory: str, *, whole_only: bool) -> list[str]:
     committed = []
     for folder in sorted(Path(directory).iterdir()) if directory else []:
         try:
-            place = _store_from(folder, whole_only=whole_only)
+            committed += _store_from(folder, whole_only=whole_only)
         except RemeshError as error:
-            log.warning("the snapshot in %s is not stored: %s", folder, error)
-            continue
-        if place is not None:
-            log.info("stored %s, which was in memory only", place)
-            committed.append(place)
+            log.warning("the snapshots in %s are not stored: %s", folder, error)
     return committed
 
 
-def _store_from(folder: Path, *, whole_only: bool) -> str | None:
-    """Store the newest snapshot of a folder; where it was committed, if it was."""
+def _store_from(folder: Path, *, whole_only: bool) -> list[str]:
+    """Store the snapshots of a folder; where one was committed, if it was."""
     memory = LocalStorage(folder, direct_io=False)
-    records = [path for path in memory.list() if path.endswith(f"/{native.RECORD_NAME}")]
-    if not records:
-        return None
-    name = max(records).partition("/")[0]
-    root = memory.read(ROOT_NAME).decode()
-    source = LocalStorage(folder / name, direct_io=False)
-    record = native.read_record(source)
-    if whole_only and not all(exists(source, file.path) for file in record.files):
-        return None
-    stored = [path for path in open_storage(root).list() if path.endswith(f"/{native.RECORD_NAME}")]
-    if stored and max(stored).partition("/")[0] >= name:
-        return None
-    place = f"{root.rstrip('/')}/{name}"
-    return place if _store(source, record, open_storage(place)) else None
+    for name in sorted(_names(memory), reverse=True):
+        root = memory.read(ROOT_NAME).decode()
+        if max(_names(open_storage(root)), default="") >= name:
+            break
+        source = LocalStorage(folder / name, direct_io=False)
+        record = native.read_record(source)
+        if whole_only and not all(exists(source, file.path) for file in record.files):
+            continue
+        place = f"{root.rstrip('/')}/{name}"
+        if _store(source, record, open_storage(place)):
+            log.info("stored %s, which was in memory only", place)
+            return [place]
+    return []
+
+
+def _names(storage: Storage) -> list[str]:
+    """The directories below a root that have commit records."""
+    ending = f"/{native.RECORD_NAME}"
+    return [path.removesuffix(ending) for path in storage.list() if path.endswith(ending)]
 
 
 def _store(source: Storage, record: native.CommitRecord, target: Storage) -> bool:
