@@ -47,7 +47,7 @@ def test_of_two_nodes_that_fail_together_none_is_thrown_out() -> None:
 def test_of_two_nodes_the_one_whose_own_probe_fails_is_faulty() -> None:
     result = GroupResult((0, 1), passed=False, broken=frozenset({1}), message="bad memory")
     verdict = judge([0, 1], [result])
-    assert verdict.faulty == {1: "bad memory"}
+    assert verdict.faulty == {1: "its own probe failed: bad memory"}
     assert sorted(verdict.suspects) == [0]
 
 

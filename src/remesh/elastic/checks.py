@@ -137,7 +137,7 @@ def judge(nodes: Iterable[int], results: Sequence[GroupResult]) -> Verdict:
     everyone = frozenset(nodes)
     alone = len(everyone) == 1
     faulty = {
-        node: f"its own probe failed {result.message}".rstrip()
+        node: f"its own probe failed: {result.message}".removesuffix(": ")
         for result in results
         for node in result.broken
     }
