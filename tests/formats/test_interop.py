@@ -129,10 +129,11 @@ COMMON = {
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
+    # Of its own, since ranks that are threads share torch's.
+    generator = torch.Generator().manual_seed(3)
     return {
-        "weight": torch.randn(ROWS, COLUMNS),
-        "layers.bias": torch.randn(4, COLUMNS).to(torch.bfloat16),
+        "weight": torch.randn(ROWS, COLUMNS, generator=generator),
+        "layers.bias": torch.randn(4, COLUMNS, generator=generator).to(torch.bfloat16),
     }
 
 
