@@ -201,8 +201,10 @@ def test_no_permission(
 
 def test_ctrl_c_ends_quietly(checkpoint: Path) -> None:
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from remesh.cli import inspect, main\n"
+        # A shell starts what runs in the background with Ctrl-C ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def check(path):\n"
         "    print('checking', flush=True)\n"
         "    time.sleep(60)\n"
