@@ -1,7 +1,6 @@
 """`torchrun --rdzv-backend=remesh`: worlds formed by a remesh master, in an unchanged torchrun.
 
-torchrun finds `create` through the entry point group `torchrun.handlers` and imports this module in
-every launcher, so nothing heavy happens on import. What the master needs to know and torchrun has
+torchrun finds it through `remesh.elastic.torchrun`. What the master needs to know and torchrun has
 no flag for comes by `--rdzv-conf`: `name`, `node_id`, `node_unit`, `last_call`, `join_timeout`,
 `token_file`, `tls_ca`, `beat_seconds`, and `nproc`, because torchrun does not tell a handler how
 many processes it starts.
@@ -182,14 +181,3 @@ def make_node(
 
 def _host_name() -> str:
     return socket.gethostname()
-
-
-def _create(parameters: RendezvousParameters) -> Handler:
-    from remesh.elastic.node_check import run_test
-
-    return Handler(make_node(parameters, run_test), parameters.run_id)
-
-
-def create() -> Callable[[RendezvousParameters], Handler]:
-    """What torchrun's entry point asks for: a function that makes handlers."""
-    return _create

@@ -1,0 +1,27 @@
+"""Where torchrun finds `--rdzv-backend=remesh`: the entry point group `torchrun.handlers`.
+
+torch imports this module in every launcher, in the middle of importing its own rendezvous, so it
+imports nothing that imports torch before it is asked for a handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from remesh.elastic.handler import Handler
+
+
+def _create(parameters: RendezvousParameters) -> Handler:
+    from remesh.elastic.handler import Handler, make_node
+    from remesh.elastic.node_check import run_test
+
+    return Handler(make_node(parameters, run_test), parameters.run_id)
+
+
+def create() -> Callable[[RendezvousParameters], Handler]:
+    """What torchrun asks an entry point for: a function that makes handlers."""
+    return _create
