@@ -142,11 +142,12 @@ def test_large_tensors_take_several_rounds() -> None:
 
 
 def test_alone() -> None:
-    source = {"a": torch.arange(10), "n": 3}
-    target = {"a": torch.zeros(10, dtype=torch.int64), "n": 0}
+    source = {"a": torch.arange(10), "n": 3, "s": np.array(1.5)}
+    target = {"a": torch.zeros(10, dtype=torch.int64), "n": 0, "s": torch.tensor(0.0).double()}
     assert remesh.reshard(source, target) is target
     assert torch.equal(target["a"], source["a"])  # type: ignore[arg-type]
     assert target["n"] == 3
+    assert target["s"] == 1.5
 
 
 def case(name: str, rank: int) -> tuple[Any, Any]:

@@ -341,7 +341,8 @@ def _copy_here(
     for source, target in local:
         memory = sources[source.row]
         if isinstance(memory, HostMemory):
-            values = memory.array[source.box.slices]
+            # Without dims numpy gives a number, not an array.
+            values = np.asarray(memory.array[source.box.slices])
         else:
             values = np.empty(source.box.shape, memory.carrier)
             memory.copy_out(source.box, values)
