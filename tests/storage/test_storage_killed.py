@@ -81,6 +81,7 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
         remesh.save(state, f"s3://{BUCKET}/step_2", on_event=kill_in_the_middle)
     assert num_chunks < 40
     remaining = [path for path in (tmp_path / BUCKET / "step_2").rglob("*") if path.is_file()]
-    assert remaining == []
+    # The small values are uploaded beside the data and may have arrived; nothing refers to them.
+    assert [path.name for path in remaining] in ([], ["values.msgpack"])
     # What was saved before is whole; as plain files, for this server answers ranges wrongly.
     assert remesh.Checkpoint(tmp_path / BUCKET / "step_1").verify().ok
