@@ -287,6 +287,7 @@ def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -
 
 
 @slow
+@pytest.mark.timeout(1500)
 def test_many_failures_in_a_row(tmp_path: Path) -> None:
     seed = int(os.environ.get("REMESH_TEST_SEED", "7"))
     dice = random.Random(seed)
