@@ -11,7 +11,6 @@ CPU seconds are not compared: Megatron writes in processes of its own.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.contestants import megatron
 from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import (
     Options,
@@ -40,14 +40,6 @@ DTYPES = {
     "exp_avg": torch.float32,
     "exp_avg_sq": torch.float32,
 }
-
-
-def megatron() -> ModuleType:
-    """Megatron's package, which takes a GPU for granted when it saves."""
-    if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    return importlib.import_module("megatron.core.dist_checkpointing")
 
 
 def make_data(gibibytes: float, dim: int, *, fill: bool) -> dict[str, torch.Tensor]:

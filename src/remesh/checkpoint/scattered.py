@@ -13,9 +13,9 @@ anywhere knows that only the loss of a node can make the checkpoint incomplete.
 *Replicas* guard against that: before the commit each file is copied to further nodes, between
 ranks, in pieces of bounded size.
 
-*Finding* asks all nodes what they have. *Loading* takes small files from any node that has them,
-and tensors as `remesh.reshard` does: a file is read by a rank that reaches it and passed on to
-those who need something of it. No storage is touched.
+*Finding* asks all nodes what they have. *Loading* takes small files from any node that has them. A
+data file is read by a rank that reaches it, once, and passed on to those who need something of it.
+No storage is touched.
 """
 
 from __future__ import annotations
