@@ -6,6 +6,7 @@ state that comes back from there.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from pathlib import Path
@@ -116,9 +117,11 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def test_bare_wrapped_and_nested_optimizers_dp2_dp4() -> None:
+    torch.manual_seed(1)
+    first_values = nn.Linear(3, 2)
+
     def job() -> tuple[nn.Linear, torch.optim.AdamW]:
-        torch.manual_seed(1)
-        model = nn.Linear(3, 2)
+        model = copy.deepcopy(first_values)
         return model, torch.optim.AdamW(model.parameters())
 
     storage = MemoryStorage()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +137,15 @@ def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) ->
     """Rank 1 writes a chunk and hangs in the next; rank 0 says so, and then gives up."""
     storage = MemoryStorage()
     released = threading.Event()
-    seen: list[int] = []
+    full_chunks = itertools.count(1)
 
     def hang(event: Event) -> None:
-        if event.rank == 1 and event.point == "save.chunk_written":
-            seen.append(event.num_bytes)
-            if len(seen) == 1:
-                time.sleep(0.3)  # so that a note of it is due
-            else:
-                released.wait(30)
+        is_full = event.point == "save.chunk_written" and event.num_bytes == CHUNK_SIZE
+        if event.rank == 1 and is_full and next(full_chunks) == 2:
+            released.wait(30)
 
     def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, deadline=2.0, report_seconds=0.2, on_event=hang)
+        saver = remesh.Saver(group=exchange, deadline=2.0, report_seconds=0.0, on_event=hang)
         handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
         if exchange.rank == 1:
             exchange.all_gather(b"")

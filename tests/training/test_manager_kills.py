@@ -23,29 +23,13 @@ from tests.training.killed_training import (
 )
 
 
-def play(directory: Path, *, num_kills: int, last_step: int, seed: int) -> tuple[History, Path]:
-    """Train to a step in as many launches as it takes, each but the last one killed."""
-    dice = random.Random(seed)
-    root = directory / "run"
-    notes: list[Path] = []
-    num_killed = 0
-    while True:
-        world_size = dice.choice((1, 2, 3, 4))
-        death = None
-        if num_killed < num_kills:
-            if dice.random() < 0.8:
-                # Most changes are rank 0's, who commits and tidies up: some 12 for each save.
-                rank = 0 if dice.random() < 0.7 else dice.randrange(world_size)
-                change = dice.randint(1, 6 if rank else 40)
-                death = Death(rank, change, after=dice.random() < 0.5)
-            else:
-                death = Death(seconds=dice.uniform(0.3, 2.0))
-        notes.append(directory / f"launch-{len(notes):03d}")
-        killed = run(Launch(root, notes[-1], world_size, last_step, death=death))
-        num_killed += killed
-        if not killed:
-            assert num_killed >= num_kills, f"it was over after {num_killed} kills"
-            return History.read(notes), root
+def random_death(dice: random.Random, world_size: int) -> Death:
+    """Most by a rank's own hand, at some change of the storage that it makes."""
+    if dice.random() < 0.2:
+        return Death(seconds=dice.uniform(0.3, 2.0))
+    # Most changes are rank 0's, who commits and tidies up: some 12 for each save.
+    rank = 0 if dice.random() < 0.7 else dice.randrange(world_size)
+    return Death(rank, dice.randint(1, 6 if rank else 40), after=dice.random() < 0.5)
 
 
 def check(history: History, reference: History, root: Path, last_step: int) -> None:
@@ -75,16 +59,34 @@ def reference_of(directory: Path, last_step: int) -> History:
 
 
 def test_a_killed_run_is_the_same_run(tmp_path: Path) -> None:
-    history, root = play(tmp_path, num_kills=3, last_step=24, seed=2)
-    check(history, reference_of(tmp_path, 24), root, 24)
+    root, last_step = tmp_path / "run", 24
+    launches = [(2, Death(0, 17)), (4, Death(1, 4, after=True)), (3, Death(0, 9)), (1, None)]
+    notes = [tmp_path / f"launch-{number}" for number in range(len(launches))]
+    killed = [
+        run(Launch(root, folder, world_size, last_step, death=death))
+        for folder, (world_size, death) in zip(notes, launches, strict=True)
+    ]
+    assert killed == [True, True, True, False]
+    history = History.read(notes)
+    check(history, reference_of(tmp_path, last_step), root, last_step)
     assert max(history.resumed) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fifty_kills_anywhere(tmp_path: Path) -> None:
-    history, root = play(tmp_path, num_kills=50, last_step=200, seed=1)
-    check(history, reference_of(tmp_path, 200), root, 200)
+    dice, root, last_step = random.Random(1), tmp_path / "run", 400
+    notes: list[Path] = []
+    num_killed = 0
+    while num_killed < 50:
+        world_size = dice.choice((1, 2, 3, 4))
+        notes.append(tmp_path / f"launch-{len(notes):03d}")
+        death = random_death(dice, world_size)
+        num_killed += run(Launch(root, notes[-1], world_size, last_step, death=death))
+        assert len(notes) < 100, f"only {num_killed} launches were killed; train for longer"
+    notes.append(tmp_path / "last-launch")
+    assert not run(Launch(root, notes[-1], dice.choice((1, 2, 3, 4)), last_step))
+    check(History.read(notes), reference_of(tmp_path, last_step), root, last_step)
 
 
 def test_in_the_same_layout_even_dropout_is_the_same(tmp_path: Path) -> None:

@@ -190,9 +190,11 @@ class LayoutConformance:
     def _move(self, source: MemoryStorage, num_ranks: int) -> MemoryStorage:
         """Load into a layout, and save from it."""
         target = MemoryStorage()
+        # One after the other: threads share torch's random numbers.
+        states = [self.make(rank, num_ranks, 1) for rank in range(num_ranks)]
 
         def move(exchange: Exchange) -> None:
-            state = self.make(exchange.rank, num_ranks, 1)
+            state = states[exchange.rank]
             assert load(state, source, group=exchange, unexpected="error") is state
             save(state, target, group=exchange)
 
