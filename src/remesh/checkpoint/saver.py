@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -156,10 +156,7 @@ class Saver:
         devices = device_staging(tensors.memories)
         if devices is not None:
             self._arena.pin_with(devices.pin)
-        self._warming = threading.Thread(
-            target=self._arena.warm, args=(num_bytes,), name="remesh-warm", daemon=True
-        )
-        self._warming.start()
+        self._warm_beside(num_bytes)
 
     def save(
         self,
@@ -218,6 +215,8 @@ class Saver:
         self._in_flight.append(save.handle)
         save.start(daemon=self._at_exit == "abort")
         save.stage()
+        # Not before the end, for until then memory and disk are busy with this save.
+        self._warm_beside(mine.layout.num_bytes, save.handle.wait_ended)
         return save.handle
 
     def wait(self) -> None:
@@ -277,6 +276,19 @@ class Saver:
             place=_place_for_process(path, storage),
             process=self._live_process(),
         )
+
+    def _warm_beside(self, num_bytes: int, after: Callable[[], object] | None = None) -> None:
+        """Get memory for a file ready in the background, unless it is or that is under way."""
+        if self._arena.is_warm(num_bytes) or (self._warming and self._warming.is_alive()):
+            return
+
+        def warm() -> None:
+            if after is not None:
+                after()
+            self._arena.warm(num_bytes)
+
+        self._warming = threading.Thread(target=warm, name="remesh-warm", daemon=True)
+        self._warming.start()
 
     def _wait_for_turn(self, url: str) -> None:
         """Wait until another save may begin; raise the failure of one that had to be waited for.

@@ -101,7 +101,7 @@ class SaveInThread(StagedSave):
         copies: Callable[[], CopyQueue] | None,
     ) -> None:
         super().__init__(task, layout, arena, emit=emit, copies=copies)
-        self._writer = StagedWriter(arena.give, at_once=not self._stager.fits)
+        self._writer = StagedWriter(arena.give, at_once=not self._stager.finds_room)
         self._background = Background(task, self._writer, self._see, self._stager.cancel)
 
     def start(self, *, daemon: bool) -> None:
@@ -214,7 +214,7 @@ class SaveInProcess(StagedSave):
             task.path,
             task.num_bytes,
             task.positions,
-            not self._stager.fits,
+            not self._stager.finds_room,
             None if save is None else encode_coordination(save),
         )
 

@@ -73,6 +73,11 @@ class Arena:
         return self._num_chunks * self.chunk_bytes
 
     @property
+    def num_ready_bytes(self) -> int:
+        """Bytes that are free now and were touched before."""
+        return len(self._free) * self.chunk_bytes
+
+    @property
     def budget(self) -> int:
         """Bytes that may be allocated."""
         return self._max_chunks * self.chunk_bytes
@@ -96,6 +101,11 @@ class Arena:
         """Pin all slabs that are allocated from now on."""
         with self._changed:
             self._pin = pin
+
+    def is_warm(self, num_bytes: int) -> bool:
+        """Whether `warm` would have nothing to do."""
+        with self._changed:
+            return not self._fresh and self.num_bytes >= min(num_bytes, self.budget)
 
     def warm(self, num_bytes: int) -> None:
         """Allocate and touch memory ahead of need, up to `num_bytes` and the budget."""

@@ -2,10 +2,11 @@
 
 The arena holds final file bytes. A `Stager` fills chunk after chunk and hands each over; a
 `StagedWriter`, in another thread or another process, digests and writes what it gets and gives the
-chunks back. The trainer waits for the stager alone: if the arena can hold the whole file, writing
-does not begin before everything is staged, because it would only take memory bandwidth and time
-from what the trainer waits for. If the arena is smaller, both run at once, and the stager waits
-for chunks that come back.
+chunks back. The trainer waits for the stager alone: if the whole file finds touched memory in the
+arena, writing does not begin before everything is staged, because it would only take memory
+bandwidth and time from what the trainer waits for. Otherwise both run at once: chunks that come
+back from the writer are ready sooner than memory that was never touched, and if the arena is
+smaller than the file, the stager waits for them.
 
 Copies out of a device are queued, if the device has a queue for it (`remesh.memory.CopyQueue`):
 each thread hands a chunk over when the copies into it are done, and queues those of the next one
@@ -26,7 +27,7 @@ from remesh.pipeline.workers import run_threads
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, WrittenFile
 
 NUM_STAGERS = 2
-NUM_WRITERS = 2
+NUM_WRITERS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +76,11 @@ class Stager:
     def fits(self) -> bool:
         """Whether the arena can hold the whole file."""
         return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
+
+    @property
+    def finds_room(self) -> bool:
+        """Whether the arena can hold the whole file right now, in memory that was touched."""
+        return self._arena.num_ready_bytes >= self._layout.num_chunks * CHUNK_SIZE
 
     def cancel(self) -> None:
         """Let `stage` end soon."""

@@ -23,11 +23,13 @@ from remesh.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, Storage
 
-CHUNK_SIZE = 4 << 20
-"""Bytes written at a time: a multiple of the digest block, large enough for full disk speed."""
+CHUNK_SIZE = 2 << 20
+"""Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
+enough to be still in the processor's cache when it is digested and written."""
 
-NUM_THREADS = 2
-"""Writers of a file: one copies and digests while the other waits for the disk."""
+NUM_THREADS = 3
+"""Writers of a file: one copies and digests while the others wait for the disk, or for each other
+where the file system lets only one at a time into a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
