@@ -257,7 +257,7 @@ class ReadLimits:
             stores a request costs as much as reading this much.
     """
 
-    window_bytes: int = 8 << 20
+    window_bytes: int = 2 << 20
     gap_bytes: int = 256 << 10
 
 

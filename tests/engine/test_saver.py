@@ -112,6 +112,30 @@ def test_a_warmed_arena_is_not_allocated_again(tmp_path: Path) -> None:
         assert saver.num_arena_bytes == allocated
 
 
+def test_only_a_save_without_warm_memory_writes_while_it_stages(tmp_path: Path) -> None:
+    weights = np.ones(6 * CHUNK_SIZE // 8)
+    seen: list[str] = []
+    written = threading.Event()
+
+    def listen(event: Event) -> None:
+        seen.append(event.point)
+        if event.point == "save.chunk_written":
+            written.set()
+        if seen.count("save.chunk_staged") == 3 and seen[-1] == "save.chunk_staged":
+            written.wait(30)
+
+    with remesh.Saver(on_event=listen) as saver:
+        saver.save_async({"w": weights}, tmp_path / "0").wait()
+        assert seen.index("save.chunk_written") < seen.index("save.staged")
+        for thread in threading.enumerate():
+            if thread.name == "remesh-warm":
+                thread.join()
+        assert saver.num_arena_bytes >= weights.nbytes
+        seen.clear()
+        saver.save_async({"w": weights}, tmp_path / "1").wait()
+        assert seen.index("save.staged") < seen.index("save.chunk_written")
+
+
 def test_ranks_find_each_other_without_collectives() -> None:
     storage = MemoryStorage()
 

@@ -20,8 +20,8 @@ from remesh.geometry import IntArray
 MAX_SHARERS = 16
 """Ranks that share a read at most; larger crowds are divided, which bounds what a round packs."""
 
-ROUND_WINDOWS = 4
-"""Windows that a rank reads in a round at most: one for each reading thread."""
+ROUND_WINDOWS = 8
+"""Windows that a rank reads in a round at most: enough for a round to be worth its messages."""
 
 LOCAL_EXCHANGE_COST = 1.25
 """What it costs to move a byte between ranks, in bytes read from a disk of this machine."""
@@ -195,7 +195,7 @@ def _shares(
     """Everybody's share; the sharers of each window are `size` pairs from `start` on."""
     turn = _turns(reader)
     # What a rank gets in a round grows with the number of ranks that it gets it from.
-    windows_a_round = max(1, min(ROUND_WINDOWS, MAX_SHARERS // int(size.max(initial=1))))
+    windows_a_round = max(1, min(ROUND_WINDOWS, 2 * MAX_SHARERS // int(size.max(initial=1))))
     number = turn // windows_a_round
     num_rounds = int(number.max(initial=-1)) + 1
     within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)

@@ -22,10 +22,13 @@ from remesh.integrity import find_damage
 from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan
-from remesh.storage import Buffer, Storage
+from remesh.storage import Buffer, Storage, is_remote
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 """Readers: enough to keep a disk's queue filled while others copy."""
+
+NUM_REMOTE_THREADS = 16
+"""Readers where every request waits for a network first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +69,8 @@ def read_runs(
     def read(run: int, buffer: Buffer) -> None:
         on_run(read_run(storage, index, plan, run, place=wants.__getitem__, buffer=buffer))
 
-    run_workers(NUM_THREADS, plan.num_runs, longest_run(plan), read)
+    num_threads = NUM_REMOTE_THREADS if is_remote(storage) else NUM_THREADS
+    run_workers(num_threads, plan.num_runs, longest_run(plan), read)
 
 
 def longest_run(plan: LoadPlan) -> int:

@@ -35,11 +35,15 @@ from remesh.geometry import Box, IntArray, row_products
 from remesh.index import Index, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline.dealing import Dealer, Share, Touched
-from remesh.pipeline.read import NUM_THREADS, Want, longest_run, read_run, read_runs
+from remesh.pipeline.read import NUM_REMOTE_THREADS, Want, longest_run, read_run, read_runs
 from remesh.pipeline.watch import Patience, Reading
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, plan_regions, windows_of
-from remesh.storage import Buffer, Storage, aligned_buffer
+from remesh.storage import Buffer, Storage, aligned_buffer, is_remote
+
+NUM_READERS = 4
+"""Threads that read from this machine: fewer than one who reads alone has, for these pack messages
+as well."""
 
 ROUNDS_AHEAD = 2
 """Rounds whose messages are being packed or sent."""
@@ -442,13 +446,14 @@ class _Rounds:
         """Read and swap everything."""
         num_runs = np.bincount(self._round, minlength=self.share.num_rounds + 1)
         gate = _Gate(num_runs)
+        num_threads = NUM_REMOTE_THREADS if is_remote(self.storage) else NUM_READERS
 
         def read(count: Callable[[int], None]) -> None:
             def work(task: int, buffer: Buffer) -> None:
                 self._read_run(task, buffer, gate, count)
 
             try:
-                run_workers(NUM_THREADS, len(self._order), longest_run(self._plan), work)
+                run_workers(num_threads, len(self._order), longest_run(self._plan), work)
             except BaseException:
                 gate.fail()
                 raise
