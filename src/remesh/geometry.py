@@ -208,6 +208,9 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
 
 # ---------------------------------------------------------------------------------------------
 # Many boxes at once
+#
+# Rows are many and dims are few, so these go from dim to dim, over all rows at once: numpy's own
+# reductions along the short axis take several times as long.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -221,15 +224,17 @@ def pad_dims(rows: Sequence[Sequence[int]], num_dims: int, fill: int) -> IntArra
 
 def row_products(shapes: IntArray) -> IntArray:
     """Number of elements of each row of an (n, d) array of shapes."""
-    sizes: IntArray = np.prod(shapes, axis=1, dtype=np.int64)
+    sizes = np.ones(len(shapes), dtype=np.int64)
+    for dim in range(shapes.shape[1]):
+        sizes *= shapes[:, dim]
     return sizes
 
 
 def row_strides(shapes: IntArray) -> IntArray:
     """Row-major strides, in elements, of each row of an (n, d) array of shapes."""
     strides = np.ones_like(shapes)
-    if shapes.shape[1] > 1:
-        strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
+    for dim in range(shapes.shape[1] - 1, 0, -1):
+        np.multiply(strides[:, dim], shapes[:, dim], out=strides[:, dim - 1])
     return strides
 
 
@@ -238,8 +243,12 @@ def flat_spans(
 ) -> tuple[IntArray, IntArray, BoolArray]:
     """`flat_span` of many non-empty boxes, row by row: starts, stops, contiguous."""
     strides = row_strides(shapes)
-    starts: IntArray = (offsets * strides).sum(axis=1)
-    stops: IntArray = starts + ((extents - 1) * strides).sum(axis=1) + 1
+    starts = np.zeros(len(shapes), dtype=np.int64)
+    stops = np.ones(len(shapes), dtype=np.int64)
+    for dim in range(shapes.shape[1]):
+        starts += offsets[:, dim] * strides[:, dim]
+        stops += (extents[:, dim] - 1) * strides[:, dim]
+    stops += starts
     return starts, stops, stops - starts == row_products(extents)
 
 
@@ -252,4 +261,7 @@ def intersect_rows(
     """
     start = np.maximum(offsets, other_offsets)
     extent = np.minimum(offsets + extents, other_offsets + other_extents) - start
-    return start, extent, (extent > 0).all(axis=-1)
+    meets = np.ones(extent.shape[:-1], dtype=np.bool_)
+    for dim in range(extent.shape[-1]):
+        meets &= extent[..., dim] > 0
+    return start, extent, meets

@@ -356,19 +356,25 @@ class _Regions:
     offsets: IntArray
     extents: IntArray
 
-    def take(self, rows: IntArray | BoolArray) -> _Regions:
+    def take(self, rows: IntArray) -> _Regions:
         """Some of the rows."""
-        return _Regions(self.want[rows], self.piece[rows], self.offsets[rows], self.extents[rows])
+        return _Regions(
+            self.want.take(rows),
+            self.piece.take(rows),
+            self.offsets.take(rows, axis=0),
+            self.extents.take(rows, axis=0),
+        )
 
 
 def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray]:
     """Where regions lie in their files: first bytes, and one past the last."""
     stored = index.boxes
-    starts, stops, _ = flat_spans(
-        stored.extents[found.piece], found.offsets - stored.offsets[found.piece], found.extents
-    )
-    itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
-    position = index.position[found.piece]
+    # `take` is several times as fast as indexing where rows are short.
+    shapes = stored.extents.take(found.piece, axis=0)
+    corners = stored.offsets.take(found.piece, axis=0)
+    starts, stops, _ = flat_spans(shapes, found.offsets - corners, found.extents)
+    itemsizes = stored.tensors.itemsizes.take(stored.tensor.take(found.piece))
+    position = index.position.take(found.piece)
     return position + starts * itemsizes, position + stops * itemsizes
 
 
@@ -425,9 +431,12 @@ def _intersections(index: Index, wanted: BoxTable) -> _Regions:
     piece = np.arange(len(want)) - np.repeat(ends - num_pieces, num_pieces)
     piece += np.repeat(bounds[wanted.tensor], num_pieces)
     offsets, extents, meets = intersect_rows(
-        wanted.offsets[want], wanted.extents[want], stored.offsets[piece], stored.extents[piece]
+        wanted.offsets.take(want, axis=0),
+        wanted.extents.take(want, axis=0),
+        stored.offsets.take(piece, axis=0),
+        stored.extents.take(piece, axis=0),
     )
-    found = _Regions(want, piece, offsets, extents).take(meets)
+    found = _Regions(want, piece, offsets, extents).take(np.flatnonzero(meets))
     sizes = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(sizes, found.want, row_products(found.extents))
     wrong = np.flatnonzero(sizes != row_products(wanted.extents))
@@ -445,8 +454,9 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
     stored = index.boxes
     start, stop = _byte_ranges(index, found)
     must_cut = start // limits.window_bytes != (stop - 1) // limits.window_bytes
-    itemsizes = stored.tensors.itemsizes[stored.tensor[found.piece]]
-    gaps = longest_gaps(stored.extents[found.piece], found.extents, (stop - start) // itemsizes)
+    itemsizes = stored.tensors.itemsizes.take(stored.tensor.take(found.piece))
+    shapes = stored.extents.take(found.piece, axis=0)
+    gaps = longest_gaps(shapes, found.extents, (stop - start) // itemsizes)
     has_gaps = gaps * itemsizes > limits.gap_bytes
     easy = np.flatnonzero(must_cut & ~has_gaps)
     must_cut |= has_gaps
@@ -455,7 +465,7 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
     between, is_done = _cut_between_steps(
         index, found.take(easy), start[easy], stop[easy], limits.window_bytes
     )
-    parts = [found.take(~must_cut), between]
+    parts = [found.take(np.flatnonzero(~must_cut)), between]
     must_cut[easy[is_done]] = False
     for row in np.flatnonzero(must_cut).tolist():
         piece = int(found.piece[row])
