@@ -9,6 +9,7 @@ stored at all. All of them stand as leaves in a state; `remesh.state` finds them
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,12 +48,17 @@ def dtype_name(array: ArrayLike, where: str) -> str:
     Raises:
         UnsupportedValueError: If it is not one that remesh stores.
     """
-    name = str(array.dtype).removeprefix("torch.")
+    name = _name_of(array.dtype)
     if name not in BY_NAME:
         raise UnsupportedValueError(
             f"{where}: element type {array.dtype} cannot be stored; known are {', '.join(BY_NAME)}"
         )
     return name
+
+
+@functools.cache  # there are few, and states have very many tensors
+def _name_of(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
