@@ -1,0 +1,218 @@
+"""Who writes which box.
+
+Every rank says which boxes of which tensors it holds. `plan_save` finds the distinct boxes, checks
+that they cover each tensor exactly once, and gives each to one of the ranks that hold it, so that
+bytes are balanced: boxes with few holders first, large before small, each to the holder with least
+to write so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remesh.coverage import MAX_SHOWN, check_coverage
+from remesh.errors import CoverageError, StateError
+from remesh.geometry import IntArray
+from remesh.index import BoxTable, TensorTable
+from remesh.state import Role
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """What one rank holds: boxes, and the role of each (`remesh.state.Role`)."""
+
+    boxes: BoxTable
+    roles: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """Which rank writes which box.
+
+    Attributes:
+        boxes: The distinct boxes to store, sorted by tensor.
+        writer: Rank that writes each box.
+        row: Row of each box in its writer's holdings.
+    """
+
+    boxes: BoxTable
+    writer: IntArray
+    row: IntArray
+
+    def assignments(self, world_size: int) -> list[IntArray]:
+        """Rows of this plan that each rank writes, in the order of its file.
+
+        Wide elements come first, so that every piece begins at a multiple of its element size.
+        """
+        itemsizes = self.boxes.tensors.itemsizes[self.boxes.tensor]
+        order = np.lexsort((-itemsizes, self.writer))
+        ends = np.searchsorted(self.writer[order], np.arange(1, world_size))
+        return np.split(order, ends)
+
+    def bytes_per_rank(self, world_size: int) -> IntArray:
+        """Bytes of tensor data that each rank writes."""
+        totals = np.zeros(world_size, dtype=np.int64)
+        np.add.at(totals, self.writer, self.boxes.num_bytes)
+        return totals
+
+
+def plan_save(holdings: Sequence[Holdings]) -> SavePlan:
+    """Plan a save.
+
+    Args:
+        holdings: What each rank holds, in rank order.
+
+    Raises:
+        StateError: If ranks disagree about the dtype or global shape of a tensor.
+        CoverageError: If a tensor is not covered exactly once by main replicas.
+    """
+    tensors, renumber = merge_tensors([held.boxes.tensors for held in holdings])
+    num_dims = tensors.shapes.shape[1]
+    counts = [len(held.boxes) for held in holdings]
+    rank = np.repeat(np.arange(len(holdings)), counts)
+    row = np.concatenate([np.arange(count) for count in counts])
+    tensor = np.concatenate(
+        [to_new[held.boxes.tensor] for held, to_new in zip(holdings, renumber, strict=True)]
+    )
+    offsets = np.concatenate([_widen(held.boxes.offsets, num_dims, 0) for held in holdings])
+    extents = np.concatenate([_widen(held.boxes.extents, num_dims, 1) for held in holdings])
+    roles = np.concatenate([held.roles for held in holdings])
+
+    filled = (extents > 0).all(axis=1)
+    keys = [extents[filled, dim] for dim in reversed(range(num_dims))]
+    keys += [offsets[filled, dim] for dim in reversed(range(num_dims))]
+    order = np.flatnonzero(filled)[np.lexsort((rank[filled], *keys, tensor[filled]))]
+    rank, row, roles = rank[order], row[order], roles[order]
+    tensor, offsets, extents = tensor[order], offsets[order], extents[order]
+
+    is_new = np.ones(len(order), dtype=np.bool_)
+    is_new[1:] = (
+        (tensor[1:] != tensor[:-1])
+        | (offsets[1:] != offsets[:-1]).any(axis=1)
+        | (extents[1:] != extents[:-1]).any(axis=1)
+    )
+    first = np.append(np.flatnonzero(is_new), len(order))
+    boxes = BoxTable(tensors, tensor[is_new], offsets[is_new], extents[is_new])
+
+    def holders(number: int) -> str:
+        ranks = rank[first[number] : first[number + 1]].tolist()
+        shown = ", ".join(map(str, ranks[:MAX_SHOWN])) + (", ..." if len(ranks) > MAX_SHOWN else "")
+        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+    _check_roles(boxes, roles, first, rank)
+    check_coverage(boxes, holders)
+    chosen = choose_writers(boxes.num_bytes, rank, first, len(holdings))
+    return SavePlan(boxes, rank[chosen], row[chosen])
+
+
+def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntArray]]:
+    """Unite the tensors that ranks know, in order of first appearance.
+
+    Returns:
+        The united table, and for each table the new row of each of its rows.
+
+    Raises:
+        StateError: If ranks disagree about the dtype or global shape of a tensor.
+    """
+    rows: dict[str, int] = {}
+    first_seen: list[tuple[int, int]] = []
+    renumber = []
+    known: dict[tuple[str, ...], IntArray] = {}
+    for rank, table in enumerate(tables):
+        to_new = known.get(table.names)
+        if to_new is None:
+            numbers = []
+            for row, name in enumerate(table.names):
+                number = rows.setdefault(name, len(rows))
+                if number == len(first_seen):
+                    first_seen.append((rank, row))
+                numbers.append(number)
+            to_new = np.array(numbers, dtype=np.int64)
+            known[table.names] = to_new
+        renumber.append(to_new)
+    num_dims = max(table.shapes.shape[1] for table in tables)
+    united = _gather_rows(tables, first_seen, num_dims)
+    compared: set[int] = set()
+    for rank, (table, to_new) in enumerate(zip(tables, renumber, strict=True)):
+        # Ranks that hold parts of the same tensors may share one table.
+        if id(table) in compared:
+            continue
+        compared.add(id(table))
+        same = (
+            (united.dtypes[to_new] == table.dtypes)
+            & (united.ndims[to_new] == table.ndims)
+            & (united.shapes[to_new] == _widen(table.shapes, num_dims, 1)).all(axis=1)
+        )
+        if not same.all():
+            row = int(np.flatnonzero(~same)[0])
+            other = int(to_new[row])
+            raise StateError(
+                f"{table.names[row]}: rank {rank} says {table.dtype(row).name} {table.shape(row)}, "
+                f"rank {first_seen[other][0]} says {united.dtype(other).name} "
+                f"{united.shape(other)}; the global shape and dtype must be the same on all ranks. "
+                "If each rank holds a shard, describe it as a DTensor or remesh.ShardedTensor."
+            )
+    return united, renumber
+
+
+def _gather_rows(
+    tables: Sequence[TensorTable], places: Sequence[tuple[int, int]], num_dims: int
+) -> TensorTable:
+    """A table of rows picked from several tables."""
+    dtypes = np.zeros(len(places), dtype=np.int64)
+    ndims = np.zeros(len(places), dtype=np.int64)
+    shapes = np.ones((len(places), num_dims), dtype=np.int64)
+    at = np.array(places, dtype=np.int64).reshape(-1, 2)
+    for number in np.unique(at[:, 0]).tolist():
+        table, here = tables[number], at[:, 0] == number
+        rows = at[here, 1]
+        dtypes[here], ndims[here] = table.dtypes[rows], table.ndims[rows]
+        shapes[here, : table.shapes.shape[1]] = table.shapes[rows]
+    names = tuple(tables[table].names[row] for table, row in places)
+    return TensorTable(names, dtypes, ndims, shapes)
+
+
+def _widen(rows: IntArray, num_dims: int, fill: int) -> IntArray:
+    """Rows padded to more dims."""
+    missing = num_dims - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
+
+
+def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArray) -> None:
+    """Every box needs somebody who may write it, and at most one who says to be the main one."""
+    if not len(boxes):
+        return
+    mains = np.add.reduceat((roles == Role.MAIN).astype(np.int64), first[:-1])
+    willing = np.add.reduceat((roles != Role.REPLICA).astype(np.int64), first[:-1])
+    for wrong, complaint in (
+        (mains > 1, "has several main replicas"),
+        (willing == 0, "has replicas but no main replica"),
+    ):
+        if wrong.any():
+            number = int(np.flatnonzero(wrong)[0])
+            ranks = rank[first[number] : first[number + 1]].tolist()
+            raise CoverageError(
+                f"{boxes.tensors.names[boxes.tensor[number]]}: box {boxes.box(number)} {complaint}"
+                f", held by ranks {ranks}; exactly one rank must hold a box with replica_id 0"
+            )
+
+
+def choose_writers(
+    num_bytes: IntArray, rank: IntArray, first: IntArray, world_size: int
+) -> IntArray:
+    """For each distinct box, which of its holders (rows of `rank`) writes it."""
+    num_holders = np.diff(first)
+    chosen: IntArray = first[:-1].copy()
+    alone = num_holders == 1
+    loads = np.zeros(world_size, dtype=np.int64)
+    np.add.at(loads, rank[chosen[alone]], num_bytes[alone])
+    shared = np.flatnonzero(~alone)
+    for number in shared[np.lexsort((-num_bytes[shared], num_holders[shared]))].tolist():
+        ranks = rank[first[number] : first[number + 1]]
+        best = int(np.argmin(loads[ranks]))
+        chosen[number] = first[number] + best
+        loads[ranks[best]] += num_bytes[number]
+    return chosen
