@@ -644,3 +644,24 @@ def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     with pytest.raises(CheckpointNotFoundError):
         catalog.pin(tmp_path / "new")
+
+
+def test_memory_is_ready_before_the_first_save(tmp_path: Path) -> None:
+    """So that it is staged at once, and written after the training has gone on."""
+    seen: list[str] = []
+    state = {"w": np.zeros(1 << 20)}
+    listen = lambda event: seen.append(event.point)  # noqa: E731
+    with Manager(tmp_path, every=2, on_event=listen) as manager:
+        assert not manager.step(1, state)
+        for thread in threading.enumerate():
+            if thread.name == "remesh-warm":
+                thread.join()
+        assert manager.step(2, state)
+    assert seen.index("save.staged") < seen.index("save.chunk_written")
+
+
+def test_a_state_that_cannot_be_saved_fails_when_it_is_saved(tmp_path: Path) -> None:
+    with Manager(tmp_path, every=2) as manager:
+        assert not manager.step(1, {"w": object()})
+        with pytest.raises(StateError, match="w"):
+            manager.step(2, {"w": object()})

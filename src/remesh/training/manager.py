@@ -31,7 +31,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -42,7 +41,7 @@ import msgspec
 
 from remesh.checkpoint import SaveHandle, Saver
 from remesh.checkpoint.local import exchange_of
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
@@ -51,7 +50,7 @@ from remesh.training import catalog, policies, resuming, retention, rng
 from remesh.training.catalog import CheckpointInfo, ManagerNote
 from remesh.training.memory import Memory, open_memory
 from remesh.training.policies import Note, SavePolicy
-from remesh.training.provenance import digest_of, provenance
+from remesh.training.provenance import digest_of, new_run, provenance
 from remesh.training.resuming import Resumed, Source
 from remesh.training.retention import Fate, KeepPolicy
 from remesh.training.rng import Randomness
@@ -135,7 +134,7 @@ class Manager:
             on_event=self._hear,
         )
         self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
-        self._run = run_on_one(self._exchange, lambda: _new_run().encode()).decode()
+        self._run = run_on_one(self._exchange, lambda: new_run().encode()).decode()
         self._parent = ""
         self._saved_trackers: dict[str, TrackerRun] = {}
         self.trackers: dict[str, object] = {}
@@ -149,6 +148,7 @@ class Manager:
         self._last_look: int | None = None
         self._next_look: int | None = None
         self._should_stop = False
+        self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file)
         self._memory = open_memory(
             self._exchange,
@@ -225,6 +225,8 @@ class Manager:
         """
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
+        if self._is_cold:
+            self._warm(state)
         reason, stop = policies.due_by_step(self._every, step), False
         if self._next_look is None or step >= self._next_look:
             verdict = self._look_around(step)
@@ -309,6 +311,14 @@ class Manager:
             self._saver.save(full, place, overwrite=overwrite, metadata=what)
             self._saved_step = step
             self.wait()
+
+    def _warm(self, state: MutableMapping[str, Any]) -> None:
+        """Get memory for the first save ready, now that optimizers have their state."""
+        self._is_cold = False
+        try:
+            self._saver.warm(state)
+        except StateError as error:
+            _LOGGER.debug("the first save will fail: %s", error)  # and tell all ranks
 
     def _keep_in_memory(
         self,
@@ -587,8 +597,3 @@ class Manager:
             with suppress(Exception):
                 self._handle.wait(EXIT_SECONDS)
             self._handle.cancel()
-
-
-def _new_run() -> str:
-    """A name for a run: the launcher's if it has one, and something that no other run has."""
-    return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"

@@ -7,6 +7,7 @@ and none needs to be installed. Whether there were uncommitted changes cannot be
 from __future__ import annotations
 
 import platform
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from remesh import values
 from remesh.integrity import hex_digest
+from remesh.run_info import run_info
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,11 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     platform: str = ""
     versions: dict[str, str] = {}
+
+
+def new_run() -> str:
+    """A name for a run: the launcher's if it has one, and something that no other run has."""
+    return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
 
 
 def provenance(config_digest: str, parent: str) -> Provenance:
