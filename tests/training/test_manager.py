@@ -665,3 +665,21 @@ def test_a_state_that_cannot_be_saved_fails_when_it_is_saved(tmp_path: Path) -> 
         assert not manager.step(1, {"w": object()})
         with pytest.raises(StateError, match="w"):
             manager.step(2, {"w": object()})
+
+
+def test_ranks_of_one_role_that_draw_differently_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(exchange: ThreadExchange) -> None:
+        own = np.random.default_rng(exchange.rank % 3)
+        randomness = Randomness({"dp": (exchange.rank % 2, 2)}, {"own": own})
+        with Manager(tmp_path, every=1, randomness=randomness, group=exchange) as manager:
+            for step in (1, 2):
+                manager.step(step, state_of(step, exchange))
+
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        run_ranks(4, train)
+    messages = [record.getMessage() for record in caplog.records if "same role" in record.message]
+    (message,) = messages
+    assert "ranks 0 and 2 have the same role {'dp': 0}" in message
+    assert "(generators.own)" in message

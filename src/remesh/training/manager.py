@@ -295,10 +295,11 @@ class Manager:
 
         def prepare() -> bytes:
             self._end_save()
-            self._describe(step, state, metrics, full, what)
-            return b""
+            return self._describe(step, state, metrics, full, what)
 
-        run_on_all(self._exchange, prepare)
+        told = run_on_all(self._exchange, prepare)
+        if self._exchange.rank == 0 and self._saving_step is None:
+            rng.warn_of_differences(told)
         if self._exchange.rank == 0:
             _LOGGER.info("saving step %d: %s", step, reason)
         place = catalog.place_of(self._root, catalog.step_name(step))
@@ -343,12 +344,14 @@ class Manager:
         metrics: Mapping[str, float] | None,
         full: dict[str, Any],
         metadata: dict[str, object],
-    ) -> None:
-        """Fill in what is saved: the state with random numbers, and the note."""
+    ) -> bytes:
+        """Fill in what is saved: the state with random numbers, and the note; `rng.summary`."""
         streams = self._streams()
-        full.update(resuming.with_rows(state, rng.rows_of(streams, self._roles)))
+        rows = rng.rows_of(streams, self._roles)
+        full.update(resuming.with_rows(state, rows))
         note = self._note(step, metrics or {}, streams)
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
+        return rng.summary(rows, self._roles)
 
     def _note(
         self, step: int, metrics: Mapping[str, float], streams: Mapping[str, rng.Stream]
@@ -469,7 +472,7 @@ class Manager:
             info = source.info
             if info.num_failures >= MAX_FAILURES:
                 reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
-                self._pass_over(info, reason, passed_over)
+                passed_over.append(resuming.passed_over(self._exchange, info, reason))
                 continue
             note = info.note or ManagerNote(step=info.step, run=info.run)
             try:
@@ -486,7 +489,7 @@ class Manager:
             except (CorruptCheckpointError, CheckpointNotFoundError) as error:
                 if not source.from_memory:
                     resuming.note_failure(self._exchange, self._storage, info, str(error))
-                self._pass_over(info, str(error), passed_over)
+                passed_over.append(resuming.passed_over(self._exchange, info, str(error)))
                 continue
             not_used = [*incomplete, *((one.name, reason) for one, reason in passed_over)]
             resumed = self._go_on_from(source, note, not_used, restored)
@@ -524,13 +527,6 @@ class Manager:
             if self._saved_step != resumed.step:
                 metrics = {k: math.nan if v is None else v for k, v in resumed.info.metrics.items()}
                 self._begin(resumed.step, state, metrics, None, "it was in memory only")
-
-    def _pass_over(
-        self, info: CheckpointInfo, reason: str, passed_over: list[tuple[CheckpointInfo, str]]
-    ) -> None:
-        passed_over.append((info, reason))
-        if self._exchange.rank == 0:
-            _LOGGER.warning("passed over %s: %s", info.path, reason)
 
     def _go_on_from(
         self,

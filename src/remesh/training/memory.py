@@ -82,7 +82,7 @@ class Memory:
         state: Any,
         *,
         metadata: Mapping[str, object],
-        first: Callable[[], None],
+        first: Callable[[], object],
     ) -> None:
         """Make a snapshot; `first` fills state and metadata.
 

@@ -6,6 +6,7 @@ sees is what all ranks go by.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -23,6 +24,8 @@ from remesh.storage import LocalStorage, Storage
 from remesh.training import catalog, rng
 from remesh.training.catalog import CheckpointInfo, ManagerNote
 from remesh.training.trackers import TrackerRun
+
+_LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,15 @@ def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, rea
         return b""
 
     run_on_one(exchange, note)
+
+
+def passed_over(
+    exchange: Exchange, info: CheckpointInfo, reason: str
+) -> tuple[CheckpointInfo, str]:
+    """A checkpoint that is not resumed from, and why not, which rank 0 says in its log."""
+    if exchange.rank == 0:
+        _LOGGER.warning("passed over %s: %s", info.path, reason)
+    return info, reason
 
 
 def forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) -> None:

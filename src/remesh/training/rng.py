@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,14 @@ import numpy.typing as npt
 
 from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_all
+from remesh.integrity import raw_digest
 from remesh.sharded import ShardedTensor
 
 ROW_BYTES = 8192
 """Bytes of a row: room for the longest state, a Mersenne Twister written as JSON."""
 
 _LENGTH_BYTES = 4
+_LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Randomness:
     Attributes:
         role: Names of axes → (this process's coordinate, size): everything that decides what this
             process draws. The same axes and sizes on every rank. Ranks with one role must draw the
-            same numbers; the first of them is stored. None for the rank as the only axis; for a
+            same numbers; the first of them is stored, and if others differ at the first save, a
+            warning says so. None for the rank as the only axis; for a
             device mesh see `role_in`.
         generators: The user's own generators by name: `numpy.random.Generator`,
             `numpy.random.RandomState`, `random.Random` or `torch.Generator`; the same names on
@@ -275,6 +279,40 @@ def rows_of(
         )
         for name, stream in streams.items()
     }
+
+
+def summary(rows: Mapping[str, ShardedTensor], roles: Roles) -> bytes:
+    """What other ranks need to know of this one's random numbers: its role, and digests."""
+    digests = {
+        name: raw_digest(np.asarray(tensor.parts[0].data).tobytes())
+        for name, tensor in rows.items()
+    }
+    return msgspec.msgpack.encode((roles.own, digests))
+
+
+def warn_of_differences(summaries: Sequence[bytes]) -> None:
+    """Warn if ranks of one role do not draw the same numbers.
+
+    Args:
+        summaries: What `summary` gave on each rank.
+    """
+    first: dict[str, tuple[int, dict[str, bytes]]] = {}
+    for rank, data in enumerate(summaries):
+        role, digests = msgspec.msgpack.decode(data)
+        other, expected = first.setdefault(str(role), (rank, digests))
+        differing = sorted(name for name in expected if digests.get(name) != expected[name])
+        if differing:
+            _LOGGER.warning(
+                "ranks %d and %d have the same role %s, but their random numbers differ (%s): a "
+                "resumed run will go on with those of rank %d on both. Seed them alike, or give "
+                "the role an axis that tells these ranks apart",
+                other,
+                rank,
+                {name: place for name, (place, _) in role.items()},
+                ", ".join(differing),
+                other,
+            )
+            return
 
 
 def take_rows(streams: Mapping[str, Stream], rows: Mapping[str, ShardedTensor]) -> None:
