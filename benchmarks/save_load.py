@@ -261,7 +261,7 @@ def same_world(folder: Path, options: Options) -> Found:
 def other_world(folder: Path, options: Options, saved_by: int) -> Found:
     """Load what another number of ranks has saved."""
     found: Found = []
-    who = [one for one in contestants.that_run(folder / "trial") if one.reshards]
+    who = [one for one in contestants.that_run(folder / "other-trial") if one.reshards]
     target = local_shards(options.gibibytes, 0, fill=False)
     turn = Round(Path(options.folder) / f"world-{saved_by}" / str(options.rounds - 1), found)
     shutil.rmtree(turn.folder / "raw", ignore_errors=True)
