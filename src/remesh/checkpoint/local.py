@@ -74,12 +74,15 @@ def collector_rests() -> Iterator[None]:
     It would look through all objects of the process each time that their number has grown by some
     share, which costs a state of many small tensors as much as describing it does.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    is_mine = gc.isenabled()
+    # Who finds it resting leaves it alone: another thread may wake it up at this moment, and a rest
+    # that begins after that would have nobody to end it.
+    if is_mine:
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
+        if is_mine:
             gc.enable()
 
 
