@@ -163,15 +163,14 @@ class Background:
         def count(size: int) -> None:
             nonlocal done, next_note
             self._emit("save.chunk_written", size)
+            # Notes are put under the lock, so that none overtakes a later one.
             with lock:
                 done += size
-                is_due = time.monotonic() >= next_note
-                if is_due:
-                    next_note = time.monotonic() + task.report_seconds
-                so_far = done
-            if is_due:
+                if time.monotonic() < next_note:
+                    return
+                next_note = time.monotonic() + task.report_seconds
                 try:
-                    self._board.put_progress(task.rank, so_far, task.num_bytes)
+                    self._board.put_progress(task.rank, done, task.num_bytes)
                 except StorageError as error:
                     _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
 
