@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,20 +87,32 @@ def test_outcomes_keep_what_each_rank_did() -> None:
     assert "LookupError: lost" in second.traceback
 
 
-def test_a_rank_that_does_not_end_is_shown() -> None:
-    release = threading.Event()
+def test_a_rank_that_does_not_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, release = threading.Event(), threading.Event()
+
+    def wait_for_ever() -> None:
+        waits.set()
+        release.wait()
 
     def work(exchange: Exchange) -> None:
         if exchange.rank == 1:
-            release.wait()
+            wait_for_ever()
 
-    outcomes = run_ranks_outcomes(2, work, timeout=0.2)
+    def clock() -> Iterator[float]:
+        """No time passes until rank 0 has ended and rank 1 waits; then it is up."""
+        yield from (0.0, 0.0)
+        assert waits.wait(60)
+        yield 60.5
+
+    fake = SimpleNamespace(monotonic=clock().__next__)
+    monkeypatch.setattr("remesh.testing.ranks.time", fake)
+    outcomes = run_ranks_outcomes(2, work, timeout=60.5)
     release.set()
     assert outcomes[0] == Returned(None)
     assert isinstance(outcomes[1], TimedOut)
-    assert outcomes[1].seconds == 0.2
-    assert "release.wait()" in outcomes[1].traceback
-    with pytest.raises(RankDiedError, match=r"rank 1 still ran after 0\.2 seconds"):
+    assert outcomes[1].seconds == 60.5
+    assert "in wait_for_ever" in outcomes[1].traceback
+    with pytest.raises(RankDiedError, match=r"rank 1 still ran after 60\.5 seconds"):
         returned_values(outcomes)
 
 
