@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -92,16 +93,20 @@ def test_system_exit_is_an_outcome() -> None:
 
 
 def _hang(exchange: Exchange, directory: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(directory, str(exchange.rank)).write_text(str(os.getpid()))
+    exchange.all_gather(b"written")
     if exchange.rank == 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 
 
-def test_ranks_that_hang_are_killed(tmp_path: Path) -> None:
-    run_processes(2, _describe, torch.ones(1))  # the fork server is up now
-    outcomes = run_processes_outcomes(2, _hang, str(tmp_path), timeout=8)
-    assert outcomes == [Returned(None), TimedOut(8)]
+def test_ranks_that_hang_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By this clock the job begins, waits for the first report, and has no time left after it.
+    clock = iter([0.0, 0.0, 120.0])
+    fake = SimpleNamespace(monotonic=clock.__next__)
+    monkeypatch.setattr("remesh.testing.processes.time", fake)
+    outcomes = run_processes_outcomes(2, _hang, str(tmp_path))
+    assert outcomes == [Returned(None), TimedOut(120)]
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):
@@ -118,6 +123,7 @@ def test_results_must_pickle() -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_processes(1, _end, "not at all")  # the fork server, which stays, has a directory as well
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_processes_outcomes(2, _end, "kill")
     assert list(tmp_path.iterdir()) == []
