@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -80,6 +81,18 @@ def test_dead_ranks_are_reported(how: str, code: int) -> None:
     message = "rank 1 was killed by SIGKILL" if code < 0 else "rank 1 exited with status 7"
     with pytest.raises(RankDiedError, match=message):
         run_processes(3, _end, how)
+
+
+def _die_while_reporting(exchange: Exchange) -> None:
+    def send_half(connection: Connection, data: bytes) -> None:
+        os.write(connection.fileno(), data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection._send = send_half  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_dies_in_its_report_is_dead() -> None:
+    assert run_processes_outcomes(1, _die_while_reporting) == [Died(-signal.SIGKILL)]
 
 
 def _exit_politely(exchange: Exchange) -> NoReturn:

@@ -147,7 +147,7 @@ def _collect(
 def _receive(process: ForkServerProcess, pipe: Connection) -> Outcome[T]:
     try:
         report = pipe.recv_bytes()
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # before the report, or in the middle of it
         process.join()
         assert process.exitcode is not None
         return Died(process.exitcode)
