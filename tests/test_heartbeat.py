@@ -103,11 +103,15 @@ class TestStackRequests:
 import os, sys, threading
 from remesh.heartbeat import STACK_SIGNAL, answer_stack_requests, stacks_file
 
-def waits_here(event): event.wait()
+waits, stop = threading.Event(), threading.Event()
 
-stop = threading.Event()
-thread = threading.Thread(target=waits_here, args=(stop,))
+def waits_here():
+    waits.set()
+    stop.wait()
+
+thread = threading.Thread(target=waits_here)
 thread.start()
+waits.wait()
 end = answer_stack_requests(sys.argv[1])
 os.kill(os.getpid(), STACK_SIGNAL)
 print(stacks_file(sys.argv[1]).read_text())
