@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import MemoryStorage
 from remesh.testing import FaultInjector, InjectedError, run_ranks
+from tests.waiting import wait_until
 
 WORLD_SIZE = 2
 
@@ -40,7 +42,7 @@ class Gate:
     def __call__(self, event: Event) -> None:
         if event.point == "save.file_created":
             self.num_saves += 1
-            assert self.opened.wait(30)
+            assert self.opened.wait(60)
 
 
 def test_as_many_as_asked_for_and_within_the_budget(tmp_path: Path) -> None:
@@ -60,7 +62,8 @@ def test_as_many_as_asked_for_and_within_the_budget(tmp_path: Path) -> None:
     third.join(0.3)
     assert third.is_alive()
     gate.opened.set()
-    third.join(30)
+    third.join(60)
+    assert not third.is_alive()
     saver.close()
     assert [handle.exception() for handle in handles] == [None] * 3
     for number in range(3):
@@ -101,7 +104,7 @@ def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
     def train(exchange: Exchange) -> list[BaseException | None]:
         saver = remesh.Saver(group=exchange, on_event=faults)
         first = saver.save_async(state_of(exchange.rank, 1.0), storages[0])
-        first.wait_ended(30)
+        first.wait_ended(60)
         with pytest.raises((InjectedError, RankFailedError)) as caught:
             saver.save_async(state_of(exchange.rank, 2.0), storages[1])
         saver.save_async(state_of(exchange.rank, 3.0), storages[2])
@@ -133,6 +136,12 @@ def test_waiting_raises_the_first_failure_and_notes_the_others(tmp_path: Path) -
     saver.close()
 
 
+def noted_bytes(storage: MemoryStorage, rank: int) -> int:
+    """How much a rank has noted that it has written."""
+    paths = [path for path in storage.list() if path.endswith(f"/progress-{rank:05d}.msgpack")]
+    return sum(msgspec.msgpack.decode(storage.read(path))["written_bytes"] for path in paths)
+
+
 def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) -> None:
     """Rank 1 writes a chunk and hangs in the next; rank 0 says so, and then gives up."""
     storage = MemoryStorage()
@@ -142,18 +151,21 @@ def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) ->
     def hang(event: Event) -> None:
         is_full = event.point == "save.chunk_written" and event.num_bytes == CHUNK_SIZE
         if event.rank == 1 and is_full and next(full_chunks) == 2:
-            released.wait(30)
+            released.wait(120)
+        if event.rank == 0 and event.point == "save.file_finished":
+            # Only then does rank 0 look for the others, and begin to count the seconds.
+            wait_until(lambda: noted_bytes(storage, 1) >= CHUNK_SIZE, "rank 1 notes a chunk")
 
     def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, deadline=2.0, report_seconds=0.0, on_event=hang)
+        saver = remesh.Saver(group=exchange, deadline=0.2, report_seconds=0.0, on_event=hang)
         handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
         if exchange.rank == 1:
             exchange.all_gather(b"")
             released.set()
-            handle.wait_ended(30)
+            handle.wait_ended(60)
             return ""
         with pytest.raises(ExchangeError) as caught:
-            handle.wait(timeout=30)
+            handle.wait(timeout=60)
         exchange.all_gather(b"")
         return str(caught.value)
 
