@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ class Hanging(MemoryStorage):
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         if path.endswith("00000.safetensors"):
-            self._let_go.wait()
+            assert self._let_go.wait(60), "nobody lets the reading go on"
         return self._inner.read_into(path, start, buffer)
 
 
@@ -56,86 +59,84 @@ def test_a_rank_that_hangs_is_named_when_time_is_up(share_reads: bool, hanging: 
     """Where reads are shared, rank 0 is the one that reads the only window."""
     storage, let_go = saved(), threading.Event()
 
+    # Whoever is late first ends it for all; the other rank shall not be late, however slow it is.
+    timeouts = [0.5 if rank == hanging else 100.0 for rank in range(2)]
+
     def load(exchange: Exchange) -> None:
         place = Hanging(storage, let_go) if exchange.rank == hanging else storage
-        load_columns(exchange, place, timeout=0.5, share_reads=share_reads)
+        load_columns(exchange, place, timeout=timeouts[exchange.rank], share_reads=share_reads)
 
     try:
         outcomes = run_ranks_outcomes(2, load)
     finally:
         let_go.set()
-    for outcome in outcomes:
+    for outcome, timeout in zip(outcomes, timeouts, strict=True):
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error, remesh.ExchangeError)
         assert str(outcome.error).startswith(
-            f"rank {hanging} did not finish reading within 0.5 s; see whether the storage answers"
+            f"rank {hanging} did not finish reading within {timeout:g} s; see whether the storage "
+            "answers"
         )
         assert "The state is partly loaded" in outcome.error.__notes__[0]
 
 
 class LetGo(logging.Handler):
-    """Lets a reading go on as soon as it is complained about."""
+    """Lets a reading go on as soon as a certain complaint is made about it."""
 
-    def __init__(self) -> None:
+    def __init__(self, complaint: str) -> None:
         super().__init__()
         self.event = threading.Event()
-        self.lines: list[str] = []
+        self._complaint = re.compile(complaint)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-        self.event.set()
+        if self._complaint.fullmatch(record.getMessage()):
+            self.event.set()
 
 
-@pytest.fixture
-def complaints() -> LetGo:
-    return LetGo()
+@contextmanager
+def listening(complaint: str) -> Iterator[LetGo]:
+    handler, logger = LetGo(complaint), logging.getLogger("remesh")
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
 
 
-def test_rank_0_says_which_rank_is_the_slowest(complaints: LetGo) -> None:
+def test_rank_0_says_which_rank_is_the_slowest() -> None:
     def watch(exchange: Exchange) -> None:
         def read(count: object) -> None:
             assert callable(count)
-            count(30 + exchange.rank)
+            count(1_000_000 * (2 + exchange.rank))
             if exchange.rank != 1:
-                complaints.event.wait()
+                assert complaints.event.wait(60)
 
         patience = Patience(interval=0.02)
-        reading = Reading(read, lambda _size: None, num_bytes=100, patience=patience)
+        reading = Reading(read, lambda _size: None, num_bytes=9_000_000, patience=patience)
         reading.start()
         reading.wait_for_all(exchange)
         assert reading.error is None
 
-    logger = logging.getLogger("remesh")
-    logger.addHandler(complaints)
-    try:
+    # Before that it may say other things, for a while in which the ranks have not got so far.
+    complaint = (
+        r"reading for \d+ s; 2 of 3 ranks have not finished, the slowest is rank 0 with 2\.0 of "
+        r"9\.0 MB"
+    )
+    with listening(complaint) as complaints:
         run_ranks(3, watch)
-    finally:
-        logger.removeHandler(complaints)
-    # Rank 1 may not have said yet that it has ended when the others are asked for the first time.
-    assert "ranks have not finished, the slowest is rank" in complaints.lines[-1]
-    assert complaints.lines[-1].startswith("reading for 0 s; ")
 
 
-def test_a_rank_for_which_the_others_wait_says_so(
-    complaints: LetGo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = saved()
     monkeypatch.setattr(share, "Reading", _impatient)
-    logger = logging.getLogger("remesh")
-    logger.addHandler(complaints)
 
     def load(exchange: Exchange) -> None:
         place = Hanging(storage, complaints.event) if exchange.rank == 0 else storage
         load_columns(exchange, place, share_reads=True)
 
-    try:
+    complaint = r"reading for \d+ s; the others wait for rank 0, which reads for round 1 of 1"
+    with listening(complaint) as complaints:
         run_ranks(2, load)
-    finally:
-        logger.removeHandler(complaints)
-    assert any(
-        line.endswith("the others wait for rank 0, which reads for round 1 of 1")
-        for line in complaints.lines
-    )
 
 
 def _impatient(*args: object, **options: object) -> Reading:
