@@ -98,7 +98,7 @@ def note(job: Job, told: Told, number: int) -> None:
 
 def check(first: Layout, second: Layout, shape: Shape, folder: Path) -> None:
     num_ranks = max(first.world_size, second.world_size)
-    told = run_processes(num_ranks, convert, first, second, shape, str(folder), timeout=100.0)
+    told = run_processes(num_ranks, convert, first, second, shape, str(folder))
     like = random_state(shape, 0)
     before, moved, again = (put_together([one.saved[n] for one in told], like) for n in range(3))
     for key, whole in before.items():

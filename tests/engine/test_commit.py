@@ -101,7 +101,7 @@ def test_a_rank_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
     path = tmp_path / "checkpoint"
     run_ranks(WORLD_SIZE, save_value, path, 1.0, FaultInjector())
     faults = FaultInjector().kill_at(rank, point)
-    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults, timeout=60)
+    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults)
     assert isinstance(outcomes[rank], Died)
     for number, outcome in enumerate(outcomes):
         if number != rank:
@@ -115,7 +115,7 @@ def test_a_rank_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
 def test_a_killed_first_save_does_not_exist_for_any_reader(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     faults = FaultInjector().kill_at(1, "save.chunk_written")
-    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults, timeout=60)
+    outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults)
     assert [type(outcome) for outcome in outcomes] == [Raised, Died, Raised]
     assert list(path.rglob("*.safetensors"))
     with pytest.raises(remesh.CheckpointNotFoundError, match="not finished"):

@@ -374,7 +374,7 @@ def save_until_killed(_exchange: Exchange, path: Path, faults: FaultInjector) ->
 
 def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
     faults = FaultInjector().kill_at(1, "save.described")
-    outcomes = run_processes_outcomes(3, save_until_killed, tmp_path, faults, timeout=30)
+    outcomes = run_processes_outcomes(3, save_until_killed, tmp_path, faults)
     for rank in (0, 2):
         outcome = outcomes[rank]
         assert isinstance(outcome, Raised)

@@ -227,6 +227,8 @@ def fail_on(rank: int, mine: int) -> None:
 backgrounds = pytest.mark.parametrize(
     "persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["threads", "process"]
 )
+SECONDS = 240.0
+"""For ranks that start processes, each of which imports torch."""
 
 
 def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> list[str]:
@@ -272,7 +274,7 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
 
 @backgrounds
 def test_saves_beside_the_training(tmp_path: Path, persistent: bool) -> None:
-    orders = run_processes(2, _in_the_background, tmp_path, persistent)
+    orders = run_processes(2, _in_the_background, tmp_path, persistent, timeout=SECONDS)
     assert orders == [["save 0", "save 1", "x"]] * 2
     assert sorted(file.name for file in tmp_path.glob("mine*")) == ["mine 0", "mine 1"]
 
@@ -314,7 +316,9 @@ def _fail_in_the_background(exchange: Exchange, folder: Path, persistent: bool) 
 def test_a_background_that_fails_on_one_rank_raises_on_all(
     tmp_path: Path, persistent: bool
 ) -> None:
-    outcomes = run_processes_outcomes(2, _fail_in_the_background, tmp_path / "c", persistent)
+    outcomes = run_processes_outcomes(
+        2, _fail_in_the_background, tmp_path / "c", persistent, timeout=SECONDS
+    )
     for outcome in outcomes:
         if isinstance(outcome, Raised):
             raise outcome.error
