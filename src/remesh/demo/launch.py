@@ -10,10 +10,12 @@ Whatever happens in between, a Ctrl-C included, no process of a run is alive whe
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -53,9 +55,18 @@ class RunEnd:
 
 
 def prepare() -> ForkServerContext:
-    """Where processes come from: a fork server, which starts and loads torch with the first."""
+    """Where processes come from: a fork server, which begins to load torch. In the main thread.
+
+    A terminal sends Ctrl-C to all processes. The fork server and those from it ignore it, since
+    whoever started them ends them; otherwise each would print where it was.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remesh.demo.worker"])
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, former)
     return context
 
 
