@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.test_master import ask, beat, join_all, speaker, start
+from tests.elastic.test_master import SETTINGS, ask, beat, join_all, speaker, start
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 
@@ -44,8 +44,8 @@ def text_of(document: str) -> str:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    with start(tmp_path, heartbeat_timeout=60.0) as server:
-        join_all(server.url, [0, 1, 2])
+    with start(tmp_path, heartbeat_timeout=600.0) as server:
+        join_all(server.url, [0, 1, 2], settings=SETTINGS | {"min_nodes": 3})
         beat(server.url, 0, 1, **{"0": {"step": 41, "age": 0.1, "saved_step": 40}})
         failures = [
             {

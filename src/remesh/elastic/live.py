@@ -73,6 +73,14 @@ def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
     live.heard[node_id] = (incarnation, now)
 
 
+def excuse(live: Live, seconds: float) -> None:
+    """The master itself stood still: that nothing was heard meanwhile says nothing of the nodes."""
+    live.heard = {
+        node_id: (incarnation, at + seconds) for node_id, (incarnation, at) in live.heard.items()
+    }
+    live.progress = msgspec.structs.replace(live.progress, moved=live.progress.moved + seconds)
+
+
 def hear_beat(live: Live, state: State, beat: BeatRequest, now: float) -> list[Event]:
     """How far the ranks of a node are."""
     world = state.rendezvous
@@ -81,7 +89,7 @@ def hear_beat(live: Live, state: State, beat: BeatRequest, now: float) -> list[E
     if live.round != world.round:
         live.round = world.round
         live.progress = begin_round(live.progress, now)
-        live.ranks, live.stacks, live.answered = {}, {}, set()
+        live.ranks = {}
     events: list[Event] = []
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)

@@ -21,7 +21,7 @@ from remesh.elastic import events
 from remesh.elastic.failures import Decision, Ruling
 from remesh.elastic.job import Line, Policy, State, apply, assign_id, record_of
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat, hear_stacks
+from remesh.elastic.live import Live, events_of_time, excuse, hear, hear_beat, hear_stacks
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -46,6 +46,8 @@ from remesh.errors import StorageError
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
+MOST_LATE = 1.0
+"""Seconds by which a tick may be late; beyond, the master counts as having stood still."""
 MAX_WAIT = 30.0
 """Longest time that a request is kept waiting."""
 MAX_WORDS_BYTES = 1 << 20
@@ -159,12 +161,25 @@ class Master:
 
     async def keep_time(self) -> None:
         """Let time pass, until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
-            for event in events_of_time(self._live, self._state, self.clock()):
-                self.happen(event)
-            self.happen(events.Tick())
+            self.tick(loop.time() - due)
             await self.written()
+
+    def tick(self, late: float = 0.0) -> None:
+        """Let happen what the passing of time has made true.
+
+        Args:
+            late: Seconds by which this comes later than it should. Heartbeats that came while the
+                master stood still are not read yet.
+        """
+        if late > MOST_LATE:
+            excuse(self._live, late)
+        for event in events_of_time(self._live, self._state, self.clock()):
+            self.happen(event)
+        self.happen(events.Tick())
 
     async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
         """Wait for an answer, asked anew whenever something has changed that nodes wait for."""
@@ -237,6 +252,8 @@ class Master:
         for event in hear_beat(self._live, self._state, request, now):
             self.happen(event)
         await self.written()
+        # A node that waits for the disk here is alive; it beats again when it has its answer.
+        hear(self._live, request.node_id, request.incarnation, self.clock())
         return beat_reply(self._state, request, now)
 
     async def failed(self, request: FailedRequest) -> Ruling:
