@@ -8,18 +8,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
+import pytest
+
 from remesh.elastic.node import Node, TestOutcome
 from remesh.elastic.node_check import COMMAND, run_alone, run_test
 from remesh.elastic.protocol import Test
 from remesh.elastic.rendezvous import Node as Member
 from remesh.errors import MasterError
 
+pytestmark = pytest.mark.timeout(900)
+
 DIES = (sys.executable, "-c", "import sys; sys.exit('the driver is gone')")
 HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
 WELL_THEN_DIES = (
     sys.executable,
     "-c",
-    """print('{"stage": "probe", "well": true, "seconds": 1.0}', flush=True); input(); exit(5)""",
+    """print('{"stage": "probe", "well": true, "seconds": 1.0, "address": "x:1"}', flush=True); \
+input(); exit(5)""",
 )
 
 
@@ -42,7 +47,7 @@ class Words:
             return self._words[key]
 
 
-def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 90.0) -> list[TestOutcome]:
+def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestOutcome]:
     """The outcomes on the nodes of a group, each of which starts its own command."""
     words = cast("Node", Words())
     group = tuple(
@@ -80,6 +85,9 @@ def test_who_dies_while_the_group_meets_is_not_proven_broken() -> None:
     assert first.passed  # alone, there is nobody to meet
     outcomes = take_part([WELL_THEN_DIES, WELL_THEN_DIES])
     assert [(outcome.passed, outcome.broken) for outcome in outcomes] == [(False, False)] * 2
+    assert {outcome.message.partition(":")[0] for outcome in outcomes} == {
+        "the test ended with exit code 5"
+    }
 
 
 def test_who_hangs_is_broken() -> None:
@@ -89,6 +97,6 @@ def test_who_hangs_is_broken() -> None:
 
 
 def test_a_machine_by_itself() -> None:
-    outcome = run_alone()
+    outcome = run_alone(seconds=240.0)
     assert outcome.passed
     assert outcome.seconds > 0

@@ -123,7 +123,8 @@ class _Process:
             text=True,
         )
         self._seconds = seconds
-        self._alarm = threading.Timer(seconds, self._process.kill)
+        self._is_late = False
+        self._alarm = threading.Timer(seconds, self._end)
         self._alarm.start()
 
     def __enter__(self) -> Self:
@@ -133,6 +134,10 @@ class _Process:
         self._alarm.cancel()
         self._process.kill()
         self._process.communicate()
+
+    def _end(self) -> None:
+        self._is_late = True  # before the process ends, which is when somebody asks
+        self._process.kill()
 
     def hear(self) -> ProbeReport:
         """What the process says next; if it cannot say anything any more, that it is broken."""
@@ -146,7 +151,7 @@ class _Process:
     def _last_words(self) -> str:
         self._process.kill()  # what it writes is no report, so nothing is lost
         errors = self._process.communicate()[1].strip().splitlines()
-        if not self._alarm.is_alive():
+        if self._is_late:
             return f"the test took more than {self._seconds:g} s"
         said = errors[-1] if errors else "without a word"
         return f"the test ended with exit code {self._process.returncode}: {said}"
