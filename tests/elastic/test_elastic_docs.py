@@ -28,6 +28,7 @@ def block(kind: str) -> str:
     return str(text)
 
 
+@pytest.mark.timeout(600)
 def test_the_script_survives_its_accident(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("python"))
     assert "$ remesh run --nproc-per-node 2 train.py\n" in PAGE
@@ -37,7 +38,7 @@ def test_the_script_survives_its_accident(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ SUBJECT = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(OPENSSL is None, reason="no openssl")
 def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
     certificate, key, token = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "token"
@@ -51,7 +52,7 @@ def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ hangs_here()
 @pytest.fixture
 def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_by_py_spy", lambda _pid: ("", "py-spy is not installed"))
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 60.0)  # it answers, at once or later
 
 
 def stacks_of_hanging(file: Path, how: str) -> str:
