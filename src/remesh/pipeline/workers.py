@@ -38,9 +38,9 @@ def run_threads(
     else:
         # Threads inherit whether the interpreter waits for them at its exit.
         threads = [threading.Thread(target=attempt, args=(work,)) for _ in range(num_threads)]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             if meanwhile is not None:
                 attempt(meanwhile)
             for thread in threads:
