@@ -16,12 +16,14 @@ follows from the step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -156,18 +158,17 @@ def save_until_killed(exchange: Exchange, launch: Launch) -> None:
         _check_newest(exchange, launch)
     steps = range(launch.first_step, launch.first_step + MAX_STEPS)
     if launch.way == "save":
-        over = _arm(exchange, launch, None)
+        fate = _arm(exchange, launch, None)
         for step in steps:
             state = part_of_state(step, exchange.rank, exchange.world_size)
             remesh.save(state, place_of(launch.root, step), overwrite=True, group=exchange)
             _announce(launch.announced, step)
-        exchange.all_gather(b"")
-        over.set()
+        fate.end(exchange)
         return
     saver = remesh.Saver(group=exchange, writer=launch.way, deadline=DEADLINE, at_exit="abort")
     if saver.writer_process_id is not None:
         _announce(launch.process_ids, saver.writer_process_id)
-    over = _arm(exchange, launch, saver.writer_process_id)
+    fate = _arm(exchange, launch, saver.writer_process_id)
     for step in steps:
         state = part_of_state(step, exchange.rank, exchange.world_size)
         handle = saver.save_async(state, place_of(launch.root, step), overwrite=True)
@@ -176,8 +177,7 @@ def save_until_killed(exchange: Exchange, launch: Launch) -> None:
         handle.wait()
         _announce(launch.announced, step)
     saver.close()
-    exchange.all_gather(b"")
-    over.set()
+    fate.end(exchange)
 
 
 def _check_newest(exchange: Exchange, launch: Launch) -> None:
@@ -197,13 +197,36 @@ def _announce(file: Path, number: int) -> None:
     os.close(descriptor)
 
 
-def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> threading.Event:
+class _Fate:
+    """Whether somebody may still die."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def kill(self, process_ids: Sequence[int]) -> None:
+        """Kill processes, this one being the last, unless all is over."""
+        with self._lock:
+            for process_id in () if self._is_over else process_ids:
+                with suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+
+    def end(self, exchange: Exchange) -> None:
+        """Let nobody die any more. Collective."""
+        exchange.all_gather(b"")
+        with self._lock:
+            self._is_over = True
+        # Nobody leaves before all are safe: to those who follow, an end looks like a death.
+        exchange.all_gather(b"")
+
+
+def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> _Fate:
     """Let this rank die when it is due, or follow the one that does if a launcher would see to it.
 
     Returns:
-        To be set when nobody is going to die any more.
+        What ends the danger.
     """
-    death, over = launch.death, threading.Event()
+    death, fate = launch.death, _Fate()
     ids = [
         [int(number) for number in reply.split()]
         for reply in exchange.all_gather(f"{os.getpid()} {writer or ''}".encode())
@@ -214,11 +237,7 @@ def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> threading.Ev
         if death.others == "at once":
             theirs = [of for rank, of in enumerate(ids) if rank != exchange.rank]
             targets = [one for of in theirs for one in of[: 1 + death.with_writers]] + targets
-
-        def die() -> None:
-            for process_id in targets if not over.is_set() else ():
-                os.kill(process_id, signal.SIGKILL)  # this process is the last one
-
+        die = functools.partial(fate.kill, targets)
         if death.change:
             _die_at_change(death, die)
         else:
@@ -226,17 +245,17 @@ def _arm(exchange: Exchange, launch: Launch, writer: int | None) -> threading.Ev
             timer.daemon = True
             timer.start()
     elif death.others == "soon":
-        args = (ids[death.rank][0], over)
+        args = (ids[death.rank][0], fate)
         threading.Thread(target=_follow, args=args, daemon=True).start()
-    return over
+    return fate
 
 
-def _follow(process_id: int, over: threading.Event) -> None:
+def _follow(process_id: int, fate: _Fate) -> None:
     """Die soon after another process, if it dies before its work is over."""
     while is_alive(process_id):
         time.sleep(0.005)
-    if not over.wait(0.01):
-        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.01)
+    fate.kill([os.getpid()])
 
 
 def _die_at_change(death: Death, die: Callable[[], None]) -> None:
@@ -257,10 +276,11 @@ def _die_at_change(death: Death, die: Callable[[], None]) -> None:
                 die()
             if is_last and death.when != "after":
                 die()
-            result = call(*args, **options)
-            if is_last:
-                die()
-            return result
+            try:
+                return call(*args, **options)
+            finally:  # also if the call has failed, and changed nothing
+                if is_last:
+                    die()
 
         return change
 

@@ -14,7 +14,7 @@ import pytest
 
 import remesh
 from remesh.checkpoint import garbage
-from remesh.testing import Died, Raised, run_processes_outcomes
+from remesh.testing import Died, Raised, TimedOut, run_processes_outcomes
 from tests.campaigns.killed_saving import (
     MAX_STEPS,
     Death,
@@ -26,6 +26,7 @@ from tests.campaigns.killed_saving import (
     whole_state,
 )
 from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.waiting import wait_until
 
 WAYS: tuple[Way, ...] = ("save", "thread", "process")
 TIDY_EVERY = 10
@@ -60,18 +61,19 @@ def numbers_in(file: Path) -> set[int]:
 
 def run(launch: Launch) -> bool:
     """Run a launch; whether it was killed. What survivors raise must say that somebody died."""
-    outcomes = run_processes_outcomes(launch.world_size, save_until_killed, launch, timeout=90)
-    ends = time.monotonic() + 60
-    while any(map(is_alive, numbers_in(launch.process_ids))):
-        assert time.monotonic() < ends, "a writer process does not end"
-        time.sleep(0.01)
+    outcomes = run_processes_outcomes(launch.world_size, save_until_killed, launch, timeout=240)
+    writers = numbers_in(launch.process_ids)
+    wait_until(lambda: not any(map(is_alive, writers)), "the writer processes end")
     for outcome in outcomes:
+        assert not isinstance(outcome, TimedOut), outcome
         if isinstance(outcome, Raised):
             assert isinstance(outcome.error, remesh.ExchangeError), outcome
         elif isinstance(outcome, Died):
             assert outcome == Died(-signal.SIGKILL)
     was_killed = isinstance(outcomes[launch.death.rank], Died)
-    if not was_killed:
+    # On a machine that is busy with something else a rank may be taken for dead that is not.
+    was_late = any(isinstance(one, Raised) and " waited " in str(one.error) for one in outcomes)
+    if not was_killed and not was_late:
         assert not any(isinstance(outcome, Raised | Died) for outcome in outcomes), outcomes
     return was_killed
 
@@ -123,6 +125,7 @@ def test_the_newest_announced_checkpoint_survives_every_kill(tmp_path: Path) -> 
     kills: Counter[str] = Counter()
     number = 0
     while kills.total() < wanted:
+        assert number < 3 * wanted, f"only {kills.total()} of {number} launches were killed"
         launch = draw(root, number, max(announced, default=0))
         try:
             if run(launch):
