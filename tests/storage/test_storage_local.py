@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,15 +42,13 @@ def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def open_files() -> set[str]:
-    """What this process has open, descriptors that only this listing needs left out."""
-    found = set()
+def open_below(place: str) -> list[str]:
+    """What this process has open below a directory, whatever else it opens and closes."""
+    found = []
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue
-    return found
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(place)]
 
 
 # ----- direct I/O -----
@@ -349,7 +348,6 @@ def test_errors_name_file_and_remedy(
 
 def test_failing_reads(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.put("file", bytes(2 * ALIGNMENT), overwrite=False)
-    before = open_files()
 
     def fail(*_: object) -> int:
         raise fail_with(errno.EIO)
@@ -358,12 +356,12 @@ def test_failing_reads(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -
     for buffer in (aligned_buffer(2 * ALIGNMENT), aligned_buffer(10)):
         with pytest.raises(StorageError, match=f"cannot read {storage.url}/file: Input/output"):
             storage.read_into("file", 0, buffer)
-    assert open_files() == before
+    assert open_below(storage.url) == []
 
 
 def test_failing_fsync(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = open_files()
     writer = storage.create("file", 10)
+    assert open_below(storage.url)
     writer.write(0, random_bytes(10))
 
     def fail(_: int) -> None:
@@ -380,7 +378,7 @@ def test_failing_fsync(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -
         writer.finish()
     writer.abort()
     assert storage.list() == []
-    assert open_files() == before
+    assert open_below(storage.url) == []
 
 
 def test_places_that_cannot_hold_a_file(storage: LocalStorage) -> None:
@@ -610,7 +608,6 @@ def test_relative_roots_keep_their_place(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_nothing_stays_open(storage: LocalStorage) -> None:
-    before = open_files()
     for number in range(5):
         writer = storage.create(f"{number}", 2 * ALIGNMENT)
         writer.write(0, random_bytes(2 * ALIGNMENT))
@@ -619,7 +616,7 @@ def test_nothing_stays_open(storage: LocalStorage) -> None:
         storage.read_into(f"{number}", 0, aligned_buffer(3 * ALIGNMENT))
         storage.put(f"small {number}", b"x", overwrite=False)
         storage.read(f"small {number}")
-    assert open_files() == before
+    assert open_below(storage.url) == []
 
 
 def test_many_threads_make_files_side_by_side(storage: LocalStorage) -> None:
