@@ -277,21 +277,21 @@ def invoke(*args: str) -> Any:
 
 class TestFailures:
     @pytest.fixture
-    def closed(self, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    def closed(self) -> Iterator[Storage]:
         """A storage whose server does not listen; it repeats only once."""
         with socket.socket() as unused:
+            # Bound all the while, so that nobody else can be given the port and listen there.
             unused.bind(("127.0.0.1", 0))
-            endpoint = f"http://user:hidden@127.0.0.1:{unused.getsockname()[1]}"
-        store = S3Store(
-            BUCKET,
-            endpoint=endpoint,
-            access_key_id="key",
-            secret_access_key="hidden",
-            region="us-east-1",
-            client_options={"allow_http": True},
-            retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=5)},
-        )
-        return ObjectStorage(f"s3://{BUCKET}", store, part_bytes=10)
+            store = S3Store(
+                BUCKET,
+                endpoint=f"http://user:hidden@127.0.0.1:{unused.getsockname()[1]}",
+                access_key_id="key",
+                secret_access_key="hidden",
+                region="us-east-1",
+                client_options={"allow_http": True},
+                retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=5)},
+            )
+            yield ObjectStorage(f"s3://{BUCKET}", store, part_bytes=10)
 
     def test_no_server(self, closed: Storage) -> None:
         calls: dict[str, Callable[[], object]] = {
