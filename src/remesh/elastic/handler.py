@@ -16,6 +16,7 @@ import datetime as dt
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.node import JobOverError, Node, NodeBarredError, NodeOptions
+from remesh.elastic.protocol import Placed
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
@@ -79,8 +81,7 @@ class Handler(RendezvousHandler):
         """
         while True:
             try:
-                placed = self.node.join()
-                store = self._open_store(placed.round, placed.rank, placed.leader.address)
+                return self._meet(self.node.join())
             except JobOverError as over:
                 if over.outcome is Outcome.SUCCEEDED:
                     log.info("%s", over)
@@ -89,14 +90,34 @@ class Handler(RendezvousHandler):
             except NodeBarredError as barred:
                 raise RendezvousClosedError(f"this node is not used: {barred}") from barred
             except MasterError as error:
-                if self.node.reply.restart is None:
+                if not self._is_over():
                     raise RendezvousConnectionError(str(error)) from error
                 log.info("the round broke while it began: %s", self.node.reply.reason)
-                continue
+
+    def _meet(self, placed: Placed) -> RendezvousInfo:
+        """Open the round's store and learn from it where the processes meet.
+
+        Raises:
+            MasterError: If the store is not to be had. If that is because the round is over, a
+                heartbeat has said so by then.
+        """
+        address = self.node.options.address
+        try:
+            store = self._open_store(placed.round, placed.rank, placed.leader.address)
             prefixed = PrefixStore(f"round {placed.round}", store)
-            address = self.node.options.address
             meeting = RendezvousStoreInfo.build(placed.rank, prefixed, local_addr=address)
-            return RendezvousInfo(prefixed, placed.rank, placed.num_nodes, meeting)
+        except (MasterError, RuntimeError) as error:
+            # The first node has died, say, which the master notices later than its peers.
+            deadline = time.monotonic() + STORE_SECONDS
+            while not self._is_over() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            raise MasterError(f"round {placed.round} has no store: {error}") from error
+        return RendezvousInfo(prefixed, placed.rank, placed.num_nodes, meeting)
+
+    def _is_over(self) -> bool:
+        """Whether the master has said that the round, or the job, is over."""
+        reply = self.node.reply
+        return reply.restart is not None or reply.over is not None
 
     def _open_store(self, number: int, rank: int, address: str) -> TCPStore:
         """The round's store: the first node makes it and says where it is."""

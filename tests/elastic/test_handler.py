@@ -1,0 +1,63 @@
+"""How a launcher gets into a round; the node, and the master behind it, do as the test says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from remesh.elastic import handler
+from remesh.elastic.handler import Handler
+from remesh.elastic.node import Node
+from remesh.elastic.protocol import BeatReply, Placed
+from remesh.elastic.rendezvous import Change
+from remesh.elastic.rendezvous import Node as Member
+from remesh.errors import MasterError
+
+ADDRESS = "127.0.0.1"
+
+
+class Unlucky:
+    """A node whose first round has no store; some heartbeats later it may hear why."""
+
+    options = SimpleNamespace(address=ADDRESS)
+
+    def __init__(self, *, num_beats: int | None) -> None:
+        self._num_beats = num_beats
+        self._round = 0
+
+    def join(self) -> Placed:
+        self._round += 1
+        first = Member(id=0, incarnation="a", name="", address=ADDRESS, num_processes=1)
+        rank = 1 if self._round == 1 else 0
+        return Placed(1, self._round, rank, 2 - self._round // 2, rank, 2, first)
+
+    @property
+    def reply(self) -> BeatReply:
+        if self._num_beats is None:
+            return BeatReply()
+        self._num_beats -= 1
+        return BeatReply(restart=Change.LOST if self._num_beats < 0 else None)
+
+    def get(self, number: int, _key: str, _seconds: float) -> str:
+        raise MasterError(f"round {number} is over; join again")
+
+    def put(self, _number: int, _key: str, _value: str) -> None:
+        pass
+
+
+def test_a_round_that_breaks_up_while_it_begins_is_left_for_the_next() -> None:
+    node = cast("Node", Unlucky(num_beats=3))
+    met = Handler(node, "job").next_rendezvous()
+    assert (met.rank, met.world_size) == (0, 1)
+    assert met.bootstrap_store_info is not None
+    assert met.bootstrap_store_info.master_addr == ADDRESS
+
+
+def test_a_store_that_is_not_to_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "STORE_SECONDS", 0.5)
+    node = cast("Node", Unlucky(num_beats=None))
+    with pytest.raises(RendezvousConnectionError, match="round 1 has no store: round 1 is over"):
+        Handler(node, "job").next_rendezvous()
