@@ -108,8 +108,8 @@ def hear_beat(live: Live, state: State, beat: BeatRequest, now: float) -> list[E
 
 
 def hear_stacks(live: Live, state: State, request: StacksRequest) -> None:
-    """Where the processes of a node were."""
-    if state.hanging is not None and request.dump == state.dump:
+    """Where the processes of a node were when the job hung last; that may be over by now."""
+    if request.dump == state.dump:
         live.stacks.update(request.stacks)
         live.answered.add(request.node_id)
 

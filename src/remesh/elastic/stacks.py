@@ -61,6 +61,7 @@ def _by_signal(pid: int, heartbeat_file: str | os.PathLike[str]) -> str:
     while time.monotonic() < deadline:
         time.sleep(0.1)
         earlier, written = written, file.read_bytes()[before:]
-        if written and written == earlier:  # line by line, and now no more
+        # It writes word by word, and may be interrupted: whole lines, a frame, and now no more.
+        if b"\n  File " in written and written.endswith(b"\n") and written == earlier:
             break
     return written.decode(errors="replace")
