@@ -5,11 +5,11 @@ rclone keeps what it is given in files, so the test can look at what is there wi
 
 from __future__ import annotations
 
+import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from remesh.events import Event
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import object_store
 from tests.storage.object_servers import BUCKET, ENVIRONMENT
+from tests.waiting import wait_until
 
 RCLONE = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
 
@@ -36,31 +37,30 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
     """rclone serving `tmp_path`, in which the bucket is a directory."""
     assert RCLONE is not None
     (tmp_path / BUCKET).mkdir()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     keys = f"{ENVIRONMENT['AWS_ACCESS_KEY_ID']},{ENVIRONMENT['AWS_SECRET_ACCESS_KEY']}"
-    command = [RCLONE, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", keys]
-    with subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.DEVNULL) as process:
+    # The system chooses the port, so that nobody else can have it.
+    command = [RCLONE, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", keys, str(tmp_path)]
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(command, stderr=file) as process:
         try:
-            _wait_for(port, process)
+            monkeypatch.setenv("AWS_ENDPOINT_URL", _endpoint(log, process))
             yield process
         finally:
             process.kill()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 5).close()
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-        else:
-            return
-    raise AssertionError("rclone has ended")
+def _endpoint(log: Path, process: subprocess.Popen[bytes]) -> str:
+    """Where the server listens, once it says so."""
+
+    def found() -> re.Match[str] | None:
+        return re.search(r"server on \[(http://[^]]*)/\]", log.read_text())
+
+    wait_until(lambda: found() is not None or process.poll() is not None, "the server listens")
+    where = found()
+    assert where is not None, f"rclone has ended: {log.read_text()}"
+    return where[1]
 
 
 def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
@@ -70,13 +70,17 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
     state = {"weights": np.arange(40 << 20, dtype=np.int32)}
     all_chunks = state["weights"].nbytes // CHUNK_SIZE
     num_chunks = 0
+    counting = threading.Lock()
 
     def kill_in_the_middle(event: Event) -> None:
         nonlocal num_chunks
-        num_chunks += event.point == "save.chunk_written"
-        if num_chunks == all_chunks // 3:
-            server.kill()
-            server.wait()
+        with counting:
+            num_chunks += event.point == "save.chunk_written"
+            # One of the ten parts may have been uploaded. Those on their way and in the window hold
+            # eight more at most, so chunks are left over however long the retries take.
+            if num_chunks == all_chunks // 8:
+                server.kill()
+                server.wait()
 
     remesh.save(state, f"s3://{BUCKET}/step_1")
     with pytest.raises(StorageError, match=rf"cannot write s3://{BUCKET}/step_2/.*reached"):
@@ -84,6 +88,8 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
     assert num_chunks < all_chunks
     remaining = [path for path in (tmp_path / BUCKET / "step_2").rglob("*") if path.is_file()]
     # The small values are uploaded beside the data and may have arrived; nothing refers to them.
-    assert [path.name for path in remaining] in ([], ["values.msgpack"])
+    # Parts that have arrived are in a hidden file of the server.
+    visible = {path.name for path in remaining if not path.name.startswith(".rclone")}
+    assert visible <= {"values.msgpack"}
     # What was saved before is whole; as plain files, for this server answers ranges wrongly.
     assert remesh.Checkpoint(tmp_path / BUCKET / "step_1").verify().ok
