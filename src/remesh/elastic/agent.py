@@ -35,6 +35,7 @@ from remesh.elastic import child
 from remesh.elastic.failures import MAX_MESSAGE, Decision, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import Node, NodeBarredError
+from remesh.elastic.protocol import BeatReply
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.errors import MasterError
@@ -136,11 +137,14 @@ class Agent(LocalElasticAgent):
         self._begin(group)
         while True:
             time.sleep(group.spec.monitor_interval)
+            # In this order: if others had to stop because a process of this node died, the master
+            # must hear of that process, and would not if it were stopped like one that is well.
+            reply = self._node.reply
             result: RunResult = self._monitor_workers(group)
             group.state = result.state
             match result.state:
                 case WorkerState.HEALTHY:
-                    self._obey(group)
+                    self._obey(group, reply)
                 case WorkerState.SUCCEEDED:
                     if self._all_finish():
                         return result
@@ -199,11 +203,10 @@ class Agent(LocalElasticAgent):
         except MasterError as error:
             log.warning("%s", error)
 
-    def _obey(self, group: WorkerGroup) -> None:
+    def _obey(self, group: WorkerGroup, reply: BeatReply) -> None:
         """Do what the master wants while the processes are well."""
         if self._draining_since is not None:
             self._drain(self._draining_since)
-        reply = self._node.reply
         if reply.dump > self._dumped:
             self._dumped = reply.dump
             self._send_stacks(reply.dump)
