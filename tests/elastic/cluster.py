@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +22,28 @@ from remesh.elastic.status import Status
 REMESH = (str(Path(sys.executable).with_name("remesh")),)
 TRAIN = Path(__file__).with_name("train.py")
 
+SILENCE = 60
+"""Seconds after which a node of which nothing is heard is lost, where none of them dies."""
+SILENCE_OF_THE_DEAD = 10
+"""The same where nodes die. It must be longer than a slow machine may keep a living one waiting."""
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process that may have ended by itself meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _free_port() -> int:
+    """A port that stays free while no one listens there: not one that the kernel gives away."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    first = int(given[0])
+    while True:
+        port = random.SystemRandom().randrange(first // 2, first)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
 
 class Cluster:
     """Processes of a test, and what they did.
@@ -26,10 +51,9 @@ class Cluster:
     Args:
         directory: Where everything goes.
         nodes: As `--nnodes` takes it.
-        num_steps: Steps of the training.
+        silence: Seconds of silence after which a node is lost.
         master: Further options of the master.
         agent: Further options of the agents.
-        seconds: What a step takes beside its work.
         saving: How the training saves; see `train.py`.
     """
 
@@ -37,21 +61,18 @@ class Cluster:
         self,
         directory: Path,
         nodes: str,
-        num_steps: int,
         *,
+        silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
-        seconds: float = 0.05,
         saving: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory
         self._nodes = nodes
-        self._num_steps = num_steps
-        self._master_options = master
+        self._master_options = ("--heartbeat-timeout", str(silence), *master)
         self._agent_options = agent
-        self._seconds = seconds
         self._saving = saving
-        self._port = 0
+        self._port = _free_port()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.master: subprocess.Popen[bytes]
         self.start_master()
@@ -69,43 +90,37 @@ class Cluster:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        assert self.master.stdout is not None
-        self.master.stdout.close()
         if error is not None:
             for file in sorted(self.directory.glob("*.log")):
                 print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}")  # noqa: T201
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while orphans := self.workers():
             if time.monotonic() > deadline:
                 for pid in orphans:
-                    os.kill(pid, signal.SIGKILL)
+                    kill(pid)
                 assert error is not None, f"processes {orphans} outlived their agents"
             time.sleep(0.1)
 
     def start_master(self) -> None:
         """Start the master; a second time, where the first was."""
         command = [*REMESH, "master", "--state", str(self.directory / "master.sqlite")]
-        options = ["--port", str(self._port), "--heartbeat-timeout", "3", *self._master_options]
-        if self._port:
-            assert self.master.stdout is not None
-            self.master.stdout.close()
+        options = ["--port", str(self._port), *self._master_options]
         with (self.directory / "master.log").open("ab") as log:
             self.master = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log)
         assert self.master.stdout is not None
-        url = self.master.stdout.readline().decode().strip()
-        self.url = url
-        self._port = int(url.rpartition(":")[2])
-        self.client = Client(url, patience=30)
+        with self.master.stdout as said:  # nothing more is said there
+            self.url = said.readline().decode().strip()
+        assert self.url, (self.directory / "master.log").read_text()
+        self.client = Client(self.url, patience=60)
 
     def command(self, number: int) -> list[str]:
         """What starts the agent of a node."""
         return [
             *(*REMESH, "run", "--master", self.url, "--node-id", str(number)),
             *("--nnodes", self._nodes, "--nproc-per-node", "1", "--last-call", "2"),
-            *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "120"),
-            *("--drain-seconds", "20", *self._agent_options),
-            *(str(TRAIN), str(self.directory), str(self._num_steps), str(self._seconds)),
-            *self._saving,
+            *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "300"),
+            *("--drain-seconds", "120", *self._agent_options),
+            *(str(TRAIN), str(self.directory), "0.05", *self._saving),
         ]
 
     def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:
@@ -123,13 +138,20 @@ class Cluster:
                 )
 
     def kill_worker(self, rank: int) -> None:
-        """SIGKILL the newest process of a rank."""
-        os.kill(self.pid_of(rank), signal.SIGKILL)
+        """SIGKILL the process of a rank."""
+        kill(self.pid_of(rank))
 
     def pid_of(self, rank: int) -> int:
-        """The newest process of a rank."""
-        starts = [entry for entry in self.said() if entry["kind"] == "start"]
-        return int([entry["pid"] for entry in starts if entry["rank"] == rank][-1])
+        """The newest process of a rank, which lives; waits for one."""
+        found: list[int] = []
+
+        def lives() -> bool:
+            starts = [entry for entry in self.said() if entry["kind"] == "start"]
+            found[:] = [entry["pid"] for entry in starts if entry["rank"] == rank][-1:]
+            return bool(set(found) & set(self.workers()))
+
+        self.until(lives)
+        return found[0]
 
     def kill_agent(self, number: int) -> None:
         """SIGKILL an agent."""
@@ -148,9 +170,10 @@ class Cluster:
         """Training processes of this test that live."""
         alive = []
         for file in self.directory.glob("*.jsonl"):
-            command = Path(f"/proc/{file.stem}/cmdline")
-            if command.exists() and str(self.directory) in command.read_text():
-                alive.append(int(file.stem))
+            # A process may end at any moment, and be one that nobody has waited for yet.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if str(self.directory) in Path(f"/proc/{file.stem}/cmdline").read_text():
+                    alive.append(int(file.stem))
         return alive
 
     @property
@@ -162,7 +185,7 @@ class Cluster:
         """The job as the master sees it."""
         return self.client.status()
 
-    def until(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Wait until something is so.
 
         Raises:
@@ -179,22 +202,45 @@ class Cluster:
         self.until(lambda: self.step >= step)
 
     def until_world(self, *numbers: int, round_after: int = 0) -> None:
-        """Wait until these nodes train."""
-        self.until(lambda: self.status().round > round_after and self.world() == list(numbers))
+        """Wait until these nodes are the world.
+
+        Args:
+            numbers: Ids of the nodes.
+            round_after: A round that ends before. While a world breaks up, those who have not left
+                it yet look like a smaller one.
+        """
+
+        def formed() -> bool:
+            status = self.status()
+            active = [node.id for node in status.nodes if node.rank is not None]
+            return status.round > round_after and active == sorted(numbers)
+
+        self.until(formed)
+
+    def until_trained(self, *numbers: int, round_after: int = 0) -> int:
+        """Wait until these nodes are the world and have made steps; the round in which they did."""
+        self.until_world(*numbers, round_after=round_after)
+        before = self._num_steps_by(len(numbers))
+        self.until(lambda: self._num_steps_by(len(numbers)) >= before + 5 * len(numbers))
+        return self.status().round
+
+    def _num_steps_by(self, size: int) -> int:
+        """Steps that the ranks of all worlds of a size have made."""
+        return sum(entry["kind"] == "step" and entry["size"] == size for entry in self.said())
 
     def until_round(self, number: int) -> None:
         """Wait until a round has begun."""
         self.until(lambda: self.status().round >= number)
 
-    def world(self) -> list[int]:
-        """Ids of the nodes that train, in the order of their ranks."""
-        active = [node for node in self.status().nodes if node.rank is not None]
-        return [node.id for node in sorted(active, key=lambda node: node.rank or 0)]
-
-    def finish(self, *numbers: int, seconds: float = 180) -> None:
-        """Wait until agents have ended well."""
+    def stop(self, *numbers: int) -> None:
+        """Let the training end, which it never does by itself, and the agents end well."""
+        (self.directory / "stop").touch()
         for number in numbers:
-            assert self.agents[number].wait(seconds) == 0, f"node {number}"
+            assert self.exit_code(number) == 0, f"node {number}"
+
+    def exit_code(self, number: int) -> int:
+        """Wait until an agent ends; how it did."""
+        return self.agents[number].wait(300)
 
     def losses(self) -> dict[int, list[float]]:
         """The losses of each step, once for each time that rank 0 made it."""

@@ -73,7 +73,7 @@ class Slurm:
         log = str(self._directory / f"{script}-%j.log")
         job = self.ask(
             *("sbatch", "--parsable", "--output", log, *options, str(EXAMPLES / script)),
-            *(str(TRAIN), str(self._directory), "100000", "0.05"),
+            *(str(TRAIN), str(self._directory), "0.05"),
         )
         self.jobs.append(job)
         return job
@@ -173,6 +173,8 @@ def test_a_job_shrinks_when_a_node_is_lost_and_grows_when_one_joins(
     assert {slurm.state(job), slurm.state(joined)} == {"RUNNING"}
     assert [node.num_charged for node in client.status().nodes if node.num_charged] == []
 
+    (tmp_path / "stop").touch()
+    until(lambda: "RUNNING" not in {slurm.state(job), slurm.state(joined)}, lambda: "they run on")
     losses = losses_in(tmp_path)
     assert sorted(losses) == list(range(len(losses)))
     expected = uninterrupted(len(losses))

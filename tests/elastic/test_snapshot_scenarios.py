@@ -12,7 +12,7 @@ import pytest
 
 import remesh
 from remesh.elastic.snapshot import PREFIX, remove_abandoned, snapshot_directory
-from tests.elastic.cluster import Cluster
+from tests.elastic.cluster import SILENCE, SILENCE_OF_THE_DEAD, Cluster
 from tests.elastic.test_scenarios import assert_same_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,10 +29,16 @@ def memory() -> Iterator[Path]:
 
 
 def cluster_of(
-    directory: Path, memory: Path, nodes: str, num_steps: int, *, saving: tuple[str, ...]
+    directory: Path,
+    memory: Path,
+    nodes: str,
+    *,
+    saving: tuple[str, ...],
+    silence: float = SILENCE,
+    agent: tuple[str, ...] = (),
 ) -> Cluster:
-    options = ("--snapshot-dir", str(memory))
-    return Cluster(directory, nodes, num_steps, agent=options, saving=saving)
+    options = ("--snapshot-dir", str(memory), *agent)
+    return Cluster(directory, nodes, silence=silence, agent=options, saving=saving)
 
 
 def resumes(cluster: Cluster) -> list[dict[str, Any]]:
@@ -40,13 +46,23 @@ def resumes(cluster: Cluster) -> list[dict[str, Any]]:
     return [entry for entry in cluster.said() if entry["kind"] == "resume"]
 
 
-def has_resumed(cluster: Cluster, num_processes: int) -> bool:
-    return len(resumes(cluster)) >= num_processes
+def have_resumed(cluster: Cluster, num_processes: int) -> bool:
+    return len(resumes(cluster)) == num_processes
+
+
+def is_stored(cluster: Cluster, step: int) -> bool:
+    return (cluster.directory / "checkpoints" / f"step_{step:08d}" / "remesh.json").exists()
 
 
 def last_stored(cluster: Cluster) -> int:
     records = cluster.directory.glob("checkpoints/*/remesh.json")
     return max((int(path.parent.name[-8:]) for path in records), default=0)
+
+
+def has_saved_by_itself(cluster: Cluster, after: int) -> bool:
+    """Whether a checkpoint is newer than a step, and one of those that are made every 8 steps."""
+    stored = last_stored(cluster)
+    return stored > after and stored % 8 == 0
 
 
 def num_repeated(cluster: Cluster) -> int:
@@ -56,94 +72,101 @@ def num_repeated(cluster: Cluster) -> int:
 
 @slow
 def test_after_a_killed_process_the_job_goes_on_from_memory(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:2", 40, saving=("15", "1", "0")) as cluster:
+    with cluster_of(tmp_path, memory, "2:2", saving=("15", "1", "0")) as cluster:
         cluster.start(0, 1)
         cluster.until_step(22)
         stored = last_stored(cluster)
         cluster.kill_worker(1)
-        cluster.finish(0, 1)
-        found = resumes(cluster)
-        assert [entry["memory"] for entry in found] == [True, True]
-        (step,) = {entry["step"] for entry in found}
-        assert step >= 22
-        assert step > stored
+        cluster.until(partial(have_resumed, cluster, 2))
+        (step,) = {entry["step"] for entry in resumes(cluster)}
+        # What was in memory only is stored.
+        cluster.until(partial(is_stored, cluster, step))
+        cluster.stop(0, 1)
+        assert [entry["memory"] for entry in resumes(cluster)] == [True, True]
+        assert step >= max(22, stored)
         assert num_repeated(cluster) <= 1
-        assert_same_run(cluster, 40)
-        # What was in memory only is stored by now.
-        assert (tmp_path / "checkpoints" / f"step_{step:08d}" / "remesh.json").exists()
+        assert_same_run(cluster)
     assert list(memory.iterdir()) == []
 
 
 @slow
 def test_with_replicas_the_loss_of_a_node_loses_no_step(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:3", 60, saving=("1000", "1", "1")) as cluster:
+    saving = ("100000", "1", "1")
+    with cluster_of(tmp_path, memory, "2:3", saving=saving, silence=SILENCE_OF_THE_DEAD) as cluster:
         cluster.start(0, 1, 2)
-        cluster.until_world(0, 1, 2)
+        before = cluster.until_trained(0, 1, 2)
         cluster.until_step(10)
+        # If one node was late, the world has grown already.
+        num_resumes, num_twice = len(resumes(cluster)), num_repeated(cluster)
         cluster.kill_agent(1)
-        cluster.until_world(0, 2, round_after=1)
-        cluster.finish(0, 2)
-        found = resumes(cluster)
+        cluster.until_trained(0, 2, round_after=before)
+        cluster.stop(0, 2)
+        found = resumes(cluster)[num_resumes:]
         assert [(entry["memory"], entry["size"]) for entry in found] == [(True, 2)] * 2
         assert found[0]["step"] >= 10
-        assert num_repeated(cluster) <= 1
-        assert_same_run(cluster, 60)
+        assert num_repeated(cluster) <= num_twice + 1
+        assert_same_run(cluster)
 
 
 @slow
 def test_without_replicas_it_goes_back_to_storage_and_says_why(
     tmp_path: Path, memory: Path
 ) -> None:
-    with cluster_of(tmp_path, memory, "2:3", 200, saving=("8", "1", "0")) as cluster:
+    with cluster_of(
+        tmp_path, memory, "2:3", saving=("8", "1", "0"), silence=SILENCE_OF_THE_DEAD
+    ) as cluster:
         cluster.start(0, 1, 2)
-        cluster.until_world(0, 1, 2)
-        cluster.until_step(13)
+        before = cluster.until_trained(0, 1, 2)
+        num_resumes, stored = len(resumes(cluster)), last_stored(cluster)
+        cluster.until(lambda: has_saved_by_itself(cluster, stored))
         cluster.kill_agent(1)
-        cluster.until_world(0, 2, round_after=1)
-        cluster.until(lambda: len(resumes(cluster)) == 2)
-        for entry in resumes(cluster):
+        before = cluster.until_trained(0, 2, round_after=before)
+        found = resumes(cluster)[num_resumes:]
+        assert len(found) == 2
+        for entry in found:
             assert not entry["memory"]
+            assert entry["step"] > stored
             assert entry["step"] % 8 == 0
             assert any("no node that is here has" in reason for reason in entry["passed_over"])
         # The agent that was killed has left its memory; the next one on the machine cleans up.
-        assert len(list(memory.iterdir())) == 3
-        before = set(memory.iterdir())
+        left = set(memory.iterdir())
+        assert len(left) == 3
         cluster.start(1)
-        cluster.until_world(0, 1, 2, round_after=2)
+        cluster.until_trained(0, 1, 2, round_after=before)
         assert len(list(memory.iterdir())) == 3
-        assert len(before & set(memory.iterdir())) == 2
-        cluster.finish(0, 1, 2)
-        assert_same_run(cluster, 200)
+        assert len(left & set(memory.iterdir())) == 2
+        cluster.stop(0, 1, 2)
+        assert_same_run(cluster)
     assert list(memory.iterdir()) == []
 
 
 @slow
 def test_a_snapshot_that_was_being_written_is_not_used(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:2", 40, saving=("1000", "1", "0")) as cluster:
+    with cluster_of(tmp_path, memory, "2:2", saving=("100000", "1", "0")) as cluster:
         cluster.start(0, 1)
-        for rank in (1, 0):
-            num_wanted = len(resumes(cluster)) + 2
+        for rank, num_wanted in ((1, 2), (0, 4)):
             cluster.until_step(cluster.step + 5)
             (tmp_path / f"torn-{rank}").touch()
-            cluster.until(partial(has_resumed, cluster, num_wanted))
+            cluster.until(partial(have_resumed, cluster, num_wanted))
             before = resumes(cluster)[-1]
             assert before["memory"]
-        cluster.finish(0, 1)
+            # What is torn next is a snapshot again, not the checkpoint that this one becomes.
+            cluster.until(partial(is_stored, cluster, before["step"]))
+        cluster.stop(0, 1)
         # A step whose snapshot was torn is made again, and no other.
         assert num_repeated(cluster) == 2
-        assert_same_run(cluster, 40)
+        assert_same_run(cluster)
     assert list(memory.iterdir()) == []
 
 
 @slow
 def test_what_is_in_memory_is_stored_when_the_job_fails(tmp_path: Path, memory: Path) -> None:
-    options = ("--snapshot-dir", str(memory), "--max-restarts", "0")
-    saving = ("1000", "1", "0")
-    with Cluster(tmp_path, "2:2", 1000, agent=options, saving=saving) as cluster:
+    saving, none = ("100000", "1", "0"), ("--max-restarts", "0")
+    with cluster_of(tmp_path, memory, "2:2", saving=saving, agent=none) as cluster:
         cluster.start(0, 1)
         cluster.until_step(8)
         cluster.kill_worker(1)
-        assert [cluster.agents[number].wait(120) for number in (0, 1)] == [1, 1]
+        assert [cluster.exit_code(number) for number in (0, 1)] == [1, 1]
         stored = last_stored(cluster)
         assert stored in (cluster.step, cluster.step + 1)
         assert remesh.Checkpoint(tmp_path / f"checkpoints/step_{stored:08d}").verify().ok

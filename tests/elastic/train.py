@@ -1,10 +1,11 @@
 """What the nodes of the tests train: a tiny model, cut by FSDP2, kept by the Manager.
 
-`train.py DIRECTORY NUM_STEPS [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. The batch of a step is a
-function of the step alone and is shared out evenly, so the loss of every step is the same for every
-number of ranks. Each rank appends what it did to a file of its own. A file `hang-RANK` lets a rank
-hang once, and as long as `slow-RANK` is there, its steps take longer. With `torn-RANK` a rank kills
-itself once while it writes a checkpoint or a snapshot.
+`train.py DIRECTORY [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. The batch of a step is a function of
+the step alone and is shared out evenly, so the loss of every step is the same for every number of
+ranks. Each rank appends what it did to a file of its own. The training ends after the step in which
+a rank sees the file `stop`. A file `hang-RANK` lets a rank hang once, and as long as `slow-RANK` is
+there, its steps take longer. With `torn-RANK` a rank kills itself once while it writes a checkpoint
+or a snapshot.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ BATCH = 12
 def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
     """The losses of a rank's part of a batch."""
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(BATCH, 8, generator=generator)[rank::world_size]
-    result: torch.Tensor = model(inputs).square().mean(1)
+    batch = torch.randn(2, BATCH, 8, generator=generator)
+    inputs, targets = batch[:, rank::world_size]
+    # Nobody can guess the targets: a loss that came near to 0 could not be compared any more.
+    result: torch.Tensor = (model(inputs) - targets).square().mean(1)
     return result
 
 
@@ -57,10 +60,16 @@ def uninterrupted(num_steps: int) -> list[float]:
     return losses
 
 
+def hang() -> None:
+    """Be stuck until a signal ends the process."""
+    while True:
+        signal.pause()
+
+
 def main() -> None:
-    directory, num_steps = Path(sys.argv[1]), int(sys.argv[2])
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
-    every, memory_every, replicas = map(int, sys.argv[4:7] or (5, 0, 0))
+    directory = Path(sys.argv[1])
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 0.05
+    every, memory_every, replicas = map(int, sys.argv[3:6] or (5, 0, 0))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model()
@@ -85,7 +94,7 @@ def main() -> None:
     with Manager(
         directory / "checkpoints",
         every=every,
-        keep=3,
+        keep=None if memory_every else 3,
         memory_every=memory_every or None,
         memory_replicas=replicas,
         on_event=tear,
@@ -95,11 +104,13 @@ def main() -> None:
             passed_over = [reason for _, reason in resumed.passed_over]
             memory = resumed.from_memory
             say(kind="resume", step=resumed.step, memory=memory, passed_over=passed_over)
-        for step in range(state["step"], num_steps):
-            hang = directory / f"hang-{rank}"
-            if hang.exists():
-                hang.unlink()
-                time.sleep(3600)
+        num_stops = 0.0
+        while num_stops == 0:
+            step = state["step"]
+            hanging = directory / f"hang-{rank}"
+            if hanging.exists():
+                hanging.unlink()
+                hang()
             began = time.monotonic()
             slow = (directory / f"slow-{rank}").exists()
             time.sleep(10 * seconds if slow else seconds)  # the work of a larger model
@@ -108,10 +119,13 @@ def main() -> None:
             optimizer.zero_grad()
             torch.autograd.backward(own)
             optimizer.step()
-            total = own.detach().clone()
-            dist.all_reduce(total)
+            # All ranks stop after the same step.
+            stop = torch.tensor(float((directory / "stop").exists()))
+            totals = torch.stack([own.detach(), stop])
+            dist.all_reduce(totals)
+            total, num_stops = totals.tolist()
             state["step"] = step + 1
-            say(kind="step", step=step, loss=total.item() / world_size)
+            say(kind="step", step=step, loss=total / world_size)
             manager.step(step + 1, state, own_seconds=own_seconds)
     say(kind="end")
     dist.destroy_process_group()
