@@ -1,4 +1,4 @@
-"""The scripts in `examples/`, as modules."""
+"""The scripts in `examples/`, as modules, and what it takes to interrupt them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class PowerCutError(Exception):
     """The power went out."""
+
+
+def wait_for_last_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a manager that an exception ends wait for its last save, however slow the disk is.
+
+    By default it waits for some seconds, so the save on which a test counts might be missing.
+    """
+    monkeypatch.setattr("remesh.training.manager.EXIT_SECONDS", 120.0)
 
 
 def load_example(name: str) -> ModuleType:

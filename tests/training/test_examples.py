@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import remesh
 from remesh.exchange import Exchange
 from remesh.testing import Died, run_processes, run_processes_outcomes
-from tests.training.example import PowerCutError, load_example
+from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 Weights = dict[str, torch.Tensor]
 
@@ -83,7 +83,7 @@ def test_a_plain_loop_goes_on_as_the_same_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plain_loop_survives_a_kill_and_another_number_of_ranks(tmp_path: Path) -> None:
     whole, samples = plain(None, str(tmp_path / "whole"))
-    outcomes = run_processes_outcomes(2, plain, str(tmp_path / "cut"), 8, timeout=60)
+    outcomes = run_processes_outcomes(2, plain, str(tmp_path / "cut"), 8)
     assert Died(-signal.SIGKILL) in outcomes
     assert steps_in(tmp_path / "cut")[-1] in (3, 6)
 
@@ -105,6 +105,7 @@ def accelerate(
     """One launch on this rank: the weights in the end, and the samples of each step."""
     rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
     if world_size > 1:  # where Accelerate looks; the process group is there already
+        wait_for_last_saves(pytest.MonkeyPatch())
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     example = load_example("accelerate_loop")

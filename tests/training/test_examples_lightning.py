@@ -15,7 +15,7 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
 from remesh.training import CheckpointInfo
-from tests.training.example import PowerCutError, load_example
+from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -83,6 +83,7 @@ def sharded(exchange: Exchange, directory: str) -> None:
     rank, world_size = str(exchange.rank), str(exchange.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size)
     warnings.simplefilter("ignore")
+    wait_for_last_saves(pytest.MonkeyPatch())
     example = load_example("lightning_callback")
     args = example.parse_args(["--directory", directory, "--shard"])
     with suppress(PowerCutError):
