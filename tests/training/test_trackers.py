@@ -52,6 +52,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")  # seconds, for its process to start
     import wandb
 
     assert run_id_of(wandb) is None
