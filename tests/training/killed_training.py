@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -53,13 +54,14 @@ class Death:
         rank: Which rank kills itself; None if the starter kills all.
         change: At which of its changes of the storage.
         after: Whether the change is made before that.
-        seconds: After which the starter kills all of them.
+        seconds: After which the starter kills all of them; by default a launch has all the time
+            that its test has.
     """
 
     rank: int | None = None
     change: int = 0
     after: bool = False
-    seconds: float = 60.0
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _work(launch: Launch, rank: int, store: str) -> None:
             init_method=f"file://{store}",
             rank=rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=120),
         )
         try:
             _train(launch, note)
