@@ -152,6 +152,7 @@ def test_the_id_of_a_tracked_run_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     words = ["--hidden-size", "8", "--num-samples", "640", "--save-interval", "5"]
     minimind = example()
@@ -164,7 +165,7 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert "1 ranks, now 2: step 20" in done.stderr
