@@ -15,7 +15,7 @@ from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, kill
 from tests.elastic.train import uninterrupted
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 slow = pytest.mark.slow
 

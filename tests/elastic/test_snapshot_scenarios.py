@@ -15,7 +15,7 @@ from remesh.elastic.snapshot import PREFIX, remove_abandoned, snapshot_directory
 from tests.elastic.cluster import SILENCE, SILENCE_OF_THE_DEAD, Cluster
 from tests.elastic.test_scenarios import assert_same_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 slow = pytest.mark.slow
 

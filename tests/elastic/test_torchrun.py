@@ -9,7 +9,7 @@ import pytest
 
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, kill
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SCRIPT = Path(__file__).with_name("meet.py")
