@@ -22,7 +22,7 @@ CarrierArray = npt.NDArray[Any]
 
 
 Span = tuple[str, int, int]
-"""A device and the addresses of the first byte and of one past the last; `cpu` is the host."""
+"""A device, as torch calls it, and the addresses of the first byte and of one past the last."""
 
 
 def span_of(
@@ -61,11 +61,6 @@ class Memory(Protocol):
 @runtime_checkable
 class QueuedMemory(Memory, Protocol):
     """Memory of a device that copies by itself, in the order in which copies are queued."""
-
-    @property
-    def device(self) -> str:
-        """The device, as torch calls it."""
-        ...
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         """Like `copy_out`, but done only when the `CopyQueue` that is entered says so."""

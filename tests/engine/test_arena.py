@@ -115,7 +115,6 @@ class DeviceMemory:
     """Memory that is only copied through the queue that is entered."""
 
     array: npt.NDArray[Any]
-    device: str = "cuda:0"
 
     @property
     def carrier(self) -> CarrierDType:
@@ -172,7 +171,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     stager.stage(staged.append)
     source[:] = -1.0  # what comes after must not reach what is stored
     writer.end()
-    thread.join(30)
+    thread.join(120)
     assert sum(staged) == num_bytes
     assert storage.read("file") == expected.tobytes()
     assert arena.num_bytes <= num_chunks * CHUNK_SIZE

@@ -84,6 +84,26 @@ def test_cast_on_load(tmp_path: Path) -> None:
     assert same_bits(target["w"], source["w"].bfloat16())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("live", [False, True])
+def test_work_that_is_queued_on_a_side_stream_comes_before_what_is_loaded(
+    stored: torch.dtype, live: bool, tmp_path: Path
+) -> None:
+    source = {"w": torch.full((1_000_003,), 7.0, dtype=stored, device="cuda")}
+    target = {"w": torch.zeros(1_000_003, device="cuda")}
+    remesh.save(source, tmp_path / "c")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        target["w"].fill_(-1.0)
+        if live:
+            remesh.reshard(source, target, cast=True)
+        else:
+            remesh.load(target, tmp_path / "c", cast=True)
+    torch.cuda.synchronize()
+    assert (target["w"] == 7.0).all()
+
+
 @pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
 def test_training_goes_on_as_if_never_stopped(option: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,3 +77,16 @@ def test_the_arena_is_pinned(shared: bool) -> None:
     assert all(tensor.is_pinned() for tensor in tensors)
     arena.close()
     assert not any(tensor.is_pinned() for tensor in tensors)
+
+
+def test_memory_that_cannot_be_pinned_harms_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.zeros(1, device="cuda")
+    buffer = np.frombuffer(mmap.mmap(-1, CHUNK_SIZE), np.uint8)
+    unpin = cuda.pin(buffer, "cuda:0")
+    assert unpin is not None
+    assert cuda.pin(buffer, "cuda:0") is None  # it is already
+    assert "cannot pin" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3.0
+    unpin()

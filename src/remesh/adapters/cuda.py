@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,7 @@ def pin(buffer: npt.NDArray[np.uint8], device: str) -> Callable[[], None] | None
     with torch.cuda.device(device):
         status = int(runtime.cudaHostRegister(address, buffer.size, _PORTABLE))
     if status != 0:
+        _take_last_error(device)
         _LOGGER.warning(
             "cannot pin %d bytes of host memory (CUDA error %d); saving from %s goes on, slower. "
             "See `ulimit -l` and how much memory is free.",
@@ -98,3 +99,13 @@ def pin(buffer: npt.NDArray[np.uint8], device: str) -> Callable[[], None] | None
             runtime.cudaHostUnregister(buffer.ctypes.data)
 
     return unpin
+
+
+def _take_last_error(device: str) -> None:
+    """Have a kernel that does nothing raise the error of a call that failed.
+
+    The runtime keeps such an error for whoever of the thread looks next, and torch looks after each
+    kernel that it starts: what comes after would fail for something that is dealt with.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)

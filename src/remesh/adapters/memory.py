@@ -50,11 +50,6 @@ class DeviceMemory:
         """See `Memory.copy_out`."""
         _movable_view(into).copy_(self.tensor[box.slices])
 
-    @property
-    def device(self) -> str:
-        """See `QueuedMemory.device`."""
-        return str(self.tensor.device)
-
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `QueuedMemory.queue_copy_out`; truly queued only if `into` is pinned."""
         _movable_view(into).copy_(self.tensor[box.slices], non_blocking=True)

@@ -292,7 +292,8 @@ class _Rank:
             self.cache.key = _layout_key(fingerprints)
         assert self.tensors is not None
         layout = file_layout(self.tensors, self.cache.rows)
-        finish_device_work(piece.memory for piece in layout.pieces)
+        # All of them: a live reshard reads also what other ranks' files hold.
+        finish_device_work(self.tensors.memories)
         path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
         return Agreement(order.save_id, path, layout, self.tensors, self.coordination)
 

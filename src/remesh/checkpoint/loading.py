@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.local import exchange_of, finish_device_work
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
@@ -175,6 +175,7 @@ def load_into(
     result = state
 
     def fill() -> bytes:
+        finish_device_work(want.memory for want in target.wants)
         read(target)
         emit("load.read")
         return msgspec.msgpack.encode((target.bytes_needed, sum(target.reads)))

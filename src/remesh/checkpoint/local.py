@@ -26,7 +26,6 @@ from remesh.memory import (
     CopyQueue,
     HostMemory,
     Memory,
-    QueuedMemory,
     contiguous_bytes,
     memory_of_numpy,
 )
@@ -165,11 +164,9 @@ def device_staging(memories: Iterable[Memory]) -> DeviceStaging | None:
 
 def devices_of(memories: Iterable[Memory]) -> list[str]:
     """The CUDA devices that hold any of the memories."""
-    found = set()
-    for memory in memories:
-        # Nearly all memories are the host's; a look at a protocol takes much longer.
-        if not isinstance(memory, HostMemory) and isinstance(memory, QueuedMemory):
-            found.add(memory.device)
+    # Nearly all memories are the host's; to ask each for its span would take much longer.
+    spans = [memory.span for memory in memories if not isinstance(memory, HostMemory)]
+    found = {span[0] for span in spans if span is not None}
     return sorted(device for device in found if device.startswith("cuda"))
 
 
