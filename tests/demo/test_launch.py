@@ -8,11 +8,13 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from remesh.demo import launch
+from remesh.demo.config import Kind, Layout, RunSpec, TrainConfig
 from remesh.demo.messages import Message, SaveBegun, StepDone
 
 
@@ -31,6 +33,10 @@ def hangs(connection: Connection) -> None:
 def ignores_requests_to_end(connection: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.send(SaveBegun(7))
+    time.sleep(600)
+
+
+def waits(*_arguments: object) -> None:
     time.sleep(600)
 
 
@@ -85,3 +91,22 @@ def test_what_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     assert connection.recv() == SaveBegun(7)
     assert launch._stop([process]) == {process}
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_process_that_ctrl_c_meets_while_it_starts_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, started = ForkServerProcess.start, []
+
+    def start_and_be_interrupted(process: ForkServerProcess) -> None:
+        begin(process)
+        started.append(process)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(launch, "_enter", waits)
+    monkeypatch.setattr(ForkServerProcess, "start", start_and_be_interrupted)
+    context = multiprocessing.get_context("forkserver")
+    spec = RunSpec(name="B", purpose="", layout=Layout(Kind.FSDP2, 3), train=TrainConfig())
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(context, spec, tmp_path, lambda _rank, _message: None)
+    assert [process.exitcode for process in started] == [-signal.SIGTERM]

@@ -13,7 +13,8 @@ import multiprocessing
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -104,19 +105,13 @@ def run(
             for rank in range(spec.layout.num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 connections.append(receiver)
-                with sender:
-                    process = context.Process(
-                        target=_enter,
-                        args=(
-                            spec,
-                            rank,
-                            Path(meeting, "store"),
-                            log_path(logs, spec, rank),
-                            sender,
-                        ),
-                    )
+                process = context.Process(
+                    target=_enter,
+                    args=(spec, rank, Path(meeting, "store"), log_path(logs, spec, rank), sender),
+                )
+                with sender, _interrupts_held():
                     process.start()
-                processes.append(process)
+                    processes.append(process)
             _watch(processes, connections, on_message)
         finally:
             stopped = _stop(processes)
@@ -124,6 +119,16 @@ def run(
                 connection.close()
     ranks = tuple(Ended(process.exitcode or 0, process in stopped) for process in processes)
     return RunEnd(ranks, time.monotonic() - begin)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C takes effect after the block: no process may be started that nobody knows of."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _watch(
