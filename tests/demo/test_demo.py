@@ -69,6 +69,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(

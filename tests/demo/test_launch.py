@@ -93,6 +93,7 @@ def test_what_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_process_that_ctrl_c_meets_while_it_starts_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +106,7 @@ def test_a_process_that_ctrl_c_meets_while_it_starts_is_ended(
 
     monkeypatch.setattr(launch, "_enter", waits)
     monkeypatch.setattr(ForkServerProcess, "start", start_and_be_interrupted)
-    context = multiprocessing.get_context("forkserver")
+    context = launch.prepare()
     spec = RunSpec(name="B", purpose="", layout=Layout(Kind.FSDP2, 3), train=TrainConfig())
     with pytest.raises(KeyboardInterrupt):
         launch.run(context, spec, tmp_path, lambda _rank, _message: None)

@@ -123,7 +123,10 @@ def run(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect after the block: no process may be started that nobody knows of."""
+    """Ctrl-C takes effect after the block: no process may be started that nobody knows of.
+
+    For that the fork server must run already: to start it lets Ctrl-C through.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
