@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from click.testing import CliRunner
 from remesh.checkpoint import Checkpoint
 from remesh.cli.demo import demo
 from remesh.errors import CheckpointNotFoundError
+from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-W", "error", "-c", "from remesh.cli import main; main()", "demo"]
 
@@ -77,7 +76,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until((out / "logs" / "run-a-rank-3.log").exists)
+        wait_until((out / "logs" / "run-a-rank-3.log").exists, "the last rank has begun")
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     finally:
@@ -85,14 +84,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in errors
-    wait_until(lambda: members_of_session(process.pid) == [])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    wait_until(lambda: members_of_session(process.pid) == [], "no process is left")
 
 
 def members_of_session(session: int) -> list[int]:
