@@ -4,9 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests at a time: most of them wait for processes or disks, so twice two cores is about right.
+WORKERS ?= 4
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-slow test-all check format bench clean
+.PHONY: help demo test test-slow test-nightly test-all check format bench clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,10 +29,13 @@ demo: $(VENV)/.ready-demo  ## Train, kill a rank in the middle of a save, resume
 	$(BIN)/remesh demo
 
 test: $(VENV)/.ready-dev  ## Run the tests (those marked slow excepted)
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-slow: $(VENV)/.ready-dev  ## Run the tests marked slow
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
+
+test-nightly: $(VENV)/.ready-dev  ## Run the tests marked nightly
+	$(BIN)/pytest -m nightly --log-cli-level=INFO
 
 test-all: test test-slow  ## Run all tests
 

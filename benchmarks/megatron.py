@@ -33,6 +33,7 @@ from benchmarks.save_load import (
     shapes_of,
 )
 from remesh.compat import megatron as here
+from remesh.script import finish
 
 DTYPES = {
     "model": torch.bfloat16,
@@ -122,6 +123,7 @@ def run_rank(rank: int, world_size: int, store: str, options: Options, results: 
     if rank == 0:
         results.append((num_bytes * world_size, found))
     dist.destroy_process_group()
+    finish()  # without a race between gloo's threads and the end of the interpreter
 
 
 def rows_of(world_size: int, num_bytes: int, found: Any) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 import remesh
 from benchmarks.report import median, print_table, write_json
 from benchmarks.save_load import local_bytes, make_state
+from remesh.script import finish
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def run_rank(rank: int, world_size: int, store: str, options: Options, results: 
     results[rank] = (facts, found)
     dist.barrier()
     dist.destroy_process_group()
+    finish()  # without a race between gloo's threads and the end of the interpreter
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ from benchmarks import contestants
 from benchmarks.chart import bar_chart, group_rows
 from benchmarks.contestants import Contestant, Shards
 from benchmarks.report import median, print_table, write_json
+from remesh.script import finish
 from remesh.storage import LocalStorage, aligned_buffer
 
 BLOCK = 4 << 20
@@ -285,6 +286,7 @@ def run_rank(rank: int, world_size: int, saved_by: int, options: Options, result
         results.extend(found)
     dist.barrier()
     dist.destroy_process_group()
+    finish()  # without a race between gloo's threads and the end of the interpreter
 
 
 def check(source: Shards, target: Shards, contestant: str) -> None:

@@ -40,7 +40,7 @@ def test_the_first_minute_of_the_readme(tmp_path: Path) -> None:
     printed = []
     for num_ranks in (2, 4):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={num_ranks}", "train.py"]
+        command += [f"--nproc-per-node={num_ranks}", "-m", "remesh.script", "train.py"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command,

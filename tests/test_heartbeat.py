@@ -73,7 +73,7 @@ def test_a_request_is_put_replaced_and_cleared(tmp_path: Path) -> None:
 def test_requests_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "now"
     file.touch()
-    assert read_request_file(file) == "save"
+    assert read_request_file(file) == ""
     file.write_text("save-and-stop\n")
     assert read_request_file(file) == "save-and-stop"
     file.write_text("quit")

@@ -195,6 +195,26 @@ def test_dtype_numbers_are_part_of_the_format() -> None:
         "complex64": 18,
         "complex128": 19,
         "complex32": 20,
+        "float4_e2m1fn_x2": 21,
+        "int1": 22,
+        "int2": 23,
+        "int3": 24,
+        "int4": 25,
+        "int5": 26,
+        "int6": 27,
+        "int7": 28,
+        "uint1": 29,
+        "uint2": 30,
+        "uint3": 31,
+        "uint4": 32,
+        "uint5": 33,
+        "uint6": 34,
+        "uint7": 35,
+        "bits8": 36,
+        "bits1x8": 37,
+        "bits2x4": 38,
+        "bits4x2": 39,
+        "bits16": 40,
     }
     sizes = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
     assert (sizes["float8_e8m0fnu"], sizes["complex32"], sizes["complex128"]) == (1, 4, 16)
@@ -289,7 +309,7 @@ def test_a_size_beyond_integers_does_not_look_small() -> None:
         columns["tensor.shape"][0] = columns["box.shape"][0] = (2**32, 2**32)
         columns["box.offset"][0] = 0
 
-    with pytest.raises(CorruptCheckpointError, match="leaves"):
+    with pytest.raises(CorruptCheckpointError, match="too large"):
         Index.decode(damaged(huge), "f")
 
 
@@ -382,3 +402,14 @@ def test_a_column_of_another_type_is_corruption() -> None:
     data = safetensors.numpy.save({"a": np.zeros(2, np.float32)})
     with pytest.raises(CorruptCheckpointError, match=r"^f: column 'a'"):
         decode_columns(data, "f")
+
+
+def test_a_code_of_safetensors_has_one_type_of_which_it_is_the_name() -> None:
+    named = [dtype for dtype in DTYPES if not dtype.pairs and not dtype.is_opaque]
+    assert len({dtype.safetensors for dtype in named}) == len(named)
+    code_of = {
+        dtype.itemsize: dtype.safetensors for dtype in named if dtype.name.startswith("uint")
+    }
+    for dtype in DTYPES:
+        if dtype.is_opaque:
+            assert (dtype.safetensors, dtype.carrier.kind) == (code_of[dtype.itemsize], "u")

@@ -21,9 +21,10 @@ def test_torchrun_names_are_read() -> None:
             "LOCAL_WORLD_SIZE": "4",
             "TORCHELASTIC_RESTART_COUNT": "2",
             "REMESH_HEARTBEAT_FILE": "/run/beat",
+            "REMESH_AGENT_DIR": "/run",
         }
     )
-    assert info == RunInfo("job", 5, 1, 8, 4, 2, "/run/beat")
+    assert info == RunInfo("job", 5, 1, 8, 4, 2, "/run/beat", agent_dir="/run")
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

@@ -22,8 +22,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError, StateError, UnsupportedValueError
-from remesh.values import UnresolvedValue, decode, encode, is_plain
+from remesh.values import UnresolvedValue, decode, encode, encode_object, is_plain
 
 
 class Color(enum.Enum):
@@ -140,6 +141,11 @@ def test_equal_values_have_equal_bytes(value: object) -> None:
     assert encode(round_trip(value)) == encode(value)
 
 
+def name_of(value: object) -> str:
+    """The name of a case: the same in every process, whatever the order of a set there."""
+    return f"{{{', '.join(sorted(map(repr, value)))}}}" if type(value) is set else repr(value)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -176,7 +182,7 @@ def test_equal_values_have_equal_bytes(value: object) -> None:
         pathlib.Path("/a/b c/ü"),
         complex(math.inf, -0.0),
     ],
-    ids=repr,
+    ids=name_of,
 )
 def test_what_comes_back_is_what_went_in(value: object) -> None:
     assert same(round_trip(value), value)
@@ -549,3 +555,15 @@ def test_namedtuples_of_the_old_kind() -> None:
     pair = namedtuple("pair", "a b")  # noqa: PYI024
     pair.__module__, pair.__qualname__ = "nowhere", "pair"
     assert round_trip(pair(1, 2)) == UnresolvedValue("namedtuple", "nowhere.pair", [1, 2])
+
+
+@pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES if dtype.is_opaque])
+def test_tensors_that_torch_does_not_copy_are_encoded_by_their_bytes(name: str) -> None:
+    raw = torch.arange(6 * BY_NAME[name].itemsize, dtype=torch.uint8)
+    tensor = raw.view(getattr(torch, name)).reshape(2, 3)
+    for source in (tensor, tensor.t()):
+        found = decode(encode_object(source))
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.shape) == (source.dtype, source.shape)
+        same_size = torch.uint8 if source.itemsize == 1 else torch.uint16
+        assert torch.equal(found.view(same_size), source.view(same_size))

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from remesh.checkpoint import load as load
     from remesh.checkpoint import save as save
     from remesh.checkpoint import save_async as save_async
+    from remesh.errors import AgentLostError as AgentLostError
     from remesh.errors import CheckpointError as CheckpointError
     from remesh.errors import CheckpointExistsError as CheckpointExistsError
     from remesh.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from remesh.errors import CheckpointReplacedError as CheckpointReplacedError
     from remesh.errors import CorruptCheckpointError as CorruptCheckpointError
     from remesh.errors import CoverageError as CoverageError
     from remesh.errors import DivergedReplicaError as DivergedReplicaError
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from remesh.errors import MismatchError as MismatchError
     from remesh.errors import NameCollisionError as NameCollisionError
     from remesh.errors import NoSpaceError as NoSpaceError
+    from remesh.errors import NotSharedError as NotSharedError
     from remesh.errors import PickleRefusedError as PickleRefusedError
     from remesh.errors import RankFailedError as RankFailedError
     from remesh.errors import RemeshError as RemeshError
@@ -85,9 +88,11 @@ _HOMES = {
         "save_async",
     ),
     "remesh.errors": (
+        "AgentLostError",
         "CheckpointError",
         "CheckpointExistsError",
         "CheckpointNotFoundError",
+        "CheckpointReplacedError",
         "CorruptCheckpointError",
         "CoverageError",
         "DivergedReplicaError",
@@ -97,6 +102,7 @@ _HOMES = {
         "MismatchError",
         "NameCollisionError",
         "NoSpaceError",
+        "NotSharedError",
         "PickleRefusedError",
         "RankFailedError",
         "RemeshError",

@@ -7,10 +7,16 @@ and those live where torch is.
 
 safetensors has no code for complex128 and complex32. A piece of such a type is written as its
 real counterpart with one more dim of size 2 at the end, which has the same bytes.
+
+torch has types that are names for bytes: packed pairs of 4-bit floats, integers of fewer than 8
+bits, bits. torch does not convert them, and does not copy all of them. An element is one or two
+bytes, which remesh keeps without a view on the values in them. safetensors has no code for these
+types: their pieces are written as unsigned integers, and the index says the type.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +37,8 @@ class DType:
         safetensors: The code in a safetensors header.
         pairs: True if a safetensors file holds an element as two of `safetensors`.
         is_native: Whether numpy itself knows this type, so that the carrier shows true values.
+        is_opaque: Whether the type is a name for bytes, with values that torch does not convert;
+            `safetensors` is then the code of the carrier, and does not tell the type.
     """
 
     name: str
@@ -39,11 +47,16 @@ class DType:
     safetensors: str
     pairs: bool
     is_native: bool
+    is_opaque: bool = False
 
 
 def _dtype(name: str, carrier: npt.DTypeLike, code: str, pairs: bool = False) -> DType:
     carrier = np.dtype(carrier)
     return DType(name, carrier.itemsize, carrier, code, pairs, carrier.name == name)
+
+
+def _opaque(name: str, carrier: npt.DTypeLike = "u1", code: str = "U8") -> DType:
+    return dataclasses.replace(_dtype(name, carrier, code), is_opaque=True)
 
 
 # The order is part of the native format: a tensor's dtype is stored as its number in this list.
@@ -69,6 +82,11 @@ DTYPES: tuple[DType, ...] = (
     _dtype("complex64", "<c8", "C64"),
     _dtype("complex128", "<c16", "F64", pairs=True),
     _dtype("complex32", "<u4", "F16", pairs=True),
+    _opaque("float4_e2m1fn_x2"),
+    *(_opaque(f"int{bits}") for bits in range(1, 8)),
+    *(_opaque(f"uint{bits}") for bits in range(1, 8)),
+    *(_opaque(name) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
+    _opaque("bits16", "<u2", "U16"),
 )
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}

@@ -14,12 +14,15 @@
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)
     │   ├── CorruptCheckpointError         bytes differ from what was written
+    │   ├── CheckpointReplacedError        another save replaced it while it was read
     │   ├── FormatVersionError             written by a newer remesh
     │   └── PickleRefusedError             a foreign pickle asks for a class that is not allowed
     ├── StorageError (OSError)             storage refused or failed
-    │   └── NoSpaceError                   too little room, found before writing or while writing
+    │   ├── NoSpaceError                   too little room, found before writing or while writing
+    │   └── NotSharedError                 ranks of one save write to different places
     ├── ExchangeError (RuntimeError)       ranks could not talk to each other
     ├── MasterError                        a job's master refuses a request or is not reached
+    ├── AgentLostError (RuntimeError)      the agent that started this process has ended
     └── RankFailedError (RuntimeError)     another rank failed with an exception of its own kind
 
 A collective call that fails raises on every rank. Exceptions of this tree arrive on the other
@@ -109,6 +112,14 @@ class CorruptCheckpointError(CheckpointError):
     """Stored bytes are missing or differ from what was written."""
 
 
+class CheckpointReplacedError(CheckpointError):
+    """Another save replaced the checkpoint, or it was removed, while it was being read.
+
+    Nothing is damaged: what is there now can be opened. Loads begin anew by themselves, all ranks
+    together, and raise this only if the checkpoint was replaced again and again.
+    """
+
+
 class FormatVersionError(CheckpointError):
     """The checkpoint was written in a format version that this remesh does not know."""
 
@@ -133,12 +144,20 @@ class NoSpaceError(StorageError):
     """The storage has too little room."""
 
 
+class NotSharedError(StorageError):
+    """Ranks of one save write to different places, so rank 0 does not see all files."""
+
+
 class ExchangeError(RemeshError, RuntimeError):
     """Ranks could not exchange messages: a peer died, or a deadline passed."""
 
 
 class MasterError(RemeshError):
     """A job's master refuses a request, or is not to be reached."""
+
+
+class AgentLostError(RemeshError, RuntimeError):
+    """The agent (`remesh run`) that started this process has ended, so the process must end too."""
 
 
 class RankFailedError(RemeshError, RuntimeError):

@@ -31,6 +31,11 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+MAX_DIMS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+"""Dims that an array can have."""
+MAX_ELEMENTS = 2**62
+"""Numbers of elements and bytes, and offsets, are at most this, so that sums fit into 64 bits."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:

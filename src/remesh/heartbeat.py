@@ -3,12 +3,17 @@
 The process writes its `Heartbeat` to a file that the agent named (`RunInfo.heartbeat_file`). The
 agent reads it whenever it likes: the file is replaced in one step, so it is never half written. If
 the agent wants the state saved (the node is about to leave, say), it puts a request beside it, in
-`<heartbeat file>.request`. The training reads that between two steps, saves, and removes it.
+`<heartbeat file>.request`. The training reads that between two steps, saves, and removes it. After
+a `save-and-hold` it waits instead until the agent removes the request.
 
 When a job hangs, the agent wants to know where its processes are. A process that called
 `answer_stack_requests` writes the stacks of its threads to a third file, `<heartbeat file>.stacks`,
 whenever it gets `STACK_SIGNAL`: faulthandler does that in C, also when the interpreter is stuck in
 a collective. That the file is there tells the agent that the signal does no harm.
+
+A process whose agent has ended must end as well, since another may train in its place. The kernel
+sees to that for the process that the agent has started. One that a wrapper script has started in a
+process group of its own notices it by the `AgentLock`.
 
 All these files are hints of the moment and not worth a disk's time: they are not synced, and one
 that a loss of power has spoiled is taken for none. A request may also lie in a file of any name,
@@ -17,7 +22,9 @@ for people and scripts: `read_request_file`.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import fcntl
 import os
 import secrets
 import signal
@@ -31,8 +38,9 @@ from remesh.errors import StorageError
 
 StrPath = str | os.PathLike[str]
 
-Request = Literal["save", "save-and-stop"]
-"""What an agent may ask for: a save, or a save after which the training ends."""
+Request = Literal["save", "save-and-stop", "save-and-hold"]
+"""What an agent may ask for: a save, a save after which the training ends, or a save after which
+the training waits until the request is removed."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """Asks a process for the stacks of its threads."""
@@ -48,12 +56,14 @@ class Heartbeat(msgspec.Struct, frozen=True):
         time: When this was written, in seconds since the epoch.
         step_seconds: How long this process's own work of the last step took, or the whole step if
             that is not measured; None if neither is known yet.
+        waits: Whether all work is saved and the process waits, as `save-and-hold` asks it to.
     """
 
     step: int
     saved_step: int | None
     time: float
     step_seconds: float | None
+    waits: bool = False
 
 
 def write_heartbeat(path: StrPath, beat: Heartbeat) -> None:
@@ -92,10 +102,19 @@ def request(path: StrPath, what: Request) -> None:
     Raises:
         StorageError: If the file cannot be written.
     """
-    _replace(_request_file(path), what.encode())
+    _replace(request_file(path), what.encode())
 
 
-def read_request(path: StrPath) -> Request | None:
+def request_file(path: StrPath) -> Path:
+    """The file with the request to the process that writes a heartbeat.
+
+    Args:
+        path: The heartbeat file.
+    """
+    return Path(f"{os.fspath(path)}.request")
+
+
+def read_request(path: StrPath) -> Request | Literal[""] | None:
     """What was asked of the process that writes a heartbeat, or None.
 
     Args:
@@ -104,7 +123,7 @@ def read_request(path: StrPath) -> Request | None:
     Raises:
         StorageError: If the request is there and cannot be read, or is not one.
     """
-    return read_request_file(_request_file(path))
+    return read_request_file(request_file(path))
 
 
 def clear_request(path: StrPath) -> None:
@@ -116,11 +135,13 @@ def clear_request(path: StrPath) -> None:
     Raises:
         StorageError: If it cannot be removed.
     """
-    clear_request_file(_request_file(path))
+    clear_request_file(request_file(path))
 
 
-def read_request_file(file: StrPath) -> Request | None:
-    """What a file asks for, or None if it is not there. An empty one (`touch`) asks for a save.
+def read_request_file(file: StrPath) -> Request | Literal[""] | None:
+    """What a file asks for, or None if it is not there.
+
+    An empty one asks for a save (`touch`), unless it is still being written.
 
     Raises:
         StorageError: If it cannot be read or asks for something else.
@@ -128,7 +149,9 @@ def read_request_file(file: StrPath) -> Request | None:
     data = _read(Path(file))
     if data is None:
         return None
-    text = data.decode(errors="replace").strip() or "save"
+    text = data.decode(errors="replace").strip()
+    if not text:
+        return ""
     for known in get_args(Request):
         if text == known:
             return known  # type: ignore[no-any-return]
@@ -148,6 +171,38 @@ def clear_request_file(file: StrPath) -> None:
         Path(file).unlink(missing_ok=True)
     except OSError as error:
         raise _cannot("remove", file, error) from error
+
+
+class AgentLock:
+    """The lock that the agent of this process holds while it lives.
+
+    Args:
+        directory: What the agent keeps locked (`RunInfo.agent_dir`). If it is empty, or not to be
+            seen from here (in a container, say), nothing is known of the agent.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._descriptor: int | None = None
+        if directory:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def is_free(self) -> bool:
+        """Whether the agent has ended. False if nothing is known of it."""
+        if self._descriptor is None:
+            return False
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # it is held, or the file system knows no locks
+            return False
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def stacks_file(path: StrPath) -> Path:
@@ -197,10 +252,6 @@ def _is_handled(number: signal.Signals) -> bool:
     status = _read(Path("/proc/self/status")) or b""
     caught = [line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")]
     return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
-
-
-def _request_file(path: StrPath) -> Path:
-    return Path(f"{os.fspath(path)}.request")
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
 from remesh.errors import CorruptCheckpointError
-from remesh.geometry import Box, IntArray, pad_dims, row_products
+from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray, pad_dims, row_products
 from remesh.safetensors_file import decode_header, encode_header
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -345,7 +345,7 @@ class Index(Mapping[str, StoredTensor]):
             )
             _check_numbers(index)
             return index
-        except (KeyError, ValueError, msgspec.DecodeError) as error:
+        except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{where}: not an index: {error!r}") from error
 
 
@@ -379,6 +379,9 @@ _COLUMN_DIMS = {
     "block.first": "f",
 }
 """Dims of each column of an index; equal letters are equal extents."""
+
+MAX_OVERLAP = 1024
+"""How often, on average, bytes may belong to a piece: ties and views share them, and not more."""
 
 _COLUMN_TYPES = {"tensor.name_bytes": np.uint8, "block.digest": np.uint64}
 """Element types of the columns that are not int64."""
@@ -423,6 +426,10 @@ def _check_numbers(index: Index) -> None:
     _require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
     padding = np.arange(num_dims) >= tensors.ndims[:, None]
     _require((tensors.shapes >= 0).all() and (tensors.shapes[padding] == 1).all(), "bad shape")
+    _require((tensors.ndims <= MAX_DIMS).all(), f"more than {MAX_DIMS} dims")
+    # As floats, for a product that is too large for integers must not look like a small one.
+    sizes = np.prod(np.maximum(tensors.shapes, 1), axis=1, dtype=np.float64) * tensors.itemsizes
+    _require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
     shapes = tensors.shapes[boxes.tensor]
     _require((np.diff(boxes.tensor) >= 0).all(), "pieces are not sorted by tensor")
     _require(((boxes.offsets >= 0) & (boxes.offsets <= shapes)).all(), "impossible offset")
@@ -431,11 +438,14 @@ def _check_numbers(index: Index) -> None:
     _require(((index.file >= 0) & (index.file < len(index.files))).all(), "pieces of no file")
     file_sizes = [file.num_bytes for file in index.files]
     _require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
-    sizes = np.array(file_sizes, dtype=np.int64)
-    # As floats, for a product that is too large for integers must not look like a small one.
+    sizes_of_files = np.array(file_sizes, dtype=np.int64)
     num_bytes = np.prod(boxes.extents, axis=1, dtype=np.float64) * tensors.itemsizes[boxes.tensor]
-    leaves = (index.position < 0) | (index.position + num_bytes > sizes[index.file])
+    leaves = (index.position < 0) | (index.position + num_bytes > sizes_of_files[index.file])
     _require(not leaves.any(), "a piece leaves its file")
+    _require(
+        num_bytes.sum() <= MAX_OVERLAP * max(sum(file_sizes), 1),
+        "pieces share their bytes so often that it would take too much memory to read them",
+    )
     _require(0 <= index.block_size < 2**62, "impossible size of blocks")
     if index.block_size:
         num_blocks = [-(-size // index.block_size) for size in file_sizes]

@@ -7,7 +7,7 @@ add memories for devices and for casts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,23 +17,9 @@ import numpy.typing as npt
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
+from remesh.strided import Layout
 
 CarrierArray = npt.NDArray[Any]
-
-
-Span = tuple[str, int, int]
-"""A device, as torch calls it, and the addresses of the first byte and of one past the last."""
-
-
-def span_of(
-    device: str, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
-) -> Span | None:
-    """The span of a strided array; strides in bytes."""
-    if 0 in shape:
-        return None
-    steps = [stride * (extent - 1) for stride, extent in zip(strides, shape, strict=True)]
-    low = address + sum(step for step in steps if step < 0)
-    return device, low, address + sum(step for step in steps if step > 0) + itemsize
 
 
 class Memory(Protocol):
@@ -45,8 +31,8 @@ class Memory(Protocol):
         ...
 
     @property
-    def span(self) -> Span | None:
-        """The bytes among which the elements lie; None if there are none."""
+    def layout(self) -> Layout | None:
+        """Where the elements lie; None if there are none."""
         ...
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
@@ -64,6 +50,15 @@ class QueuedMemory(Memory, Protocol):
 
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         """Like `copy_out`, but done only when the `CopyQueue` that is entered says so."""
+        ...
+
+
+@runtime_checkable
+class DigestedMemory(Memory, Protocol):
+    """Memory of a device that digests its elements by itself."""
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal elements in equal order, whatever the strides."""
         ...
 
 
@@ -91,10 +86,9 @@ class HostMemory:
         return self.array.dtype
 
     @property
-    def span(self) -> Span | None:
-        """See `Memory.span`."""
-        array = self.array
-        return span_of("cpu", array.ctypes.data, array.shape, array.strides, array.itemsize)
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return _layout(self.array) if self.array.size else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
@@ -135,10 +129,15 @@ def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = Fal
             f"{where}: this array is read-only, so nothing can be loaded into it; put a copy() "
             "into the state"
         )
-    repeats = any(n > 1 and s == 0 for n, s in zip(array.shape, array.strides, strict=True))
-    if writable and array.size and repeats:
+    if writable and array.size and _layout(array).overlaps_itself():
         raise UnsupportedValueError(
-            f"{where}: several elements of this broadcast array are the same memory, so they "
-            "cannot be loaded one by one; put a copy() into the state"
+            f"{where}: several elements of this array share memory (it is broadcast, or overlaps "
+            "itself), so they cannot be loaded one by one; put a copy() into the state"
         )
     return HostMemory(array.view(dtype.carrier))
+
+
+def _layout(array: npt.NDArray[Any]) -> Layout:
+    # Of the ways to an array's address, this is the quick one.
+    address = array.__array_interface__["data"][0]
+    return Layout("cpu", address, array.shape, array.strides, array.itemsize)

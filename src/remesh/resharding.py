@@ -25,6 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.comparing import Wanted, source_in_target
 from remesh.checkpoint.loading import load_into
 from remesh.checkpoint.local import LocalTensors, exchange_of
 from remesh.checkpoint.report import RestoreReport
@@ -36,10 +37,10 @@ from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.index import Index
 from remesh.integrity import raw_digest
-from remesh.memory import Memory
-from remesh.pipeline import FileLayout, Want
+from remesh.pipeline import Want
 from remesh.pipeline.routes import Routes, deliver, find_routes
-from remesh.storage import Buffer, MemoryStorage
+from remesh.planner import LoadPlan
+from remesh.storage import MemoryStorage
 from remesh.transform import Transform
 
 
@@ -104,7 +105,7 @@ def reshard(
 
     Raises:
         StateError: If the source cannot be saved, or the target cannot be loaded into, or they
-            share memory. Nothing was changed.
+            share elements in memory. Nothing was changed.
         MismatchError: If they do not fit. Nothing was changed.
         ExchangeError: If a rank died.
     """
@@ -181,22 +182,27 @@ class Resharder:
         moved: list[tuple[Routes, bool]] = []
         reports: list[RestoreReport] = []
 
-        def read(target: Target) -> None:
-            moved.append(_move(exchange, kept, target, mine.tensors, may_reuse=is_known))
+        def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
+            way = kept.filling if wanted is target.filling else kept.comparing
+            routes, reused = _move(exchange, kept, way, wanted, mine.tensors, may_reuse=is_known)
+            on_run(routes.bytes_local + routes.bytes_sent)
+            moved.append((routes, reused))
+            return False
 
         self.target_state = load_into(
             self.target_state,
             stored,
-            _OwnFile(kept.path, mine.layout),
+            "the source state",
             exchange,
             self._options,
             transform=self._transform,
             read=read,
-            check=lambda target: _refuse_overlap(mine.tensors.memories, target.wants),
+            check=lambda target: _refuse_overlap(mine.tensors, target),
             emit=self._emit,
             on_report=reports.append,
         )
-        [(routes, reused)], [restored] = moved, reports
+        # What was compared, if anything, was moved before.
+        (routes, reused), [restored] = moved[-1], reports
         seconds = time.monotonic() - started
         return ReshardReport(
             dataclasses.replace(restored, seconds=seconds),
@@ -216,56 +222,42 @@ class Resharder:
 
 
 @dataclass(slots=True, eq=False)
+class _Way:
+    """How this rank gets what it wants.
+
+    Attributes:
+        key: Fingerprint of what it wants of the index.
+        routes: How it gets there; None if that is not known.
+    """
+
+    key: bytes = b""
+    routes: Routes | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Kept:
     """What stays from push to push.
 
     Attributes:
         plan: How the ranks cut the source.
-        path: This rank's imaginary file; empty if it has none.
         index: What lies in which imaginary file.
         owners: The rank that has each file.
-        key: Fingerprint of what this rank wants of the index.
-        routes: How it gets there.
+        filling: How the target is filled.
+        comparing: How this rank gets what it compares before that.
     """
 
     plan: PlanCache = field(default_factory=PlanCache)
-    path: str = ""
     index: Index | None = None
     owners: list[int] = field(default_factory=list)
-    key: bytes = b""
-    routes: Routes | None = None
-
-
-class _OwnFile(MemoryStorage):
-    """The imaginary file of this rank, read from its tensors: only to compare tied ones."""
-
-    def __init__(self, path: str, layout: FileLayout) -> None:
-        super().__init__()
-        self._path = path
-        self._layout = layout
-
-    @property
-    def url(self) -> str:
-        """See `Storage.url`."""
-        return "the source state"
-
-    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
-        """See `Storage.read_into`."""
-        if path != self._path:
-            raise StateError(
-                "tensors that are tied in the target state are different tensors of the source, "
-                "some of them on other ranks, where they cannot be compared; untie them, or leave "
-                "all but one out"
-            )
-        self._layout.fill(start, buffer)
-        return len(buffer)
+    filling: _Way = field(default_factory=_Way)
+    comparing: _Way = field(default_factory=_Way)
 
 
 def _agree_on_source(
     exchange: Exchange, state: Any, kept: _Kept, emit: Emit
 ) -> tuple[StoredState, Agreement, bool]:
     """What there is; this rank's part of it; whether it is cut as the last time."""
-    options = SaveOptions(overwrite=False, metadata={})
+    options = SaveOptions(overwrite=False, metadata={}, shares_place=False, compares="sampled")
     num_hits = kept.plan.hits
 
     def encode() -> bytes:
@@ -303,63 +295,63 @@ def _share_index(exchange: Exchange, mine: Agreement, kept: _Kept) -> bytes:
         run_joined(exchange, say, unite), type=tuple[bytes, bytes, list[int]]
     )
     kept.index = Index.decode(encoded, "the source state")
-    kept.path = mine.path
-    kept.routes = None
+    kept.filling, kept.comparing = _Way(), _Way()
     return document
 
 
-def _refuse_overlap(sources: Iterable[Memory], wants: Iterable[Want]) -> None:
+def _refuse_overlap(tensors: LocalTensors, target: Target) -> None:
     """Refuse a target in the memory of the source.
 
     Raises:
-        StateError: If a tensor of one begins or ends in a tensor of the other.
+        StateError: If a tensor of one shares an element with a tensor of the other.
     """
-    spans = [(memory.span, True) for memory in sources]
-    spans += [(want.memory.span, False) for want in wants]
-    known = sorted((span, is_source) for span, is_source in spans if span is not None)
-    reached = {True: ("", 0), False: ("", 0)}
-    for (device, start, stop), is_source in known:
-        other_device, other_stop = reached[not is_source]
-        if other_device == device and start < other_stop:
-            raise StateError(
-                "source and target state share memory, but the source is read while the target is "
-                "filled; give the target tensors of its own"
-            )
-        own_device, own_stop = reached[is_source]
-        reached[is_source] = (device, max(stop, own_stop) if own_device == device else stop)
+    table = tensors.boxes
+    names = [table.tensors.names[row] for row in table.tensor.tolist()]
+    sources = [
+        (name, layout)
+        for name, memory in zip(names, tensors.memories, strict=True)
+        if (layout := memory.layout) is not None
+    ]
+    found = source_in_target(sources, target.filled)
+    if found is not None:
+        raise StateError(
+            f"{found[0]} of the source and {found[1]} of the target state share memory\n"
+            "The source is read while the target is filled; give the target tensors of its own."
+        )
 
 
 def _move(
-    exchange: Exchange, kept: _Kept, target: Target, tensors: LocalTensors, *, may_reuse: bool
+    exchange: Exchange,
+    kept: _Kept,
+    way: _Way,
+    wanted: Wanted,
+    tensors: LocalTensors,
+    *,
+    may_reuse: bool,
 ) -> tuple[Routes, bool]:
-    """Fill a planned target. Collective.
+    """Bring this rank what it wants, and the others what they want. Collective.
 
     Returns:
         What moved, and whether the routes were those of the last time.
     """
     assert kept.index is not None
-    key = _key_of(target)
-    is_same = may_reuse and kept.routes is not None and key == kept.key
+    assert wanted.plan is not None
+    key = _key_of(wanted.plan, wanted.wants)
+    is_same = may_reuse and way.routes is not None and key == way.key
     reuse = all(reply == b"y" for reply in run_on_all(exchange, lambda: b"y" if is_same else b"n"))
     if not reuse:
-        plan = target.plan
-        assert plan is not None
-        kept.routes = find_routes(
-            exchange, kept.index, kept.owners, plan, target.wants, tensors.boxes
+        way.routes = find_routes(
+            exchange, kept.index, kept.owners, wanted.plan, wanted.wants, tensors.boxes
         )
-        kept.key = key
-    routes = kept.routes
+        way.key = key
+    routes = way.routes
     assert routes is not None
-    target.fill_zeros()
-    deliver(exchange, routes, tensors.memories, target.wants)
-    target.reads += [routes.bytes_local + routes.bytes_sent]
+    deliver(exchange, routes, tensors.memories, wanted.wants)
     return routes, reuse
 
 
-def _key_of(target: Target) -> bytes:
+def _key_of(plan: LoadPlan, wants: Iterable[Want]) -> bytes:
     """A fingerprint of what is wanted, and where it goes."""
-    plan = target.plan
-    assert plan is not None
     columns = (plan.want, plan.piece, plan.offsets, plan.extents)
-    places = msgspec.msgpack.encode([want.offset for want in target.wants])
+    places = msgspec.msgpack.encode([want.offset for want in wants])
     return raw_digest(b"".join([places, *(column.tobytes() for column in columns)]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
 SNAPSHOT_VARIABLE = "REMESH_SNAPSHOT_DIR"
+AGENT_VARIABLE = "REMESH_AGENT_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class RunInfo:
         restart_count: How often the launcher has restarted the processes.
         heartbeat_file: Where the training reports its steps to the agent; empty if nobody asks.
         snapshot_dir: Where memory that outlives this process is to be kept; empty if nowhere.
+        agent_dir: A directory that the agent of this process keeps locked while it lives; empty
+            without an agent.
     """
 
     run_id: str = ""
@@ -37,6 +40,7 @@ class RunInfo:
     restart_count: int = 0
     heartbeat_file: str = ""
     snapshot_dir: str = ""
+    agent_dir: str = ""
 
 
 def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
@@ -67,4 +71,5 @@ def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
         heartbeat_file=variables.get(HEARTBEAT_VARIABLE, ""),
         snapshot_dir=variables.get(SNAPSHOT_VARIABLE, ""),
+        agent_dir=variables.get(AGENT_VARIABLE, ""),
     )

@@ -16,19 +16,25 @@ A sharded description carries its own global name and is stored under that.
 Loading walks the target state with `stored` set to what the checkpoint holds. Tensor leaves are
 then destinations: their memory is filled in place. What cannot be changed in place (values,
 tuples, a whole optimizer state) is replaced by the description's `rebuild` once all is read.
+
+A plain value is replaced whole, also one that is a dict: afterwards it is what was stored, with no
+key more or less, though its keys are stored one by one. (A dict that holds tensors or objects is no
+value but a part of the state, and its entries are matched one by one.) A placeholder, which is None
+or an empty container, takes all that is stored in its place, tensors included.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from remesh import values
-from remesh.errors import NameCollisionError, UnsupportedValueError
+from remesh.dtypes import BY_NAME
+from remesh.errors import CorruptCheckpointError, NameCollisionError, UnsupportedValueError
 from remesh.geometry import Box
 from remesh.sharded import (
     ArrayLike,
@@ -59,6 +65,8 @@ class Role(enum.IntEnum):
     """One of several equal copies; the framework that holds them keeps them equal."""
     ASSUMED = 3
     """Like EQUAL, but nobody promised it: a plain tensor that each rank has under one name."""
+    FIRST = 4
+    """One of several copies that may differ; that of the lowest rank is stored."""
 
 
 def role_of(tensor: ShardedTensor) -> Role:
@@ -80,6 +88,8 @@ class TensorEntry:
         role: What this rank says of its copy.
         allow_shape_mismatch: See `ShardedTensor`.
         alias_key: Equal for leaves that are the same memory (tied weights); None if it has none.
+        is_buffer: Whether it is a buffer of a module, such as a running statistic, that no
+            description or placement divides among ranks.
     """
 
     name: str
@@ -89,6 +99,7 @@ class TensorEntry:
     role: Role
     allow_shape_mismatch: bool = False
     alias_key: object = None
+    is_buffer: bool = False
 
 
 class Stored(Protocol):
@@ -143,6 +154,7 @@ class Description:
         paths: Path of each stored name that belongs to a place in the state.
         sequences: Paths of lists and tuples on the way to leaves.
         optional: Names that may be absent from the checkpoint without being missed.
+        dropped: Entries of plain dicts that the checkpoint lacks, and that go with the old content.
         rebuild: Puts loaded values back; set by `describe`.
     """
 
@@ -153,9 +165,12 @@ class Description:
     paths: dict[str, Path] = field(default_factory=dict)
     sequences: dict[Path, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
+    dropped: list[str] = field(default_factory=list)
     rebuild: Rebuild = field(default=lambda _loaded: None)
 
 
+MAX_PATH = 400
+"""Keys on the way to a leaf that a stored state may have; one that is saved has a hundred."""
 _MAX_DEPTH = 100
 
 
@@ -166,6 +181,11 @@ def _is_path_key(key: object) -> bool:
 def name_of(path: Path) -> str:
     """The stored name of a path."""
     return ".".join(map(str, path))
+
+
+def cut_name(name: str) -> Path:
+    """A name cut at its dots; not at all of them if it has more than a path has keys."""
+    return tuple(name.split(".", MAX_PATH - 1))
 
 
 class Walk:
@@ -208,6 +228,10 @@ class Walk:
         if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
             self.add_array(path, node, Role.ASSUMED, alias_key=_numpy_alias_key(node))
             return lambda _loaded: node
+        if self.stored is not None and path and values.is_plain(node):
+            unit = self._visit_unit(self.stored, path, node)
+            if unit is not None:
+                return unit
         # An empty state is that of a rank which holds nothing; further down it is a value.
         if isinstance(node, Mapping) and (node or not path) and all(map(_is_path_key, node)):
             return self._visit_mapping(path, node)
@@ -308,6 +332,39 @@ class Walk:
 
         return rebuild
 
+    def holds_tensors(self, path: Path) -> bool:
+        """Whether the checkpoint, if there is one, has tensors in the place of a node."""
+        stored = self.stored
+        return stored is not None and any(
+            stored.tensor(name) is not None for _, name in stored.under(path)
+        )
+
+    def _visit_unit(self, stored: Stored, path: Path, node: Any) -> Rebuild | None:
+        """Describe a plain value that is replaced by all that is stored in its place.
+
+        Returns:
+            How to rebuild it; None if what is stored there, if anything, is no plain value.
+        """
+        leaves = dict(stored.under(path))
+        tensors = [name for name in leaves.values() if stored.tensor(name) is not None]
+        is_known = all(name in tensors or stored.has_value(name) for name in leaves.values())
+        if not leaves or not is_known or (tensors and not is_placeholder(node)):
+            return None
+        rebuilds = {
+            leaf: self.visit(leaf, _new_array(name, *found))
+            if (found := stored.tensor(name)) is not None
+            else self.add_value(leaf, None)
+            for leaf, name in leaves.items()
+        }
+        self.description.dropped += _dropped(node, path, set(leaves))
+
+        def rebuild(loaded: Loaded) -> object:
+            content = {leaf: make(loaded) for leaf, make in rebuilds.items()}
+            built = content[path] if path in content else assemble(content, stored.sequences, path)
+            return _in_place(node, built)
+
+        return rebuild
+
     def _visit_sharded_tensor(self, node: ShardedTensor) -> Rebuild:
         if node.parts:
             self.description.tensors.append(
@@ -378,6 +435,49 @@ def describe(
     return walk.description
 
 
+def is_placeholder(node: object) -> bool:
+    """Whether a node holds nothing: None or an empty dict, list or tuple."""
+    return node is None or (isinstance(node, Mapping | list | tuple) and not node)
+
+
+def _new_array(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """An array that a stored tensor can be read into, where there is no torch."""
+    if not BY_NAME[dtype].is_native:
+        raise UnsupportedValueError(
+            f"{name}: numpy has no element type {dtype}; import torch before loading it"
+        )
+    return np.empty(shape, BY_NAME[dtype].carrier)
+
+
+def _dropped(node: object, path: Path, leaves: set[Path]) -> list[str]:
+    """The names of entries of plain dicts that are not stored, where the dict is."""
+    containers = {leaf[:length] for leaf in leaves for length in range(len(leaf))}
+
+    def entries(node: Mapping[Any, object], path: Path) -> Iterator[Path]:
+        for key, child in node.items():
+            place = (*path, key)
+            if place not in leaves and place not in containers:
+                yield place
+            elif isinstance(child, Mapping):
+                yield from entries(child, place)
+
+    return list(map(name_of, entries(node, path))) if isinstance(node, Mapping) else []
+
+
+def _in_place(live: object, new: object) -> object:
+    """New content in the dicts of the live one, which stay the same objects."""
+    if not (isinstance(live, Mapping) and isinstance(new, Mapping)):
+        return new
+    content = {key: _in_place(live.get(key), child) for key, child in new.items()}
+    if not isinstance(live, MutableMapping):
+        return type(live)(content)  # type: ignore[call-arg]
+    live.clear()
+    # Not update(): that of a Counter adds.
+    for key, child in content.items():
+        live[key] = child
+    return live
+
+
 def _numpy_alias_key(array: np.ndarray[Any, Any]) -> object:
     address = array.__array_interface__["data"][0]
     return (address, array.shape, array.strides, array.dtype.str) if array.size else None
@@ -415,7 +515,19 @@ def _as_sequences(node: dict[str | int, Any], sequences: Mapping[Path, str], pat
         if isinstance(child, dict) and child:
             node[key] = _as_sequences(child, sequences, (*path, key))
     kind = sequences.get(path)
-    if kind is None:
+    if kind is None or not node:
         return node
-    items = [node[key] for key in sorted(node, key=int)]
+    numbers = {key: key if isinstance(key, int) else _item_number(key) for key in node}
+    if None in numbers.values():
+        odd = next(key for key, number in numbers.items() if number is None)
+        raise CorruptCheckpointError(
+            f"{name_of(path)}: stored as a {kind}, but an item of it is called {odd!r}; read the "
+            "items by name"
+        )
+    items = [node[key] for key in sorted(node, key=lambda key: numbers[key] or 0)]
     return items if kind == "list" else tuple(items)
+
+
+def _item_number(key: str) -> int | None:
+    """The number of an item of a list by its name, or None if it is called something else."""
+    return int(key) if len(key) < 19 and key.isascii() and key.isdecimal() else None

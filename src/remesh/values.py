@@ -20,6 +20,7 @@ import argparse
 import datetime as dt
 import enum
 import io
+import math
 import pathlib
 import re
 import sys
@@ -104,7 +105,10 @@ def _with_arrays(value: object, depth: int) -> object:
     if torch is not None and isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         if name in BY_NAME and value.layout == torch.strided:
-            flat = value.detach().cpu().contiguous().reshape(-1)
+            tensor = value.detach()
+            if BY_NAME[name].is_opaque:
+                tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16)
+            flat = tensor.cpu().contiguous().reshape(-1)
             payload = [name, [*value.shape], flat.view(torch.uint8).numpy().tobytes()]
             return UnresolvedValue("torch.Tensor", "torch.Tensor", payload)
     if type(value) is list:
@@ -217,7 +221,7 @@ def _encode_mapping(value: object, where: str) -> object:
     if all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [
-        [_encode(key, f"{where}, key {key!r}"), _encode(item, f"{where}.{key}")]
+        [_encode(key, f"{where}, key {key!r:.80}"), _encode(item, f"{where}.{key!s:.80}")]
         for key, item in value.items()
     ]
     return _tagged("dict", pairs)
@@ -350,9 +354,12 @@ def _decode_tensor(torch: Any, payload: object) -> object:
         raise TypeError(f"torch.Tensor of {payload!r}")
     name, shape, data = payload
     dtype = getattr(torch, BY_NAME[name].name)
+    if len(data) != math.prod(shape) * BY_NAME[name].itemsize:
+        raise ValueError(f"{len(data)} bytes for a tensor {name} of shape {shape}")
     if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    # Not torch.frombuffer: where that fails, it leaves the buffer locked.
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype).reshape(shape)
 
 
 def _known_type(name: str) -> object:
@@ -380,9 +387,11 @@ def _decode_namedtuple(payload: tuple[str, list[object]]) -> object:
     type_name, items = payload
     found = _known_type(type_name)
     values = [_decode(item) for item in items]
-    fields = getattr(found, "_fields", None)
-    if isinstance(found, type) and issubclass(found, tuple) and len(fields or ()) == len(values):
-        return tuple.__new__(found, values)
+    # What is no type is asked for nothing: an attribute may be made, or imported, when it is asked.
+    if isinstance(found, type) and issubclass(found, tuple):
+        fields = found.__dict__.get("_fields", ())
+        if isinstance(fields, tuple) and len(fields) == len(values):
+            return tuple.__new__(found, values)
     return UnresolvedValue("namedtuple", type_name, values)
 
 
@@ -432,7 +441,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
 
 def _with_attributes(namespace: object, payload: object) -> object:
     attributes = _decode(payload)
-    if not isinstance(attributes, dict):
+    if not isinstance(attributes, dict) or not all(type(name) is str for name in attributes):
         raise TypeError(f"attributes {attributes!r}")
     vars(namespace).update(attributes)
     return namespace

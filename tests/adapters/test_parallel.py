@@ -139,11 +139,12 @@ def roles(_exchange: Exchange) -> dict[str, dict[str, Role]]:
 def test_roles_say_who_keeps_copies_equal() -> None:
     found = run_processes(2, roles)[0]
     equal, assumed = Role.EQUAL, Role.ASSUMED
-    names = ["up.weight", "up.bias", "down.weight", "down.bias", "steps"]
-    assert found["ddp"] == dict.fromkeys(names, equal)
+    parameters = dict.fromkeys(("up.weight", "up.bias", "down.weight", "down.bias"), equal)
+    # DDP broadcasts the buffers of its first rank.
+    assert found["ddp"] == {**parameters, "steps": Role.FIRST}
     for layout in ("fsdp", "tensor_parallel"):
-        assert found[layout] == {**dict.fromkeys(names, equal), "steps": assumed}
-    prefixed = {f"0.{name}": equal for name in names}
+        assert found[layout] == {**parameters, "steps": assumed}
+    prefixed = {f"0.{name}": role for name, role in found["ddp"].items()}
     assert found["compiled"] == prefixed
     assert len(found["optimizer"]) == 12
     assert set(found["optimizer"].values()) == {equal}

@@ -134,16 +134,26 @@ def test_an_unknown_command_and_an_unknown_option(run: Run, checkpoint: Path) ->
         assert "Usage: remesh" in result.stderr
 
 
-def test_an_error_that_is_not_ours_keeps_its_traceback(
-    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [OSError(5, "some other failure"), IndexError("some other failure")], ids=repr
+)
+def test_a_fault_of_remesh_has_a_code_of_its_own(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(_place: str) -> remesh.Checkpoint:
-        raise OSError(5, "some other failure")
+        raise error
 
     monkeypatch.setattr(places, "open_checkpoint", fail)
+    result = run("show", checkpoint, "step")
 
-    with pytest.raises(OSError, match="some other failure"):
-        run("show", checkpoint, "step")
+    assert (result.exit_code, result.stdout) == (70, "")
+    first, *_, last = result.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last.startswith(
+        f"error: a fault of remesh, not of the checkpoint ({type(error).__name__}"
+    )
+    assert "some other failure" in last
+    assert "report it" in last
 
 
 @pytest.fixture

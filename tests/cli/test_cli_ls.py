@@ -13,9 +13,9 @@ import pytest
 from click.testing import Result
 
 import remesh
+from remesh import catalog
 from remesh.formats import native
 from remesh.storage import open_storage
-from remesh.training import catalog
 
 from .conftest import data_files
 

@@ -16,12 +16,18 @@ Run = Callable[..., Result]
 RunJson = Callable[..., Any]
 
 
-def test_a_lost_record(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_lost_record(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "remesh.json").unlink()
 
-    result = run("repair", checkpoint, "--to", tmp_path / "new")
+    result = run("repair", checkpoint, "--to", tmp_path / "proven")
+    assert result.exit_code == 1
+    assert "left out, because no digest proves them: " in result.stdout
+    assert "--keep-unchecked" in result.stdout
+    assert remesh.Checkpoint(tmp_path / "proven").values == {}
 
-    assert result.exit_code == 0
+    result = run("repair", checkpoint, "--to", tmp_path / "new", "--keep-unchecked")
+
+    assert result.exit_code == 1
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert [line.split() for line in lines[1:4]] == [
@@ -33,6 +39,10 @@ def test_a_lost_record(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     new = remesh.Checkpoint(tmp_path / "new")
     assert new.verify().ok
     assert new.values["step"] == 1
+    told = run("verify", tmp_path / "new")
+    assert told.exit_code == 0
+    assert "repaired; no digest proves that these are what was saved: " in told.stdout
+    assert "step" in run_json("verify", tmp_path / "new")["checkpoints"][0]["unchecked"]
 
 
 def test_a_damaged_tensor_is_named(run: Run, checkpoint: Path, tmp_path: Path) -> None:
@@ -55,7 +65,7 @@ def test_json_of_a_dry_run(run_json: RunJson, checkpoint: Path) -> None:
     assert report["target"] == ""
     assert report["is_complete"] is True
     assert [file["state"] for file in report["files"]] == ["sound", "sound"]
-    assert report["lost"] == report["unchecked"] == report["notes"] == []
+    assert report["lost"] == report["unchecked"] == report["left_out"] == report["notes"] == []
     assert {file: file.stat().st_mtime_ns for file in checkpoint.parent.rglob("*")} == before
 
     data_files(checkpoint)[0].unlink()
@@ -97,4 +107,5 @@ def test_which_of_several_saves(run: Run, checkpoint: Path, tmp_path: Path) -> N
     (checkpoint / "data-0123456789ab" / "00000.safetensors").write_bytes(b"")
 
     assert save_id in run("repair", checkpoint, "--dry-run").stderr
-    assert run("repair", checkpoint, "--dry-run", "--save", save_id).exit_code == 0
+    result = run("repair", checkpoint, "--dry-run", "--save", save_id)
+    assert result.stdout.splitlines()[0].endswith(f"save {save_id}")

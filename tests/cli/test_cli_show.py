@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import Result
 
 import remesh
@@ -225,6 +226,20 @@ def test_complex_tensors_have_no_statistics(run: Run, run_json: RunJson, tmp_pat
         "statistics of complex128 are not given: it has no order"
         in run("show", tmp_path / "ck", "w").stdout
     )
+
+
+BITS: torch.dtype = getattr(torch, "uint4")  # noqa: B009 - torch does not declare it
+
+
+def test_bits_have_no_statistics(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    tensor = torch.tensor([3, 200], dtype=torch.uint8).view(BITS)
+    remesh.save({"w": tensor}, tmp_path / "ck")
+    document = run_json("show", tmp_path / "ck", "w")
+
+    assert (document["dtype"], document["statistics"]) == ("uint4", None)
+    assert document["elements"] == [3, 200]
+    said = run("show", tmp_path / "ck", "w").stdout
+    assert "statistics of uint4 are not given: only its bits are known" in said
 
 
 def test_empty_and_scalar_tensors(run: Run, run_json: RunJson, tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
                 "damages": [],
                 "error": "",
                 "has_digests": True,
+                "unchecked": [],
+                "incomplete": [],
             }
         ]
     }

@@ -119,6 +119,14 @@ def test_parameters_and_buffers(tmp_path: Path, version: int | None) -> None:
     assert torch.equal(corner, content("block.weight")[1:, 2:])
 
 
+def test_unsigned_integers_of_a_file_are_unsigned_integers(tmp_path: Path) -> None:
+    write(tmp_path)
+    counts = torch.tensor([7, 8], dtype=torch.uint8)
+    save_file({"a": counts, "b": counts.to(torch.uint16)}, tmp_path / "buffers")
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert [checkpoint.tensor(f"model.{n}").dtype for n in "ab"] == ["uint8", "uint16"]
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,6 +238,14 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             torch.equal(value, fresh.state[new][key]) for key, value in optimizer.state[old].items()
         )
     assert fresh.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("name", ["complex128", "uint4", "bits16"])
+def test_types_that_the_layout_has_no_name_for(tmp_path: Path, name: str) -> None:
+    model = Model()
+    model.register_buffer("odd", torch.zeros(2, dtype=getattr(torch, name)))
+    with pytest.raises(UnsupportedValueError, match=r"odd: .* cannot be stored in this layout"):
+        save_fsdp_flat_param(model, tmp_path / "model")
 
 
 class Tied(torch.nn.Module):
@@ -346,7 +362,7 @@ def edit_meta(folder: Path, rank: int, name: str, **changes: Any) -> None:
         ({"param_offsets": (0, 3)}, "the files have .* elements"),
         ({"param_shapes": (3, 4)}, "on other ranks"),
         ({"striped_fsdp_name": "other"}, "has no unit 'other'"),
-        ({"param_offsets": "x"}, "not a flat meta file"),
+        ({"param_offsets": "x"}, "'x' is not the range of a slice"),
     ],
 )
 def test_meta_that_contradicts_the_data(

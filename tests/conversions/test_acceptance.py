@@ -338,12 +338,14 @@ def test_into_all_parallelisms_at_once_tp2ep2pp2(first: str) -> None:
 def test_a_shard_that_nobody_declares_is_an_error_tp2ep2pp2(marked: bool) -> None:
     """The layer of sequence parallelism without a declaration, marked as a shard or not."""
 
+    storage = MemoryStorage()
+
     def write(exchange: Exchange) -> None:
         layer = nn.LayerNorm(4)
         nn.init.constant_(layer.weight, float(exchange.rank))
         if marked:
             layer.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        remesh.save({"model": layer}, MemoryStorage(), group=exchange)
+        remesh.save({"model": layer}, storage, group=exchange)
 
     kind = remesh.StateError if marked else remesh.DivergedReplicaError
     for outcome in run_ranks_outcomes(2, write):

@@ -34,15 +34,22 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-def _free_port() -> int:
-    """A port that stays free while no one listens there: not one that the kernel gives away."""
+def _reserve_port() -> tuple[int, socket.socket]:
+    """A port that stays free while no one listens there, and what reserves it while it is open.
+
+    It is not one that the kernel gives away. Other tests of this machine, which may run at the same
+    time, see by the name of a socket that it is taken.
+    """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     first = int(given[0])
     while True:
         port = random.SystemRandom().randrange(first // 2, first)
+        reserved = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            reserved.bind(f"\0remesh-test-port-{port}")
             probe.bind(("127.0.0.1", port))
-            return port
+            return port, reserved
+        reserved.close()
 
 
 class Cluster:
@@ -72,7 +79,7 @@ class Cluster:
         self._master_options = ("--heartbeat-timeout", str(silence), *master)
         self._agent_options = agent
         self._saving = saving
-        self._port = _free_port()
+        self._port, self._reserved = _reserve_port()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.master: subprocess.Popen[bytes]
         self.start_master()
@@ -90,6 +97,7 @@ class Cluster:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        self._reserved.close()
         if error is not None:
             for file in sorted(self.directory.glob("*.log")):
                 print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}")  # noqa: T201

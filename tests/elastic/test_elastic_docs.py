@@ -84,6 +84,7 @@ def test_metrics() -> None:
         {
             "time": 1.0,
             "began": 0.0,
+            "ended": None,
             "phase": "running",
             "reason": "",
             "round": 1,
@@ -102,7 +103,7 @@ def test_metrics() -> None:
         },
         status.Status,
     )
-    text = render_metrics(now, 1).decode()
+    text = render_metrics(now, 1, journal_failing=False).decode()
     given = set(re.findall(r"^(remesh_[a-z_]+)[{ ]", text, re.MULTILINE))
     assert given == set(documented("remesh_"))
 

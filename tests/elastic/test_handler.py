@@ -24,20 +24,25 @@ class Unlucky:
 
     options = SimpleNamespace(address=ADDRESS)
 
-    def __init__(self, *, num_beats: int | None) -> None:
+    def __init__(self, *, num_beats: int | None, silence: float = 0.0) -> None:
         self._num_beats = num_beats
+        self._silence = silence
         self._round = 0
+        self.answer = BeatReply()
+        self.problem = ""
 
     def join(self) -> Placed:
+        if self.problem:
+            raise MasterError(self.problem)
         self._round += 1
         first = Member(id=0, incarnation="a", name="", address=ADDRESS, num_processes=1)
         rank = 1 if self._round == 1 else 0
-        return Placed(1, self._round, rank, 2 - self._round // 2, rank, 2, first)
+        return Placed(1, self._round, rank, 2 - self._round // 2, rank, 2, first, self._silence)
 
     @property
     def reply(self) -> BeatReply:
         if self._num_beats is None:
-            return BeatReply()
+            return self.answer
         self._num_beats -= 1
         return BeatReply(restart=Change.LOST if self._num_beats < 0 else None)
 
@@ -61,3 +66,33 @@ def test_a_store_that_is_not_to_be_had_is_an_error(monkeypatch: pytest.MonkeyPat
     node = cast("Node", Unlucky(num_beats=None))
     with pytest.raises(RendezvousConnectionError, match="round 1 has no store: round 1 is over"):
         Handler(node, "job").next_rendezvous()
+
+
+def test_a_round_is_not_given_up_before_the_master_can_know_that_a_node_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(handler, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    node = cast("Node", Unlucky(num_beats=2000, silence=600.0))
+    assert Handler(node, "job").next_rendezvous().world_size == 1
+    assert now > handler.STORE_SECONDS
+
+
+def test_a_master_that_refuses_a_node_is_asked_once() -> None:
+    node = Unlucky(num_beats=None)
+    node.answer = BeatReply(restart=Change.LOST)  # of the round before
+    node.problem = "the token is missing or wrong"
+    with pytest.raises(RendezvousConnectionError, match="token is missing or wrong"):
+        Handler(cast("Node", node), "job").next_rendezvous()
+
+
+def test_an_address_that_cannot_be_resolved_is_refused() -> None:
+    handler.check_address("127.0.0.1")
+    for wrong in ("no such host", "a..b"):
+        with pytest.raises(ValueError, match=r"cannot be resolved .*--local-addr"):
+            handler.check_address(wrong)

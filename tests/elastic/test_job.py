@@ -13,10 +13,11 @@ from remesh.elastic import events
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Policy, State, apply, start
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat
+from remesh.elastic.live import Live, events_of_time, hear, hear_beat, is_over
 from remesh.elastic.protocol import BeatRequest, Placed, RankBeat, Test
 from remesh.elastic.rendezvous import Node, Outcome, Settings
 from remesh.elastic.replies import beat_reply, join_reply, places_of
+from remesh.elastic.status import Status, status_of
 
 SETTINGS = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e12)
 POLICY = Policy(heartbeat_timeout=10.0, save_grace=5.0, check_timeout=20.0)
@@ -235,8 +236,8 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def only_own_failures_that_were_reported_are_charged(self) -> None:
-        for number, charged in self.state.charges.items():
-            assert charged <= sum(node_id == number for node_id, _ in self.own_failures)
+        for number, spent in self.state.spent.items():
+            assert spent.count <= sum(node_id == number for node_id, _ in self.own_failures)
 
     def teardown(self) -> None:
         """Whatever has happened, agents that go on behaving meet in one world."""
@@ -258,13 +259,183 @@ TestJobs = Jobs.TestCase
 TestJobs.settings = hypothesis_settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
-def test_a_job_survives_its_encoding() -> None:
-    state = start(POLICY)
-    for number in range(3):
-        node = Node(id=number, incarnation="a", name=str(number), address="x", num_processes=1)
-        event = events.Join(node=node, after_round=0, settings=SETTINGS, max_restarts=3)
+def node(number: int) -> Node:
+    return Node(id=number, incarnation="a", name=str(number), address="x", num_processes=1)
+
+
+def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> State:
+    """A job whose first round has begun at 100."""
+    state = start(policy)
+    for number in range(num_nodes):
+        event = events.Join(
+            node=node(number), after_round=0, settings=SETTINGS, max_restarts=max_restarts
+        )
         state = apply(state, event, 1.0 + number)
     state = apply(state, events.Tick(), 100.0)
     assert state.rendezvous is not None
     assert state.rendezvous.round == 1
+    return state
+
+
+def join(state: State, *numbers: int, now: float) -> State:
+    """Nodes of the current round join again."""
+    assert state.rendezvous is not None
+    after = state.rendezvous.round
+    for number in numbers:
+        event = events.Join(node=node(number), after_round=after, settings=SETTINGS, max_restarts=3)
+        state = apply(state, event, now)
+    return state
+
+
+def fail(state: State, number: int, now: float, message: str = "") -> State:
+    """The process of a node fails."""
+    assert state.rendezvous is not None
+    current = state.rendezvous.round
+    failure = ProcessFailure(
+        node_id=number,
+        round=current,
+        rank=number,
+        local_rank=0,
+        exit_code=1,
+        time=now,
+        message=message,
+    )
+    event = events.Fail(node_id=number, incarnation="a", round=current, failures=(failure,))
+    return apply(state, event, now)
+
+
+def seen(state: State, now: float) -> Status:
+    return status_of(state, Live.after_start(state, now), now)
+
+
+def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
+    state = start(POLICY)
+    for number, after_round in ((0, 7), (1, 7)):
+        event = events.Join(
+            node=node(number), after_round=after_round, settings=SETTINGS, max_restarts=3
+        )
+        state = apply(state, event, 1.0)
+    assert "node 0 comes from round 7, the journal knows only 0 rounds" in state.forgotten
+    state = apply(state, events.Tick(), 100.0)
+    assert state.rendezvous is not None
+    assert (state.rendezvous.round, len(state.rendezvous.world)) == (8, 2)
+    # An old copy of the journal, in which the world of an earlier round is active.
+    state = run(num_nodes=2)
+    for number in (0, 1):
+        event = events.Join(node=node(number), after_round=5, settings=SETTINGS, max_restarts=3)
+        state = apply(state, event, 200.0)
+    assert state.rendezvous is not None
+    assert (state.rendezvous.round, state.rendezvous.active) == (6, frozenset({0, 1}))
+    assert [line.text for line in state.history if line.text.startswith("round")] == [
+        "round 1: nodes 0, 1",
+        "round 6: nodes 0, 1",
+    ]
+
+
+class TestRestartBudget:
+    def test_restarts_are_given_back(self) -> None:
+        policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
+        state = run(policy, num_nodes=2, max_restarts=2)
+        for now in (200.0, 250.0):
+            state = join(fail(state, 0, now), 0, 1, now=now)
+        assert [seen(state, at).nodes[0].num_charged for at in (299, 300, 399, 400)] == [2, 1, 1, 0]
+        state = join(fail(state, 0, 320.0), 0, 1, now=320.0)
+        assert [seen(state, at).nodes[0].num_charged for at in (399, 400, 500)] == [2, 1, 0]
+        state = fail(state, 0, 399.0)
+        assert state.rendezvous is not None
+        assert state.rendezvous.outcome is Outcome.FAILED
+
+    def test_they_are_not_unless_asked_for(self) -> None:
+        state = run(num_nodes=2, max_restarts=1)
+        state = join(fail(state, 0, 200.0), 0, 1, now=200.0)
+        state = fail(state, 0, 1e9)
+        assert state.rendezvous is not None
+        assert state.rendezvous.outcome is Outcome.FAILED
+
+    def test_restarts_after_hangs_are_given_back_too(self) -> None:
+        policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
+        state = run(policy, num_nodes=2, max_restarts=1)
+        for number, now in ((1, 200.0), (2, 350.0), (3, 360.0)):
+            state = apply(state, events.Hang(number, "no rank has finished a step"), now)
+            state = apply(state, events.HangOver(number), now)
+            assert state.rendezvous is not None
+            assert (state.rendezvous.outcome is None) == (number < 3)
+            state = join(state, 0, 1, now=now)
+
+
+class TestCause:
+    def test_a_lost_node_is_the_cause_of_what_its_peers_meet(self) -> None:
+        state = fail(run(num_nodes=2), 0, 110.0, COLLATERAL)
+        (failed,) = seen(state, 111.0).failures
+        assert (failed.cause, failed.failures[0].node_id) == ("", 0)  # not known yet
+        state = apply(state, events.Lose(node_id=1, incarnation="a"), 120.0)
+        (failed,) = seen(state, 121.0).failures
+        assert failed.cause == "node 1 is lost: nothing was heard of it"
+        assert failed.time == 110.0
+
+    def test_a_process_that_failed_by_itself_stays_the_cause(self) -> None:
+        state = fail(run(num_nodes=2), 0, 110.0, "ValueError: no such layer")
+        state = apply(state, events.Lose(node_id=1, incarnation="a"), 120.0)
+        (failed,) = seen(state, 121.0).failures
+        assert failed.cause == ""
+
+    def test_a_lost_node_is_shown_where_no_process_failed(self) -> None:
+        state = apply(run(num_nodes=2), events.Lose(node_id=1, incarnation="a"), 120.0)
+        (failed,) = seen(state, 121.0).failures
+        assert (failed.cause[:14], failed.failures) == ("node 1 is lost", ())
+
+    def test_a_node_that_leaves_is_no_failure_but_may_cause_some(self) -> None:
+        leave = events.Leave(node_id=1, incarnation="a", outcome=Outcome.DRAINED, reason="SIGTERM")
+        state = apply(run(num_nodes=2), leave, 120.0)
+        assert seen(state, 121.0).failures == ()
+        (failed,) = seen(fail(state, 0, 121.0, COLLATERAL), 122.0).failures
+        assert failed.cause == "node 1 leaves, drained: SIGTERM"
+
+
+def test_goodput_does_not_fall_after_the_end() -> None:
+    state = run(num_nodes=2)
+    live = Live.after_start(state, 100.0)
+    for step in range(1, 101):
+        now = 100.0 + step
+        beat = BeatRequest(
+            node_id=0, incarnation="a", round=1, ranks={0: RankBeat(step=step, age=0.0)}
+        )
+        assert hear_beat(live, state, beat, now) == []
+    for number in (0, 1):
+        leave = events.Leave(
+            node_id=number, incarnation="a", outcome=Outcome.SUCCEEDED, reason="done"
+        )
+        state = apply(state, leave, 200.0)
+    at_end = status_of(state, live, 200.0)
+    assert at_end.phase == "succeeded"
+    assert at_end.goodput is not None
+    assert 0.4 < at_end.goodput < 0.6
+    later = status_of(state, live, 5000.0)
+    assert (later.goodput, later.ended) == (at_end.goodput, 200.0)
+    # Nor does it change when the master is restarted.
+    (noted,) = events_of_time(live, state, 201.0)
+    state = apply(state, noted, 201.0)
+    assert events_of_time(live, state, 202.0) == []
+    assert seen(state, 9000.0).goodput == at_end.goodput
+
+
+def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
+    state = run(num_nodes=2)
+    silence = state.policy.heartbeat_timeout
+    live = Live.after_start(state, 100.0)
+    assert not is_over(live, state, 1e9)
+    for number in (0, 1):
+        leave = events.Leave(
+            node_id=number, incarnation="a", outcome=Outcome.SUCCEEDED, reason="done"
+        )
+        state = apply(state, leave, 200.0)
+    assert not is_over(live, state, 200.0 + silence / 2)
+    hear(live, 1, "a", 201.0)  # it is told that the job has ended
+    assert not is_over(live, state, 200.5 + silence)
+    assert is_over(live, state, 201.0 + silence)
+
+
+def test_a_job_survives_its_encoding() -> None:
+    state = fail(run(), 0, 120.0)
+    state = apply(state, events.Lose(node_id=1, incarnation="a"), 121.0)
     assert msgspec.json.decode(msgspec.json.encode(state), type=State) == state

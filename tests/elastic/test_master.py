@@ -15,14 +15,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from remesh.elastic import events
+from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import hear
+from remesh.elastic.live import SURELY_BEATS, hear
 from remesh.elastic.master import Master
 from remesh.elastic.protocol import BeatRequest
 from remesh.elastic.rendezvous import Node, Settings
-from remesh.elastic.server import MAX_ADDRESSES, RateLimit, ServerOptions, ServerThread
-from remesh.errors import StorageError
+from remesh.elastic.server import MAX_SENDERS, RateLimit, ServerOptions, ServerThread
+from remesh.errors import MasterError, StorageError
 
 SETTINGS = {"min_nodes": 2, "max_nodes": 4, "node_unit": 1, "last_call": 0.2, "join_timeout": 60}
 
@@ -116,19 +117,78 @@ def test_nodes_get_their_places_by_id(server: ServerThread) -> None:
         "first_process": 2,
         "num_processes": 4,
         "leader": None,
+        "heartbeat_timeout": 600.0,
     }
     assert replies[7]["leader"]["id"] == 3
 
 
-def test_names_keep_their_ids(server: ServerThread) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(join, server.url, 0, name="b", node_id=None)
-        second = pool.submit(join, server.url, 1, name="a", node_id=None)
-        ids = {first.result()["node_id"], second.result()["node_id"]}
-    assert ids == {0, 1}
-    before = first.result()["node_id"]
-    again = join(server.url, 0, name="b", node_id=None, incarnation="new", wait=0.0)
-    assert again["node_id"] == before
+def test_names_keep_their_ids(tmp_path: Path) -> None:
+    clock = Clock()
+    with start(tmp_path, heartbeat_timeout=600.0, clock=clock) as server:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(join, server.url, 0, name="b", node_id=None)
+            second = pool.submit(join, server.url, 1, name="a", node_id=None)
+            ids = {first.result()["node_id"], second.result()["node_id"]}
+        assert ids == {0, 1}
+        before = first.result()["node_id"]
+        clock.now += SURELY_BEATS + 1  # the agent before it has died
+        again = join(server.url, 0, name="b", node_id=None, incarnation="new", wait=0.0)
+        assert again["node_id"] == before
+
+
+class TestTwoAgentsThatWouldBeOneNode:
+    settings = SETTINGS | {"min_nodes": 4}
+
+    def ask(self, url: str, incarnation: str, **changes: object) -> tuple[int, Any]:
+        body = {
+            "name": "host",
+            "node_id": None,
+            "incarnation": incarnation,
+            "address": "127.0.0.1",
+            "num_processes": 1,
+            "after_round": 0,
+            "settings": self.settings,
+            "wait": 0.0,
+        }
+        return ask(url, "join", body | changes)
+
+    def beat(self, url: str, number: int, incarnation: str) -> None:
+        body = {"node_id": number, "incarnation": incarnation, "round": 0}
+        assert ask(url, "beat", body)[0] == 200
+
+    def test_under_one_name_each_gets_an_id(self, tmp_path: Path) -> None:
+        clock = Clock()
+        with start(tmp_path, clock=clock, heartbeat_timeout=600.0) as server:
+            assert self.ask(server.url, "a")[1]["node_id"] == 0
+            status, reply = self.ask(server.url, "b")
+            assert (status, "died or will be heard soon" in reply["error"]) == (503, True)
+            clock.now += 1
+            self.beat(server.url, 0, "a")
+            assert self.ask(server.url, "b")[1]["node_id"] == 1
+            for incarnation, number in (("a", 0), ("b", 1)):
+                assert self.ask(server.url, incarnation, node_id=number)[1]["type"] == "Waiting"
+            # The second dies and starts again: it keeps its id while the first lives.
+            clock.now += SURELY_BEATS + 1
+            self.beat(server.url, 0, "a")
+            assert self.ask(server.url, "c")[0] == 503
+            clock.now += 1
+            self.beat(server.url, 0, "a")
+            assert self.ask(server.url, "c")[1]["node_id"] == 1
+            nodes = ask(server.url, "status", method="GET")[1]["nodes"]
+            assert [(node["id"], node["name"]) for node in nodes] == [(0, "host"), (1, "host (2)")]
+
+    def test_under_one_id_the_second_is_refused(self, tmp_path: Path) -> None:
+        clock = Clock()
+        with start(tmp_path, clock=clock, heartbeat_timeout=600.0) as server:
+            assert self.ask(server.url, "a", node_id=3)[0] == 200
+            assert self.ask(server.url, "b", name="other", node_id=3)[0] == 503
+            clock.now += 1
+            self.beat(server.url, 3, "a")
+            status, reply = self.ask(server.url, "b", name="other", node_id=3)
+            assert status == 409
+            assert "node id 3 belongs to another agent, which lives" in reply["error"]
+            clock.now += SURELY_BEATS + 1
+            assert self.ask(server.url, "b", name="other", node_id=3)[0] == 200
 
 
 def test_words_of_a_round(server: ServerThread) -> None:
@@ -328,6 +388,18 @@ class TestRefusals:
             assert ask(server.url, "status", method="GET", token="wrong")[0] == 401
             assert ask(server.url, "status", method="GET", token="secret")[0] == 200
 
+    def test_tokens_may_be_written_in_any_script(self, tmp_path: Path) -> None:
+        token = "clé-ключ"
+        with start(tmp_path, ServerOptions(token=token)) as server:
+            assert Client(server.url, token=token).status().phase == "waiting"
+            for wrong in ("clé", "ключ", "x"):
+                with pytest.raises(MasterError, match="token is missing or wrong"):
+                    Client(server.url, token=wrong).status()
+            parts = urlsplit(server.url)
+            with closing(http.client.HTTPConnection(str(parts.hostname), parts.port)) as wire:
+                wire.request("GET", "/v1/status", headers={"Authorization": b"Bearer \xff\xfe"})
+                assert wire.getresponse().status == 401
+
     def test_listening_everywhere_without_a_token(self) -> None:
         with pytest.raises(ValueError, match="would let everybody steer the job"):
             ServerOptions(host="0.0.0.0")
@@ -390,11 +462,11 @@ class TestRateLimit:
         now = 2.0
         assert [limit.allows("a") for _ in range(3)] == [True, True, False]
 
-    def test_addresses_that_are_silent_are_forgotten(self) -> None:
+    def test_senders_that_are_silent_are_forgotten(self) -> None:
         now = 0.0
         limit = RateLimit(1.0, lambda: now)
-        for number in range(MAX_ADDRESSES):
+        for number in range(MAX_SENDERS):
             limit.allows(str(number))
         now = 100.0
         assert limit.allows("x")
-        assert limit.num_addresses == 1
+        assert limit.num_senders == 1

@@ -119,10 +119,29 @@ class TestChanging:
         state = step(state, lost(1), 20)
         assert restart_reason(state, 0, 1) == (Change.LOST, "node 1 left or died")
         for number in (0, 2, 3):
+            assert state.round == 1
             state = step(state, joined(number, 1), 21)
-        assert state.round == 1  # three could become four: wait for the last call
-        state = step(state, Tick(), 26)
+        # At once: node 1 is known to be dead, and no other is missing.
         assert (state.round, world_of(state), sorted(state.ready)) == (2, [0, 2], [3])
+
+    @pytest.mark.parametrize(
+        "event",
+        [lost(2), Left(2, "2a", Outcome.DRAINED), Excluded(2, "2a", "its memory fails")],
+    )
+    def test_nodes_that_are_known_to_be_gone_get_no_last_call(self, event: Event) -> None:
+        state = step(running(Settings(min_nodes=1, max_nodes=4), [0, 1, 2]), event, 20)
+        state = step(state, joined(0, 1), 21)
+        assert state.round == 1  # node 1 is alive and has not joined
+        state = step(state, joined(1, 1), 22)
+        assert (state.round, world_of(state)) == (2, [0, 1])
+
+    def test_members_that_have_finished_get_the_last_call(self) -> None:
+        settings = Settings(min_nodes=1, max_nodes=4, last_call=5)
+        state = step(running(settings, [0, 1, 2]), Left(2, "2a", Outcome.SUCCEEDED), 20)
+        state = step(step(state, lost(1), 21), joined(0, 1), 22)
+        assert state.round == 1
+        assert world_of(step(state, joined(2, 1), 23)) == [0, 2]
+        assert world_of(step(state, Tick(), 27)) == [0]
 
     def test_growing_is_announced_and_can_wait(self) -> None:
         state = running(self.settings, [0, 1])

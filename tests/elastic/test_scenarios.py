@@ -21,7 +21,13 @@ slow = pytest.mark.slow
 
 
 def assert_same_run(cluster: Cluster) -> None:
-    """No step is missing, and each had the loss of an uninterrupted run every time it was made."""
+    """No step is missing, and each had the loss of an uninterrupted run every time it was made.
+
+    The ranks of a world were told the same number of restarts.
+    """
+    starts = [entry for entry in cluster.said() if entry["kind"] == "start"]
+    restarts = {(entry["world"], entry["restarts"]) for entry in starts}
+    assert len(restarts) == len({world for world, _ in restarts})
     losses, expected = cluster.losses(), uninterrupted(cluster.step + 1)
     assert sorted(losses) == list(range(cluster.step + 1))
     for step, values in losses.items():
@@ -140,6 +146,7 @@ def test_sigterm_drains_a_node_after_a_last_checkpoint(tmp_path: Path) -> None:
         assert charged(cluster) == {}
         cluster.stop(0, 1)
         assert_same_run(cluster)
+        assert {len(values) for values in cluster.losses().values()} == {1}
 
 
 @slow
@@ -190,6 +197,8 @@ def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
         assert charged(cluster) == {}
         cluster.stop(0, 1)
         assert_same_run(cluster)
+        # The ranks waited for the restart after the save, so no step was made in vain.
+        assert {len(values) for values in cluster.losses().values()} == {1}
 
 
 def injected(directory: Path, program: str) -> dict[str, str]:
@@ -287,16 +296,19 @@ def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -
         assert "the 1 restarts of its node are used up" in status.reason
 
 
-@slow
+@pytest.mark.parametrize(
+    "num_failures",
+    [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)],
+)
 @pytest.mark.timeout(1500)
-def test_many_failures_in_a_row(tmp_path: Path) -> None:
+def test_many_failures_in_a_row(tmp_path: Path, num_failures: int) -> None:
     seed = int(os.environ.get("REMESH_TEST_SEED", "7"))
     dice = random.Random(seed)
     # A living node that is taken for dead is one accident more.
     with Cluster(tmp_path, "1:3", silence=3, agent=("--max-restarts", "100")) as cluster:
         cluster.start(0, 1, 2)
         cluster.until_world(0, 1, 2)
-        for _ in range(20):
+        for _ in range(num_failures):
             cluster.until_step(cluster.step + dice.randint(1, 8))
             before = cluster.status().round
             number = dice.randrange(3)

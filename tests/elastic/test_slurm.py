@@ -1,16 +1,19 @@
-"""The files in examples/slurm on a real Slurm: a job shrinks when a node dies, and grows again.
+"""The example in examples/slurm on a real Slurm: nodes die, join, and run out of time.
 
 Runs where Slurm can be reached and its nodes may be set down (by root, on a test bed of at least
-four nodes).
+four nodes). Where `REMESH_TEST_KILL_NODE` and `REMESH_TEST_RESTORE_NODE` name commands that take a
+node, nodes die by them without a word to Slurm.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +21,14 @@ from pathlib import Path
 import pytest
 
 from remesh.elastic.client import Client
-from remesh.elastic.status import Status
 from tests.elastic.cluster import TRAIN
 from tests.elastic.train import uninterrupted
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ,
         reason="no Slurm: set SLURM_CONF",
@@ -46,6 +48,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "MASTER_HOST": "127.0.0.1",
         "MASTER_PORT": "0",
         "REMESH_OPTIONS": "--last-call 2 --beat-seconds 0.3 --local-addr 127.0.0.1",
+        "REQUEUE": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
@@ -56,50 +59,70 @@ class Slurm:
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self._directory = directory
-        self._environment = environment
+        self.environment = environment
         self.jobs: list[str] = []
-        self.down: list[str] = []
+        self.dead: list[str] = []
 
     def ask(self, *command: str) -> str:
         """Run a command of Slurm's; what it said."""
         done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, script: str, *options: str) -> str:
-        """Submit one of the examples; the job's id."""
-        log = str(self._directory / f"{script}-%j.log")
+    def submit(self, tasks: str) -> str:
+        """Submit tasks of the example; the id of their array."""
+        log = str(self._directory / "task-%a.log")
         job = self.ask(
-            *("sbatch", "--parsable", "--output", log, *options, str(EXAMPLES / script)),
-            *(str(TRAIN), str(self._directory), "0.05"),
+            *("sbatch", "--parsable", "--output", log, "--array", tasks),
+            *(str(EXAMPLE), str(TRAIN), str(self._directory), "0.05"),
         )
         self.jobs.append(job)
         return job
 
-    def state(self, job: str) -> str:
-        """The state of a job; empty if it has left the queue."""
-        return self.ask("squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T")
+    def states(self) -> set[str]:
+        """The states of all tasks."""
+        jobs = ",".join(self.jobs)
+        form = ("--array", "--noheader", "--states", "all", "--format", "%T")
+        return set(self.ask("squeue", "--jobs", jobs, *form).split())
 
-    def nodes(self, job: str) -> list[str]:
-        """The nodes of a job, the one with the batch script first."""
-        names = self.ask("squeue", "--noheader", "--jobs", job, "--format", "%N")
-        return self.ask("scontrol", "show", "hostnames", names).split()
+    def node_of(self, task: int) -> str:
+        """The node of a task of the first array."""
+        return self.ask(
+            "squeue", "--noheader", "--jobs", f"{self.jobs[0]}_{task}", "--format", "%N"
+        )
 
-    def set_down(self, node: str) -> None:
-        """Make a node be lost to its jobs, as one that does not answer any more."""
-        self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-        self.down.append(node)
+    def kill(self, node: str) -> None:
+        """Let a node die."""
+        self.dead.append(node)
+        if "REMESH_TEST_KILL_NODE" in os.environ:
+            self.ask(os.environ["REMESH_TEST_KILL_NODE"], node)
+        else:
+            self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def start_requeued(self, task: int) -> None:
+        """Wait until a task is requeued, and do without the two minutes that Slurm lets it wait."""
+        name = f"{self.jobs[0]}_{task}"
+        form = ("--noheader", "--format", "%T")
+        until(lambda: self.ask("squeue", "--jobs", name, *form) == "PENDING", self.states)
+        self.ask("scontrol", "update", f"jobid={name}", "starttime=now")
+
+    def restore(self) -> None:
+        """Let Slurm use the dead nodes again."""
+        while self.dead:
+            node = self.dead.pop()
+            if "REMESH_TEST_RESTORE_NODE" in os.environ:
+                self.ask(os.environ["REMESH_TEST_RESTORE_NODE"], node)
+            # One that answers may be back by itself.
+            form = ("--noheader", "--nodes", node, "--format", "%T")
+            if self.ask("sinfo", *form).startswith("down"):
+                self.ask("scontrol", "update", f"nodename={node}", "state=resume")
 
     def tidy_up(self) -> None:
         """Leave Slurm as it was."""
         self.ask("scancel", *self.jobs)
-        for node in self.down:  # one that answers may be back by itself
-            if self.ask("sinfo", "--noheader", "--nodes", node, "--format", "%T").startswith(
-                "down"
-            ):
-                self.ask("scontrol", "update", f"nodename={node}", "state=resume")
+        self.restore()
         deadline = time.monotonic() + 60
         while self.ask("squeue", "--noheader", "--jobs", ",".join(self.jobs), "--format", "%T"):
             assert time.monotonic() < deadline, "the jobs do not end"
@@ -108,9 +131,12 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path, environment: dict[str, str]) -> Iterator[Slurm]:
-    found = Slurm(tmp_path, environment)
-    yield found
-    found.tidy_up()
+    # One test at a time: each needs all nodes.
+    with Path(tempfile.gettempdir(), "remesh-test-slurm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = Slurm(tmp_path, environment)
+        yield found
+        found.tidy_up()
     for file in sorted(tmp_path.glob("*.log")):  # seen if the test has failed
         print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}")  # noqa: T201
 
@@ -124,11 +150,6 @@ def until(
         time.sleep(0.3)
 
 
-def names_of(status: Status) -> list[str]:
-    """The names that Slurm has for the nodes that train, sorted."""
-    return sorted(node.name.partition(".")[0] for node in status.nodes if node.rank is not None)
-
-
 def losses_in(directory: Path) -> dict[int, list[float]]:
     """The losses of each step, once for each time that rank 0 made it."""
     losses: dict[int, list[float]] = {}
@@ -140,43 +161,76 @@ def losses_in(directory: Path) -> dict[int, list[float]]:
     return losses
 
 
-def test_a_job_shrinks_when_a_node_is_lost_and_grows_when_one_joins(
+class Job:
+    """A training, as its master sees it."""
+
+    def __init__(self, slurm: Slurm, directory: Path) -> None:
+        self._slurm, self._directory = slurm, directory
+        run = Path(slurm.environment["RUN"])
+        until(lambda: (run / "url").exists() and (run / "url").read_text(), slurm.states)
+        token = (run / "token").read_text()
+        self.client = Client(str(run / "url"), token=token, patience=150)
+
+    def until_trained(self, *nodes: int, round_after: int = 0) -> int:
+        """Wait until nodes, and no others, have made steps in a round; the round."""
+
+        def formed() -> bool:
+            status = self.client.status()
+            trains = [node.id for node in status.nodes if node.rank is not None]
+            return status.round > round_after and sorted(trains) == sorted(nodes)
+
+        until(formed, self.client.status)
+        status = self.client.status()
+        until(lambda: (self.client.status().step or 0) > (status.step or 0) + 5, self.client.status)
+        return status.round
+
+    def stop(self) -> None:
+        """Let the training end; check that all tasks end well and each step had its loss."""
+        (self._directory / "stop").touch()
+        until(lambda: self._slurm.states() == {"COMPLETED"}, self._slurm.states)
+        losses = losses_in(self._directory)
+        assert sorted(losses) == list(range(len(losses)))
+        expected = uninterrupted(len(losses))
+        for number, values in losses.items():
+            assert values == pytest.approx([expected[number]] * len(values), rel=1e-4)
+
+
+def test_nodes_die_and_join(tmp_path: Path, slurm: Slurm) -> None:
+    slurm.submit("0-2")
+    job = Job(slurm, tmp_path)
+    number = job.until_trained(0, 1, 2)
+    slurm.kill(slurm.node_of(2))
+    number = job.until_trained(0, 1, round_after=number)
+    slurm.submit("3")
+    number = job.until_trained(0, 1, 3, round_after=number)
+    slurm.restore()  # the other nodes are taken
+    slurm.start_requeued(2)
+    job.until_trained(0, 1, 2, 3, round_after=number)
+    assert [node.num_charged for node in job.client.status().nodes if node.num_charged] == []
+    job.stop()
+
+
+def test_the_node_of_the_master_dies(tmp_path: Path, slurm: Slurm) -> None:
+    slurm.submit("0-1")
+    job = Job(slurm, tmp_path)
+    number = job.until_trained(0, 1)
+    slurm.kill(slurm.node_of(0))
+    slurm.start_requeued(0)
+    job.until_trained(0, 1, round_after=number)
+    job.stop()
+
+
+def test_at_the_time_limit_the_state_is_saved_and_the_job_goes_on_later(
     tmp_path: Path, slurm: Slurm
 ) -> None:
-    job = slurm.submit("train.sbatch", "--nodes", "3")
-    run = tmp_path / "run"
-    until(lambda: (run / "url").is_file() and (run / "url").read_text(), lambda: slurm.state(job))
-    token = (run / "token").read_text()
-    client = Client((run / "url").read_text().strip(), token=token, patience=30)
-    nodes = slurm.nodes(job)
-    assert len(nodes) == 3
-
-    def trains_on(names: list[str], round_after: int) -> bool:
-        status = client.status()
-        return status.round > round_after and names_of(status) == sorted(names)
-
-    def step() -> int:
-        return client.status().step or 0
-
-    until(lambda: trains_on(nodes, 0) and step() >= 8, client.status)
-    slurm.set_down(nodes[2])
-    until(lambda: trains_on(nodes[:2], 1), client.status)
-    assert slurm.nodes(job) == nodes[:2]
-    before = step()
-    until(lambda: step() > before + 5, client.status)
-
-    number = client.status().round
-    joined = slurm.submit("join.sbatch", "--array", "1-1")
-    until(lambda: trains_on([*nodes[:2], *slurm.nodes(joined)], number), client.status)
-    before = step()
-    until(lambda: step() > before + 5, client.status)
-    assert {slurm.state(job), slurm.state(joined)} == {"RUNNING"}
-    assert [node.num_charged for node in client.status().nodes if node.num_charged] == []
-
-    (tmp_path / "stop").touch()
-    until(lambda: "RUNNING" not in {slurm.state(job), slurm.state(joined)}, lambda: "they run on")
+    slurm.environment["REQUEUE"] = "1"
+    array = slurm.submit("0-1")
+    job = Job(slurm, tmp_path)
+    number = job.until_trained(0, 1)
+    # What Slurm does some time before the limit (--signal): to the steps, not to the script.
+    slurm.ask("scancel", "--signal", "TERM", f"{array}_1")
+    slurm.start_requeued(1)
+    job.until_trained(0, 1, round_after=number)
     losses = losses_in(tmp_path)
-    assert sorted(losses) == list(range(len(losses)))
-    expected = uninterrupted(len(losses))
-    for number, values in losses.items():
-        assert values == pytest.approx([expected[number]] * len(values), rel=1e-4)
+    assert max(map(len, losses.values())) == 1, "a step was lost"
+    job.stop()

@@ -47,8 +47,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings]
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "join.sbatch"])
-def test_the_examples_for_slurm_are_scripts(name: str) -> None:
+def test_the_example_for_slurm_is_a_script() -> None:
+    name = "train.sbatch"
     script = ROOT / "examples/slurm" / name
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     assert name in PAGES[1].read_text()

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
+from remesh import catalog
 from remesh.checkpoint import scattered
 from remesh.checkpoint.scattered import nodes_of
 from remesh.elastic.snapshot_rescue import store_newest
@@ -24,7 +25,6 @@ from remesh.exchange import ThreadExchange
 from remesh.run_info import RunInfo
 from remesh.storage import open_storage
 from remesh.testing import run_ranks
-from remesh.training import catalog
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
@@ -331,6 +331,38 @@ def test_agents_store_nothing_of_which_a_part_is_lost(
     assert [store_newest(str(job.place(n)), whole_only=False) for n in (0, 2)] == [[], []]
     assert stored_steps(job) == [4]
     assert store_newest("", whole_only=False) == []
+
+
+@pytest.mark.parametrize(
+    "other", ["warmup", "step_500", "step_2000000000", "z", "step_00000006", "old/step_00000009"]
+)
+def test_checkpoints_of_others_in_the_root_keep_no_snapshot_from_being_stored(
+    other: str, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    job.play([0], *range(1, 7))
+    remesh.save({"x": np.arange(3.0)}, job.root / other)
+    (place,) = store_newest(str(job.place(0)), whole_only=False)
+    assert remesh.Checkpoint(place).verify().ok
+    assert remesh.Checkpoint(place).values["step"] == 6
+    np.testing.assert_array_equal(
+        remesh.Checkpoint(job.root / other).read_array("x"), np.arange(3.0)
+    )
+    assert store_newest(str(job.place(0)), whole_only=False) == []  # it is there already
+
+
+def test_a_damaged_checkpoint_keeps_no_snapshot_from_being_stored(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch, every=6)
+    job.play([0], *range(1, 7))
+    (job.root / "step_00000006" / "remesh.json").write_text("{}")
+    (place,) = store_newest(str(job.place(0)), whole_only=False)
+    assert place != str(job.root / "step_00000006")
+    assert remesh.Checkpoint(place).verify().ok
+    resumed, _ = Job(shm, monkeypatch, memory_every=None).play([0])[0]
+    assert resumed is not None
+    assert resumed.info.path == place
 
 
 @given(

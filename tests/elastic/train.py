@@ -83,7 +83,13 @@ def main() -> None:
             json.dumps({"time": time.time(), "rank": rank, "size": world_size, **what}) + "\n"
         )
 
-    say(kind="start", node=os.environ["GROUP_RANK"], parent=os.getppid())
+    say(
+        kind="start",
+        node=os.environ["GROUP_RANK"],
+        parent=os.getppid(),
+        world=os.environ["MASTER_PORT"],
+        restarts=os.environ["TORCHELASTIC_RESTART_COUNT"],
+    )
 
     def tear(event: Event) -> None:
         torn = directory / f"torn-{rank}"

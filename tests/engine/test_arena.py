@@ -14,12 +14,13 @@ import pytest
 
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.geometry import Box
-from remesh.memory import CarrierArray, Span
+from remesh.memory import CarrierArray
 from remesh.pipeline import FileLayout, FilePiece
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import Filled, StagedWriter, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.storage import Buffer, MemoryStorage
+from remesh.strided import Layout
 
 PAGE = mmap.PAGESIZE
 
@@ -121,7 +122,7 @@ class DeviceMemory:
         return self.array.dtype
 
     @property
-    def span(self) -> Span | None:
+    def layout(self) -> Layout | None:
         return None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:

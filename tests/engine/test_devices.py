@@ -13,14 +13,15 @@ import remesh
 from remesh.checkpoint import agreement, loading
 from remesh.checkpoint.local import devices_of
 from remesh.dtypes import BY_NAME, CarrierDType
-from remesh.memory import CarrierArray, HostMemory, Memory, Span
+from remesh.memory import CarrierArray, HostMemory, Memory
+from remesh.strided import Layout
 
 
 @dataclass
 class MemoryOf:
     """Memory of some device, which nobody reads."""
 
-    span: Span | None
+    layout: Layout | None
     carrier: CarrierDType = field(default_factory=lambda: BY_NAME["float32"].carrier)
 
     def copy_out(self, *_arguments: object) -> None:
@@ -30,12 +31,16 @@ class MemoryOf:
         raise AssertionError("written")
 
 
+def on(device: str) -> Layout:
+    return Layout(device, 8, (1,), (4,), 4)
+
+
 def test_devices_are_those_that_hold_elements() -> None:
     memories: list[Memory] = [
-        MemoryOf(("cuda:1", 0, 4)),
-        MemoryOf(("cuda:0", 8, 16)),
-        MemoryOf(("cuda:1", 4, 8)),
-        MemoryOf(("cpu", 0, 4)),
+        MemoryOf(on("cuda:1")),
+        MemoryOf(on("cuda:0")),
+        MemoryOf(on("cuda:1")),
+        MemoryOf(on("cpu")),
         MemoryOf(None),
         HostMemory(np.zeros(3)),
     ]

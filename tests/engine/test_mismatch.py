@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import remesh
+from remesh.dtypes import DTYPES
 from remesh.exchange import Exchange
 from remesh.sharded import Part, ShardedObject, ShardedTensor
 from remesh.storage import MemoryStorage
 from remesh.testing import run_ranks, run_ranks_outcomes
-from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, zeros_like
+from tests.engine.bits import TORCH_DTYPES, bits_of, bits_of_all, random_tensor, zeros_like
 from tests.engine.raised import raised
 
 StateOf = Callable[[int], Any]
@@ -235,19 +236,21 @@ def test_a_cast_does_not_excuse_a_shape() -> None:
     assert error.conflicts == ("w: shape (2,) is stored, (3,) is wanted",)
 
 
-# torch converts complex32 not at all, and warns when it drops imaginary parts.
+OPAQUE = [getattr(torch, dtype.name) for dtype in DTYPES if dtype.is_opaque]
+# torch converts these not at all, and warns when it drops imaginary parts.
+UNCONVERTED = {torch.complex32, *OPAQUE}
 CASTS = [
     (stored, wanted)
     for stored in TORCH_DTYPES
     for wanted in TORCH_DTYPES
-    if torch.complex32 not in (stored, wanted) and (wanted.is_complex or not stored.is_complex)
+    if not UNCONVERTED & {stored, wanted} and (wanted.is_complex or not stored.is_complex)
 ]
 VALUES = torch.tensor(
     [0.0, -0.0, 1.0, -1.5, 2.5, 3.7, 100.0, 0.1, 447.9, 65519.0, 1e-3, 6e-8, float("inf")]
 )
 
 
-@pytest.mark.parametrize("stored", [d for d in TORCH_DTYPES if d != torch.complex32], ids=str)
+@pytest.mark.parametrize("stored", [d for d in TORCH_DTYPES if d not in UNCONVERTED], ids=str)
 def test_casts_convert_as_torch_does(stored: torch.dtype) -> None:
     finite = VALUES[:-1] if not stored.is_floating_point else VALUES
     source = finite.abs().to(stored) if stored in {torch.uint8, torch.uint16} else finite.to(stored)
@@ -264,6 +267,24 @@ def test_casts_convert_as_torch_does(stored: torch.dtype) -> None:
     assert reports[0].cast == {f"torch.{name}": f"{names[0]} → {name}" for name in names[1:]}
     assert reports[0].restored == ()
     assert reports[0].bytes_needed == len(wanted) * source.nbytes
+
+
+@pytest.mark.parametrize("dtype", OPAQUE, ids=str)
+def test_bits_are_never_converted(dtype: torch.dtype) -> None:
+    stored = random_tensor(dtype, (4,))
+    numbers = torch.zeros(4, dtype=torch.uint8)
+    plain, bits = saved({"w": torch.ones(4)}), saved({"w": stored})
+    error = mismatch({"w": zeros_like(stored)}, plain, cast=True)
+    name = str(dtype).removeprefix("torch.")
+    assert "torch does not convert" in error.conflicts[0]
+    error = mismatch({"w": numbers}, bits, cast=True)
+    assert error.conflicts == (
+        f"w: dtype {name} is stored, uint8 is wanted, and torch does not convert between them",
+    )
+    assert not numbers.any()
+    target = zeros_like(stored)
+    remesh.load({"w": target}, bits)
+    assert bits_of(target) == bits_of(stored)
 
 
 def test_casts_into_parts_strides_and_arrays() -> None:

@@ -12,9 +12,11 @@ from remesh.values import UnresolvedValue
 
 
 def test_an_object_without_a_main_replica_is_refused() -> None:
+    storage = MemoryStorage()
+
     def save(exchange: Exchange) -> None:
         element = remesh.ShardedObject("rng", exchange.rank, (2,), (1,), replica_id=1)
-        remesh.save({"rng": element}, MemoryStorage(), group=exchange)
+        remesh.save({"rng": element}, storage, group=exchange)
 
     for outcome in run_ranks_outcomes(2, save):
         assert isinstance(outcome, Raised)

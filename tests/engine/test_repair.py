@@ -67,6 +67,7 @@ def damaged(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "damaged"))
 
 
+VALUES = {"config.lr", "config.betas", "seed/shard_0_2", "seed/shard_1_2"}
 ALL = {"large", "rows", "half", "pairs", "scalar", "empty", "layers.0", "layers.1", "layers.2"}
 
 
@@ -101,15 +102,16 @@ def check_new(path: Path, names: set[str]) -> remesh.Checkpoint:
     return checkpoint
 
 
-def repaired(damaged: Path, *, keeps: set[str]) -> RepairReport:
+def repaired(damaged: Path, *, keeps: set[str], keep_unchecked: bool = False) -> RepairReport:
     """Repair, and check both sides."""
     before = content_of(damaged)
     target = damaged.with_name("repaired")
-    report = repair(damaged, target)
+    report = repair(damaged, target, keep_unchecked=keep_unchecked)
     assert content_of(damaged) == before
     assert set(report.saved) == keeps
     assert report.target == str(target)
-    check_new(target, keeps)
+    assert check_new(target, keeps).verify().unchecked == report.unchecked
+    assert keep_unchecked or report.unchecked == ()
     return report
 
 
@@ -122,7 +124,7 @@ def test_a_sound_checkpoint_is_taken_over_by_links(damaged: Path) -> None:
     report = repaired(damaged, keeps=ALL)
     assert report.is_complete
     assert (report.record, report.index, report.values) == ("intact",) * 3
-    assert not report.unchecked + report.notes
+    assert not report.unchecked + report.left_out + report.notes
     assert not report.lost
     new = remesh.Checkpoint(report.target)
     assert new.metadata == {"git": "abc", "repaired_from": str(damaged)}
@@ -141,11 +143,21 @@ def test_without_a_record_the_rest_must_prove_itself(damaged: Path, damage: str)
         record.unlink()
     else:
         record.write_text(record.read_text().replace("abc", "abd"))
-    report = repaired(damaged, keeps=ALL)
+    report = repaired(damaged, keeps=ALL - {"empty"})
     assert (report.record, report.index, report.values) == (damage, "decodes", "decodes")
-    assert report.is_complete
-    assert report.unchecked == ()
-    assert remesh.Checkpoint(report.target).metadata == {"repaired_from": str(damaged)}
+    # The digests of the index prove the bytes of tensors, and nothing proves the rest.
+    assert not report.is_complete
+    assert set(report.left_out) == VALUES | {"empty", "tied"}
+    new = remesh.Checkpoint(report.target)
+    assert new.metadata == {"repaired_from": str(damaged)}
+    assert new.values == new.objects == dict(new.index.aliases) == {}
+    shutil.rmtree(report.target)
+    report = repaired(damaged, keeps=ALL, keep_unchecked=True)
+    assert set(report.unchecked) == VALUES | {"empty", "tied"}
+    assert report.left_out == ()
+    new = remesh.Checkpoint(report.target)
+    assert new.values == {"config.lr": 0.5, "config.betas": (0.9, 0.95)}
+    assert dict(new.index.aliases) == {"tied": "pairs"}
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "no index"])
@@ -171,8 +183,10 @@ def test_the_index_is_made_anew(damaged: Path, damage: str) -> None:
 def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
     (damaged / native.RECORD_NAME).unlink()
     the_file(damaged, "index.safetensors").unlink()
-    report = repaired(damaged, keeps=ALL - {"empty"})
-    assert set(report.unchecked) == ALL - {"empty"}
+    with pytest.raises(CheckpointError, match="keep_unchecked=True saves what no digest proves"):
+        repair(damaged, damaged.with_name("repaired"))
+    report = repaired(damaged, keeps=ALL - {"empty"}, keep_unchecked=True)
+    assert set(report.unchecked) == (ALL | VALUES | {"tied"}) - {"empty"}
     assert not report.is_complete
     assert report.lost == ()
     assert report.notes[0].startswith("without the index nobody knows what a lost file held")
@@ -183,7 +197,7 @@ def test_lost_values(damaged: Path, with_record: bool) -> None:
     if not with_record:
         (damaged / native.RECORD_NAME).unlink()
     the_file(damaged, "values.msgpack").write_bytes(b"\xc1")
-    report = repaired(damaged, keeps=ALL)
+    report = repaired(damaged, keeps=ALL, keep_unchecked=not with_record)
     assert report.values == "damaged"
     assert report.num_values == 0
     assert not report.is_complete
@@ -203,7 +217,7 @@ def test_values_that_decode_but_are_not_what_was_written(damaged: Path) -> None:
 def test_only_data_files_are_left(damaged: Path) -> None:
     for name in (native.RECORD_NAME, "index.safetensors", "values.msgpack"):
         the_file(damaged, name).unlink()
-    report = repaired(damaged, keeps=ALL - {"empty"})
+    report = repaired(damaged, keeps=ALL - {"empty"}, keep_unchecked=True)
     assert (report.record, report.index, report.values) == ("missing",) * 3
     assert "nothing shows that this save was ever finished" in report.notes[-1]
     assert remesh.Checkpoint(report.target).record.world_size == 2
@@ -281,11 +295,57 @@ def test_a_file_that_was_cut_short(damaged: Path) -> None:
     } - {"tied"}
     assert "large" in behind
     assert "rows" not in behind
-    report = repaired(damaged, keeps=ALL - behind)
+    # They share a block with the cut, so their digest cannot be compared.
+    beside = {stored for stored in names_in(damaged, 0) - behind if stored != "tied"}
+    assert "rows" in beside
+    report = repaired(damaged, keeps=ALL - behind - beside)
+    assert set(report.left_out) - {"tied"} == beside
+    shutil.rmtree(report.target)
+    report = repaired(damaged, keeps=ALL - behind, keep_unchecked=True)
+    assert set(report.unchecked) - {"tied"} == beside
     assert report.files[0].state == "truncated"
     assert report.files[0].problem == f"it has {cut} of {index.files[0].num_bytes} bytes"
-    # They share a block with the cut, so their digest cannot be compared.
-    assert "rows" in report.unchecked
+
+
+@pytest.mark.parametrize("lost", [1, 7, 8, 16, 512, 4096])
+def test_a_file_that_lost_its_first_bytes_is_not_taken_for_whole(tmp_path: Path, lost: int) -> None:
+    """All pieces seem to be there, each at the place of its neighbour."""
+    state = {
+        "w": np.arange(210_000, dtype=np.float32).reshape(300, 700),
+        "b": np.arange(5.0),
+        "s": np.array(4.5),
+        "step": 5,
+    }
+    remesh.save(state, tmp_path / "damaged")
+    file = the_file(tmp_path / "damaged", "00000.safetensors")
+    file.write_bytes(file.read_bytes()[lost:])
+    report = repair(tmp_path / "damaged", tmp_path / "repaired")
+    assert report.saved == report.unchecked == ()
+    assert set(report.left_out) | {tensor.name for tensor in report.lost} == {"w", "b", "s"}
+    assert remesh.Checkpoint(tmp_path / "repaired").values == {"step": 5}
+
+
+def test_what_is_unchecked_is_told_by_loads_and_verifications(
+    damaged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = the_file(damaged, "00000.safetensors")
+    os.truncate(file, file.stat().st_size - 1)
+    report = repair(damaged, damaged.with_name("repaired"), keep_unchecked=True)
+    (name, *_) = (name for name in report.unchecked if name in truth())
+    assert remesh.Checkpoint(report.target).verify().unchecked == report.unchecked
+    reports: list[remesh.RestoreReport] = []
+    remesh.load({name: truth()[name]}, report.target, on_report=reports.append)
+    assert reports[0].unchecked == (name,)
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert f"no digest proves that these are what was saved: {name}" in warning.getMessage()
+    caplog.clear()
+    proven = next(name for name in report.saved if name not in report.unchecked)
+    remesh.load({proven: truth()[proven]}, report.target, on_report=reports.append)
+    assert reports[1].unchecked == ()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    # A repair of the repaired one proves no more.
+    again = repair(report.target, damaged.with_name("again"))
+    assert again.unchecked == report.unchecked
 
 
 @pytest.mark.parametrize("small", [(), (native.RECORD_NAME,), ("index.safetensors",)])
@@ -295,7 +355,8 @@ def test_a_missing_data_file(damaged: Path, small: tuple[str, ...]) -> None:
     for name in small:
         the_file(damaged, name).unlink()
     has_index = "index.safetensors" not in small
-    report = repaired(damaged, keeps=ALL - gone - (set() if has_index else {"empty"}))
+    proves_empty = small == ()
+    report = repaired(damaged, keeps=ALL - gone - (set() if proves_empty else {"empty"}))
     assert report.files[1].state == "missing"
     # Without the index, only those are known of which the other file holds pieces.
     torn = {"large", "rows", "half"}
@@ -318,7 +379,7 @@ def test_bytes_too_many(damaged: Path) -> None:
 def test_an_index_without_a_record_still_finds_damage(damaged: Path) -> None:
     flip(the_file(damaged, "00001.safetensors"), position_of(damaged, "large", 1) + 2 * BLOCK_SIZE)
     (damaged / native.RECORD_NAME).unlink()
-    repaired(damaged, keeps=ALL - {"large"})
+    repaired(damaged, keeps=ALL - {"large", "empty"})
 
 
 def test_a_file_of_which_only_the_whole_is_known_to_be_wrong(damaged: Path) -> None:
@@ -415,7 +476,8 @@ def test_headers_that_contradict_themselves(tmp_path: Path, old: bytes, new: byt
     run_ranks(2, job)
     for name in (native.RECORD_NAME, "index.safetensors"):
         the_file(tmp_path / "damaged", name).unlink()
-    assert plan_repair(tmp_path / "damaged").report.saved == ("rows",)
+    report = plan_repair(tmp_path / "damaged", keep_unchecked=True).report
+    assert report.saved == report.unchecked == ("rows",)
     file = the_file(tmp_path / "damaged", "00000.safetensors")
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -423,7 +485,7 @@ def test_headers_that_contradict_themselves(tmp_path: Path, old: bytes, new: byt
     text = content[8:start].rstrip().replace(old, new).ljust(start - 8)
     assert len(text) == start - 8
     file.write_bytes(content[:8] + text + content[start:])
-    report = plan_repair(tmp_path / "damaged").report
+    report = plan_repair(tmp_path / "damaged", keep_unchecked=True).report
     assert report.files[0].state == "unreadable"
     assert [(tensor.name, tensor.holes) for tensor in report.lost] == [
         ("rows", (Box((0, 0), (6, 2)),))
@@ -485,7 +547,7 @@ def test_several_saves(damaged: Path) -> None:
     with pytest.raises(CheckpointError, match="files of 2 saves") as caught:
         plan_repair(damaged)
     assert "0123456789ab" in str(caught.value)
-    assert plan_repair(damaged, save_id=record.save_id).report.is_complete
+    assert plan_repair(damaged, save_id=record.save_id).report.save_id == record.save_id
     with pytest.raises(CheckpointNotFoundError, match="no files of a save 'ffff'"):
         plan_repair(damaged, save_id="ffff")
 

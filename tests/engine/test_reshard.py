@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
 from tests.engine.layouts import LAYOUTS, Layout
+from tests.engine.raised import raised
 
 WORLD_SIZE = 8
 
@@ -124,6 +126,111 @@ def test_a_state_changes_its_names_and_shapes_on_the_way() -> None:
         np.testing.assert_array_equal(part, a.T[3 * rank : 3 * rank + 3])
 
     run_ranks(2, run)
+
+
+class Apart(nn.Module):
+    """Two projections of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4, bias=False)
+        self.k = nn.Linear(4, 2, bias=False)
+        self.norm = nn.Linear(2, 2)
+
+
+class Fused(nn.Module):
+    """The same in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Linear(4, 6, bias=False)
+        self.norm = nn.Linear(2, 2)
+
+
+FUSING = "model.q.weight, model.k.weight -> model.qk.weight, axis=0"
+
+
+def trained(model: nn.Module) -> torch.optim.AdamW:
+    """An optimizer that has taken two steps, the same on all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number + step + 1.0)
+        optimizer.step()
+    return optimizer
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything in model and optimizer, as bytes."""
+    found: dict[str, Any] = {"lr": optimizer.param_groups[0]["lr"]}
+    for name, parameter in model.named_parameters():
+        tensors = {"weight": parameter, **optimizer.state[parameter]}
+        for key, tensor in tensors.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[f"{name}.{key}"] = whole.detach().numpy().tobytes()
+    return found
+
+
+def fuse_live_and_from_disk(
+    exchange: Exchange, folder: str, shard_source: bool, shard_target: bool
+) -> bool:
+    """Whether a live reshard through a fusing transformation does what save and load do."""
+    torch.manual_seed(0)
+    source = Apart()
+    if shard_source:
+        fully_shard(source)
+    source_state = {"model": source, "optimizer": trained(source)}
+    transform = remesh.Transform.parse(FUSING)
+    found = []
+    remesh.save(source_state, folder, group=exchange)
+    for live in (False, True):
+        target = Fused()
+        if shard_target:
+            fully_shard(target)
+        optimizer = torch.optim.AdamW(target.parameters(), lr=5.0)
+        state = {"model": target, "optimizer": optimizer}
+        if live:
+            remesh.reshard(source_state, state, transform=transform, group=exchange)
+        else:
+            remesh.load(state, folder, transform=transform, group=exchange)
+        found.append(whole_state(target, optimizer))
+    assert found[0]["lr"] == 1e-2
+    assert len(found[0]) == 13
+    return bool(found[0] == found[1])
+
+
+def fuse_in_all_layouts(exchange: Exchange, folder: str) -> bool:
+    """The same, sharded or whole on either side."""
+    return all(
+        fuse_live_and_from_disk(exchange, f"{folder}/{source}{target}", source, target)
+        for source in (False, True)
+        for target in (False, True)
+    )
+
+
+def test_fusing_with_an_optimizer_is_what_save_and_load_do(tmp_path: Path) -> None:
+    """The steps of what is fused must be equal, and lie on different ranks."""
+    assert run_processes(2, fuse_in_all_layouts, str(tmp_path)) == [True, True]
+
+
+def test_steps_that_differ_are_not_fused() -> None:
+    transform = remesh.Transform.parse(FUSING)
+
+    def run(exchange: Exchange) -> None:
+        torch.manual_seed(0)
+        source, target = Apart(), Fused()
+        optimizer = trained(source)
+        optimizer.state[source.k.weight]["step"] += 1
+        fused = torch.optim.AdamW(target.parameters(), lr=5.0)
+        held, wanted = (
+            {"model": source, "optimizer": optimizer},
+            {"model": target, "optimizer": fused},
+        )
+        remesh.reshard(held, wanted, transform=transform, group=exchange)
+
+    for error in raised(run_ranks_outcomes(2, run)):
+        assert isinstance(error, remesh.MismatchError)
+        assert "optimizer.state.k.weight.step must hold the same values" in str(error)
 
 
 def test_large_tensors_take_several_rounds() -> None:

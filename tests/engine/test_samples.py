@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
-from remesh.checkpoint.local import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sample_ranges
+from remesh.checkpoint.copies import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sample_ranges
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from remesh.testing import Raised, run_ranks_outcomes
@@ -40,6 +40,7 @@ def test_samples_are_small_and_spread_from_end_to_end(shape: list[int], itemsize
 @pytest.mark.parametrize("kind", ["array", "strided", "tensor"])
 def test_shards_that_differ_in_the_middle_only_are_found(kind: str) -> None:
     """Most of them is zeros, as in moments of an optimizer that has hardly begun."""
+    storage = MemoryStorage()
 
     def save(exchange: Exchange) -> None:
         part = np.zeros((500, 300), np.float32)
@@ -49,7 +50,7 @@ def test_shards_that_differ_in_the_middle_only_are_found(kind: str) -> None:
             value = np.stack([part, part], axis=-1)[..., 0]
         elif kind == "tensor":
             value = torch.from_numpy(part)
-        remesh.save({"w": value}, MemoryStorage(), group=exchange)
+        remesh.save({"w": value}, storage, group=exchange)
 
     for outcome in run_ranks_outcomes(2, save):
         assert isinstance(outcome, Raised)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remesh.errors import ExchangeError
-from remesh.exchange import Exchange, ThreadGroup, run_on_all
+from remesh.errors import ExchangeError, RankFailedError
+from remesh.exchange import Exchange, ThreadGroup, run_joined, run_on_all, run_on_one
 from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
 
 
@@ -126,3 +126,66 @@ def test_a_meeting_that_took_place_is_not_undone_by_an_abort() -> None:
     for _ in range(200):
         outcomes = run_ranks_outcomes(4, _abort_at_once, ThreadGroup(4))
         assert outcomes == [Returned([b"0", b"1", b"2", b"3"])] * 4
+
+
+class _UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(3),
+        MemoryError(),
+        OSError(5, "gone", "file\udc80"),
+        _UnspeakableError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("step", ["on all", "joined", "join", "undo", "on one"])
+def test_whatever_is_raised_in_a_step_is_raised_on_all(error: BaseException, step: str) -> None:
+    """No rank ends before all have raised, for the end of one would wake the others."""
+    group = ThreadGroup(3, timeout=120)
+    over = threading.Barrier(3)
+
+    def fail() -> bytes:
+        raise error
+
+    def undo() -> None:
+        fail()
+
+    def act(rank: int) -> None:
+        exchange = group.exchange(rank)
+        if step == "on all":
+            run_on_all(exchange, fail if rank == 1 else lambda: b"")
+        elif step == "on one":
+            run_on_one(exchange, fail)
+        elif step == "join":
+            run_joined(exchange, lambda: b"", lambda _: [fail()])
+        else:
+            run_joined(
+                exchange,
+                fail if rank == 1 else lambda: b"",
+                lambda replies: replies,
+                undo if step == "undo" else None,
+            )
+
+    def play(exchange: Exchange) -> BaseException | None:
+        try:
+            act(exchange.rank)
+        except BaseException as caught:  # noqa: BLE001 - it is the outcome
+            return caught
+        finally:
+            over.wait(120)
+        return None
+
+    victim = 1 if step in ("on all", "joined", "undo") else 0
+    for rank, caught in enumerate(run_ranks(3, play)):
+        if rank == victim or (rank == 0 and step == "undo"):
+            assert caught is error
+        else:
+            assert isinstance(caught, RankFailedError)
+            assert caught.rank == victim
+            assert type(error).__name__ in str(caught)

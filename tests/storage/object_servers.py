@@ -29,13 +29,24 @@ ENVIRONMENT = {
 
 
 class AtomicServer(ThreadedMotoServer):
-    """moto looks for an object and makes it in two steps; stores do that in one."""
+    """moto looks for an object and makes it in two steps; stores do that in one.
+
+    Args:
+        ignores_conditions: Whether conditional puts succeed whatever there is, as some stores let
+            them.
+    """
+
+    def __init__(self, *, ignores_conditions: bool = False) -> None:
+        super().__init__(ip_address="127.0.0.1", port=0, verbose=False)
+        self._ignores_conditions = ignores_conditions
 
     def _server_entry(self) -> None:
         lock = threading.Lock()
         app = DomainDispatcherApplication(create_backend_app)
 
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            if self._ignores_conditions:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
             if environ["REQUEST_METHOD"] != "PUT":
                 return app(environ, start)
             with lock:
@@ -67,10 +78,10 @@ class S3Server:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
+def s3_server(*, ignores_conditions: bool = False) -> Iterator[S3Server]:
     """A server with an empty bucket; the environment names it and its credentials."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = AtomicServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = AtomicServer(ignores_conditions=ignores_conditions)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -111,6 +111,38 @@ def test_unaligned_ranges_are_buffered(
     assert storage.read("file", position, position + content.size) == content.tobytes()
 
 
+@pytest.mark.parametrize("shift", [0, 1], ids=["direct", "buffered"])
+def test_a_read_is_of_one_file(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    """Another file takes the name before every system call that reads."""
+    sizes = [ALIGNMENT + 904, 2 * ALIGNMENT, 100, 2 * ALIGNMENT + 5, 0, 3 * ALIGNMENT]
+    contents = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    num_calls = 0
+
+    def replacing(call: Callable[..., object]) -> Callable[..., object]:
+        def replace_and_call(*args: object, **options: object) -> object:
+            nonlocal num_calls
+            if not isinstance(args[0], int) and Path(str(args[0])).name != "hint":
+                return call(*args, **options)
+            num_calls += 1
+            other = storage.url + "/other"
+            Path(other).write_bytes(contents[num_calls % len(contents)])
+            os.replace(other, storage.url + "/hint")
+            return call(*args, **options)
+
+        return replace_and_call
+
+    storage.put("hint", contents[0], overwrite=True)
+    for name in ("open", "stat", "fstat", "preadv"):
+        monkeypatch.setattr(os, name, replacing(getattr(os, name)))
+    buffer = aligned_buffer(4 * ALIGNMENT)
+    for _ in range(20):
+        assert storage.read("hint") in contents
+        found = buffer[shift:]
+        assert found[: storage.read_into("hint", 0, found)].tobytes() in contents
+
+
 def test_direct_io_can_be_turned_off(tmp_path: Path, recorder: Recorder) -> None:
     storage = LocalStorage(tmp_path, direct_io=False)
     writer = storage.create("file", MIB)
@@ -502,17 +534,58 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_sync_covers_every_new_entry(tmp_path: Path, synced: list[str]) -> None:
-    storage = LocalStorage(tmp_path / "new" / "root")
+    storage = LocalStorage(tmp_path / "new" / "place")
     for name in ("a/b/file", "a/other"):
         storage.create(name, 0).finish()
-    assert sorted(synced) == [f"{tmp_path}/new/root/a/b/file", f"{tmp_path}/new/root/a/other"]
+    assert sorted(synced) == [f"{tmp_path}/new/place/a/b/file", f"{tmp_path}/new/place/a/other"]
     synced.clear()
     storage.sync()
-    expected = ["", "/new", "/new/root", "/new/root/a", "/new/root/a/b"]
-    assert sorted(synced) == [f"{tmp_path}{path}" for path in expected]
+    expected = ["", "/new", "/new/place", "/new/place/a", "/new/place/a/b"]
+    assert sorted(synced) == sorted([f"{tmp_path}{path}" for path in expected] + above(tmp_path))
     synced.clear()
     storage.sync()
     assert synced == []
+    storage.delete("a/b/file")
+    storage.create("a/b/file", 0).finish()
+    synced.clear()
+    storage.sync()
+    assert sorted(synced) == [f"{tmp_path}/new/place/a", f"{tmp_path}/new/place/a/b"]
+
+
+def above(path: Path) -> list[str]:
+    """The directories above one, up to the root of its mount or the first that is not ours."""
+    found: list[str] = []
+    while not path.is_mount() and os.access(path.parent, os.W_OK):
+        path = path.parent
+        found.append(str(path))
+    return found
+
+
+def test_sync_covers_what_a_killed_save_made(tmp_path: Path, synced: list[str]) -> None:
+    """Nothing tells whether directories that exist are durable, so all above are made so."""
+    (tmp_path / "run" / "step_1" / "data").mkdir(parents=True)
+    storage = LocalStorage(tmp_path / "run" / "step_1")
+    storage.put("data/file", b"", overwrite=False)
+    assert {str(tmp_path), f"{tmp_path}/run", f"{tmp_path}/run/step_1"} <= set(synced)
+    synced.clear()
+    storage.put("data/other", b"", overwrite=False)
+    assert synced[1:] == [f"{tmp_path}/run/step_1/data"]
+
+
+def test_directories_of_others_are_not_synced(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_access = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return path != tmp_path and real_access(path, mode)
+
+    monkeypatch.setattr(os, "access", access)
+    LocalStorage(tmp_path / "run").put("file", b"", overwrite=False)
+    assert str(tmp_path) in synced  # it got an entry
+    synced.clear()
+    LocalStorage(tmp_path / "run").put("file", b"", overwrite=True)
+    assert synced[1:] == [f"{tmp_path}/run"]
 
 
 def test_put_is_durable_when_it_returns(tmp_path: Path, synced: list[str]) -> None:
@@ -520,7 +593,8 @@ def test_put_is_durable_when_it_returns(tmp_path: Path, synced: list[str]) -> No
     storage.put("a/file", b"x", overwrite=False)
     content, *directories = synced
     assert content.startswith(f"{tmp_path}/place/a/.remesh-put-")
-    assert sorted(directories) == [str(tmp_path), f"{tmp_path}/place", f"{tmp_path}/place/a"]
+    expected = [str(tmp_path), f"{tmp_path}/place", f"{tmp_path}/place/a", *above(tmp_path)]
+    assert sorted(directories) == sorted(expected)
 
 
 def test_failed_sync_is_tried_again(

@@ -188,6 +188,72 @@ class TestPuts:
         assert ours.read("file") == b"theirs"
 
 
+@pytest.fixture(scope="class")
+def ignoring(server: S3Server) -> Iterator[None]:
+    """A server that ignores If-None-Match, in place of the other one."""
+    with s3_server(ignores_conditions=True):
+        yield
+
+
+@pytest.mark.usefixtures("ignoring")
+class TestStoresThatIgnoreConditions:
+    def test_nothing_is_replaced(self, root: str) -> None:
+        open_storage(root).put("record", b"first", overwrite=False)
+        for storage in (open_storage(root), open_storage(root)):
+            with pytest.raises(CheckpointExistsError, match="record exists already"):
+                storage.put("record", b"second", overwrite=False)
+        assert open_storage(root).read("record") == b"first"
+        assert open_storage(root).list() == ["record"]
+
+    def test_at_most_one_of_many_writers_wins(self, root: str) -> None:
+        """Wherever the others are when a writer comes."""
+        for turn in range(5):
+            barrier = threading.Barrier(4)
+
+            def race(number: int, turn: int = turn, barrier: threading.Barrier = barrier) -> bool:
+                storage = open_storage(root)
+                barrier.wait()
+                try:
+                    storage.put(f"{turn}", b"%d" % number, overwrite=False)
+                except CheckpointExistsError:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(4) as pool:
+                won = list(pool.map(race, range(4)))
+            assert sum(won) <= 1
+            if any(won):
+                assert open_storage(root).read(f"{turn}") == b"%d" % won.index(True)
+
+    def test_a_writer_that_is_overtaken_gives_up(
+        self, root: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another writer comes between the announcement of the first and its look around."""
+        ours, theirs = open_storage(root), open_storage(root)
+        for storage in (ours, theirs):
+            storage.put(f"of {id(storage)}", b"", overwrite=False)  # both have probed
+        real_list = obstore.list
+
+        def overtaken(*args: Any) -> Any:
+            monkeypatch.setattr(obstore, "list", real_list)
+            with pytest.raises(CheckpointExistsError, match="being written by another process"):
+                theirs.put("record", b"theirs", overwrite=False)
+            return real_list(*args)
+
+        monkeypatch.setattr(obstore, "list", overtaken)
+        ours.put("record", b"ours", overwrite=False)
+        assert theirs.read("record") == b"ours"
+
+    def test_checkpoints(self, root: str) -> None:
+        save_three_ranks(root)
+        with pytest.raises(CheckpointExistsError):
+            save_three_ranks(root)
+        assert remesh.Checkpoint(root).verify().ok
+        names = open_storage(root).list()
+        assert len(names) == len(set(names)) == 6
+        assert not [name for name in names if ".remesh-put-" in name]
+
+
 def save_three_ranks(place: str, step: int = 1) -> None:
     def job(exchange: Any) -> None:
         rows = np.arange(40, dtype=np.float32).reshape(4, 10) + 40 * exchange.rank

@@ -127,7 +127,7 @@ def test_missing_libraries_of_fsspec_are_named(monkeypatch: pytest.MonkeyPatch) 
 def test_passwords_in_urls_are_not_shown(tmp_path: Path) -> None:
     url = "ftp://user:secret@host/run"
     storage = FsspecStorage(url, fsspec.filesystem("file"), str(tmp_path))
-    assert storage.url == "ftp://user:***@host/run"
+    assert storage.url == "ftp://***@host/run"
     with pytest.raises(CheckpointNotFoundError) as caught:
         storage.read("gone")
     assert "secret" not in str(caught.value) + repr(storage)

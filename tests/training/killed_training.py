@@ -66,12 +66,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the processes of a launch have to know."""
+    """What the processes of a launch have to know; without a last step they train until killed."""
 
     root: Path
     notes: Path
     world_size: int
-    last_step: int
+    last_step: int | None
     dropout: float = 0.0
     death: Death | None = None
 
@@ -203,7 +203,7 @@ def _train(launch: Launch, note: Callable[..., None]) -> None:
         resumed = manager.resume(state)
         step = 0 if resumed is None else resumed.step
         note(resumed=step, passed_over=[] if resumed is None else resumed.passed_over)
-        while step < launch.last_step:
+        while launch.last_step is None or step < launch.last_step:
             if batches.sampler.num_remaining == 0:
                 batches.set_epoch(batches.sampler.epoch + 1)
             for batch in batches:

@@ -6,7 +6,7 @@ import doctest
 import json
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import remesh
-from remesh.dtypes import BY_NAME
+from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import StateError, StorageError, UnsupportedValueError
 from remesh.exchange import Exchange, ThreadExchange
 from remesh.storage import LocalStorage, MemoryStorage
@@ -290,6 +290,18 @@ def test_states_without_weights_are_refused(tmp_path: Path) -> None:
         export_weights(small_model(), tmp_path, dtype="int8")
     with pytest.raises(ValueError, match="'safetensors' or 'pth', got 'onnx'"):
         export_weights(small_model(), tmp_path, format="onnx")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES if dtype.is_opaque])
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_types_that_are_names_for_bytes_are_not_called_integers(
+    name: str, kind: Literal["safetensors", "pth"], tmp_path: Path
+) -> None:
+    state = {"model": {"z": torch.zeros(2, dtype=getattr(torch, name)), "w": torch.ones(2)}}
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(UnsupportedValueError, match=f"z: weight files have no name .*{name};"):
+            export_weights(state, tmp_path, format=kind, dtype=dtype)
+    export_weights(state, tmp_path, format=kind, names=lambda own: None if own == "z" else own)
 
 
 def test_types_that_a_format_has_no_name_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh import catalog
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
+    NoSpaceError,
     RankFailedError,
     StateError,
     StorageError,
@@ -29,13 +32,14 @@ from remesh.errors import (
 from remesh.events import Event
 from remesh.exchange import Alone, ThreadExchange
 from remesh.heartbeat import read_heartbeat, read_request, request
-from remesh.storage import open_storage
+from remesh.storage import LocalStorage, open_storage
 from remesh.testing import run_ranks
-from remesh.training import catalog
+from remesh.training import manager as manager_module
 from remesh.training.manager import MAX_FAILURES, Manager
 from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals, SavePolicy
 from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from remesh.training.rng import Randomness
+from tests.waiting import wait_until
 
 
 def state_of(step: int, exchange: ThreadExchange | None = None) -> dict[str, Any]:
@@ -371,6 +375,38 @@ def test_a_request_seen_by_one_rank_saves_on_all_and_stops(tmp_path: Path) -> No
     assert not any(file.exists() for file in files)
 
 
+def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(tmp_path: Path) -> None:
+    root, ask = tmp_path / "run", tmp_path / "ask"
+    is_released = threading.Event()
+
+    def play(exchange: ThreadExchange) -> int:
+        every = [OnRequest(str(ask))] if exchange.rank == 1 else None
+        num_steps_after = 0
+        with Manager(root, every=every, group=exchange) as manager:
+            for step in itertools.count(1):
+                if catalog.look(open_storage(root)):
+                    assert is_released.is_set()
+                    num_steps_after += 1
+                if num_steps_after == 3:
+                    return manager.saved_step or 0
+                if exchange.rank == 0 and step == 3:
+                    ask.write_text("save-and-hold")
+                manager.step(step, state_of(step, exchange))
+        raise AssertionError
+
+    def release() -> None:
+        wait_until(lambda: bool(catalog.look(open_storage(root))), "a checkpoint")
+        is_released.set()
+        ask.unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        released = pool.submit(release)
+        saved = run_ranks(3, play)
+        released.result()
+    assert [info.step for info in Manager(root, group=Alone()).checkpoints] == [saved[0]]
+    assert saved[0] >= 3
+
+
 def test_signals_save_and_stop_and_are_given_back(tmp_path: Path) -> None:
     former = signal.getsignal(signal.SIGUSR1)
     with Manager(tmp_path, every=OnSignals(), group=Alone()) as manager:
@@ -525,6 +561,46 @@ def test_marks_of_the_run_s_own_dead_processes_do_not_count(tmp_path: Path) -> N
             manager.resume(state_of(0))
             manager.save(4, state_of(4))
     assert names(tmp_path) == ["0002", "0004"]
+
+
+class ReadOnly(LocalStorage):
+    """A storage that takes nothing, as a disk that is full or mounted read-only."""
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        raise NoSpaceError(f"cannot write {self.url}/{path}: no space left on device")
+
+    def delete(self, path: str) -> None:
+        raise StorageError(f"cannot remove {self.url}/{path}: read-only file system")
+
+
+def test_a_run_resumes_from_a_disk_that_takes_no_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 3)
+    storage = open_storage(tmp_path)
+    (run,) = {info.run for info in catalog.look(storage)}
+    # Everything that a resume would like to tidy up.
+    with catalog.hold(tmp_path / "step_00000001", now=0.0, seconds=1e12, run=run):
+        kept = storage.list("step_00000001/in-use-")
+        marks = {path: storage.read(path) for path in kept}
+    for path, data in marks.items():
+        storage.put(path, data, overwrite=True)
+    catalog.note_failure(storage, "step_00000002", "unreadable for a moment")
+    storage.put("step_00000000/removing.json", b"{}", overwrite=True)
+    (data_file,) = (tmp_path / "step_00000003").glob("data-*/*0.safetensors")
+    data_file.write_bytes(data_file.read_bytes()[:-1])
+
+    monkeypatch.setattr(manager_module, "open_storage", ReadOnly)
+    monkeypatch.setattr(catalog, "open_storage", ReadOnly)
+    state = state_of(0)
+    manager = Manager(tmp_path, group=Alone())
+    with caplog.at_level(logging.WARNING, logger="remesh"):
+        resumed = manager.resume(state)
+    assert resumed is not None
+    assert resumed.step == 2
+    assert [name for name, _ in resumed.passed_over] == ["step_00000003"]
+    for action in ("marking", "removing", "noting"):
+        assert any(record.getMessage().startswith(action) for record in caplog.records), action
 
 
 def test_what_was_half_removed_is_finished(tmp_path: Path) -> None:

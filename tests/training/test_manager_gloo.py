@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from remesh import catalog
 from remesh.exchange.torch_group import TorchGroup
 from remesh.heartbeat import read_heartbeat
 from remesh.storage import open_storage
 from remesh.testing import run_processes
-from remesh.training import catalog
 from remesh.training.manager import Manager
 from remesh.training.policies import EverySeconds, OnSignals
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import remesh
+from remesh import catalog
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Alone
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_ranks
-from remesh.training import catalog, rng
+from remesh.training import rng
 from remesh.training.provenance import digest_of, git_revision
 
 # ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.training.catalog import CheckpointInfo
+from remesh.catalog import CheckpointInfo
 from remesh.training.policies import (
     MAX_GAP,
     EverySeconds,

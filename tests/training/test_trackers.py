@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing import event_accumulator  # type: igno
 from torch.utils.tensorboard import SummaryWriter
 
 import remesh
+from remesh.catalog import TrackerRun
 from remesh.training import trackers
-from remesh.training.trackers import TrackerRun, resume_arguments, run_id_of
+from remesh.training.trackers import resume_arguments, run_id_of
 
 
 def through_a_checkpoint(run: TrackerRun | None, directory: Path) -> TrackerRun:

@@ -28,6 +28,7 @@ from remesh.adapters.declared import (
 from remesh.adapters.flat import FlatSpan, flat_partition
 from remesh.adapters.memory import casting_memory_of, memory_of
 from remesh.adapters.module import describe_module
+from remesh.adapters.nested import describe_copy
 from remesh.adapters.optimizer import DescribedOptimizer, describe_optimizer
 from remesh.adapters.stateful import describe_generator, describe_stateful, is_stateful
 from remesh.adapters.tensor import describe_tensor
@@ -38,7 +39,7 @@ from remesh.adapters.tensor_parallel import (
     shard_weight,
 )
 from remesh.adapters.zero import describe_zero_redundancy, is_zero_redundancy
-from remesh.state import Path, Rebuild, Walk
+from remesh.state import Path, Rebuild, Walk, is_placeholder
 
 __all__ = [
     "Block",
@@ -75,4 +76,6 @@ def describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
         return describe_generator(walk, path, node)
     if is_stateful(node):
         return describe_stateful(walk, path, node)
+    if path and is_placeholder(node) and walk.holds_tensors(path):
+        return describe_copy(walk, path, node)
     return None

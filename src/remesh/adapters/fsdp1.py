@@ -21,6 +21,7 @@ torch; what is used of them is in this module alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,14 @@ def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Reb
         for raw in (original.raw, *original.aliases):
             place = Placed(names[raw], Role.EQUAL, original.shards)
             add_shards(walk, (*path, place.name), original.slice, place, original.shards.parts)
+    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     extras: list[tuple[nn.Module, Rebuild]] = []
     for raw, entry in others.items():
         if isinstance(entry, torch.Tensor):
             describe_tensor(walk, (*path, names[raw]), entry)
+            if raw in buffers:
+                tensors = walk.description.tensors
+                tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
         else:
             make = describe_copy(walk, (*path, names[raw]), entry.get_extra_state())
             extras.append((entry, make))

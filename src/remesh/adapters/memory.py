@@ -13,16 +13,28 @@ made of other tensors, a lazy conjugate) has no such view and is refused, by nam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import UnsupportedValueError
 from remesh.geometry import Box
-from remesh.memory import CarrierArray, HostMemory, Memory, Span, memory_of_numpy, span_of
+from remesh.memory import CarrierArray, HostMemory, Memory, memory_of_numpy
 from remesh.sharded import ArrayLike, dtype_name
+from remesh.strided import Layout
+
+_DIGEST_CHUNK = 32 << 20
+"""Bytes of a tensor that are digested at a time; a multiple of 8."""
+
+_MULTIPLIERS = (
+    (-0x61C8864680B583EB, -0x4B47D0C5A1A5C5B3),
+    (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15),
+)
+"""Odd numbers of 64 bits, as signed ones."""
 
 _STAND_INS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MOVABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -42,9 +54,9 @@ class DeviceMemory:
     carrier: CarrierDType
 
     @property
-    def span(self) -> Span | None:
-        """See `Memory.span`."""
-        return _span(self.tensor)
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return _layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
@@ -53,6 +65,10 @@ class DeviceMemory:
     def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `QueuedMemory.queue_copy_out`; truly queued only if `into` is pinned."""
         _movable_view(into).copy_(self.tensor[box.slices], non_blocking=True)
+
+    def digest(self) -> bytes:
+        """See `DigestedMemory.digest`; computed on the device."""
+        return digest_of(self.tensor)
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`."""
@@ -76,9 +92,9 @@ class CastingMemory:
     through: tuple[torch.dtype, ...] = ()
 
     @property
-    def span(self) -> Span | None:
-        """See `Memory.span`."""
-        return _span(self.tensor)
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return _layout(self.tensor) if self.tensor.numel() else None
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`; the elements are cast on the way."""
@@ -90,6 +106,39 @@ class CastingMemory:
         for dtype in self.through:
             elements = elements.to(dtype)
         self.tensor[box.slices].copy_(elements)
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """A digest of the elements of a tensor of integers or `complex128`, made where they are.
+
+    Every word of 8 bytes is mixed with its number, by multiplications and shifts that modern hash
+    functions end with, and the results are added up; all arithmetic is modulo 2^64. That finds
+    copies that differ by accident, and is no protection against forgery.
+
+    Returns:
+        16 bytes.
+    """
+    sums = [torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in _MULTIPLIERS]
+    elements = tensor.contiguous().reshape(-1)
+    if elements.numel() < 2:
+        # Contiguous whatever its stride is, but with another stride than 1 it cannot be viewed.
+        elements = elements.new_empty(elements.numel()).copy_(elements)
+    flat = elements.view(torch.uint8)
+    num_bytes = flat.numel()
+    for start in range(0, num_bytes, _DIGEST_CHUNK):
+        piece = flat[start : start + _DIGEST_CHUNK]
+        if piece.numel() % 8 or piece.storage_offset() % 8:
+            padded = piece.new_zeros(-(-piece.numel() // 8) * 8)
+            padded[: piece.numel()] = piece
+            piece = padded
+        words = piece.view(torch.int64)
+        number = torch.arange(words.numel(), device=words.device) + (start // 8 + 1)
+        for which, (first, second) in enumerate(_MULTIPLIERS):
+            mixed = words + number * first
+            mixed = (mixed ^ (mixed >> 31)) * second
+            mixed = (mixed ^ (mixed >> 29)) * first
+            sums[which] += (mixed ^ (mixed >> 32)).sum()
+    return torch.stack(sums).cpu().numpy().tobytes()
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
@@ -126,13 +175,20 @@ def casting_memory_of(
         through: Names of types that the values pass on their way.
 
     Raises:
-        UnsupportedValueError: As `memory_of`, for an array that is to be written.
+        UnsupportedValueError: As `memory_of`, for an array that is to be written; or if torch
+            does not convert one of the types.
     """
+    wanted_dtype = dtype_name(array, where)
+    if BY_NAME[stored_dtype].is_opaque or BY_NAME[wanted_dtype].is_opaque:
+        raise UnsupportedValueError(
+            f"{where}: torch does not convert {stored_dtype} to {wanted_dtype}; load into a tensor "
+            f"of dtype {stored_dtype}, and convert its bits yourself"
+        )
     if isinstance(array, torch.Tensor):
         tensor = _with_memory(array, where, writable=True)
     else:
         carrier = _numpy_carrier(array, where, writable=True)
-        tensor = _movable_view(carrier).view(torch_dtype(dtype_name(array, where)))
+        tensor = _movable_view(carrier).view(torch_dtype(wanted_dtype))
     passed = tuple(torch_dtype(name) for name in through)
     return CastingMemory(tensor, torch_dtype(stored_dtype), BY_NAME[stored_dtype].carrier, passed)
 
@@ -165,9 +221,10 @@ def check_strided(tensor: torch.Tensor, where: str) -> None:
         )
 
 
-def _span(tensor: torch.Tensor) -> Span | None:
-    strides = [stride * tensor.itemsize for stride in tensor.stride()]
-    return span_of(str(tensor.device), tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
+def _layout(tensor: torch.Tensor) -> Layout:
+    strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
+    shape = tuple(tensor.shape)
+    return Layout(str(tensor.device), tensor.data_ptr(), shape, strides, tensor.itemsize)
 
 
 def alias_key(tensor: torch.Tensor) -> object:
@@ -184,9 +241,14 @@ def _problem_of(tensor: torch.Tensor) -> str | None:
         if is_lazy(tensor):
             return "this parameter of a lazy module has no shape yet; run a forward pass first"
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            inner = ""
+            wrapper: Any = tensor
+            if is_traceable_wrapper_subclass(wrapper):
+                names = wrapper.__tensor_flatten__()[0]
+                inner = f" ({', '.join(map(str, names))})"
             return (
                 f"a tensor of type {kind.__module__}.{kind.__qualname__} keeps its elements in "
-                "other tensors; put those, or a plain tensor, into the state"
+                f"other tensors{inner}; put those, or a plain tensor, into the state"
             )
     if tensor.is_nested:
         return "a nested tensor cannot be stored; put its values() and offsets() into the state"
@@ -210,19 +272,13 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
             f"{where}: a meta tensor has no memory; materialise its module first with "
             "module.to_empty(device=...)"
         )
-    if writable and _shares_elements(tensor.shape, tensor.stride()):
+    if writable and tensor.numel() and _layout(tensor).overlaps_itself():
         raise UnsupportedValueError(
-            f"{where}: several elements of this expanded tensor are the same memory, so they "
-            "cannot be loaded one by one; put a contiguous() copy into the state"
+            f"{where}: several elements of this tensor share memory (it is expanded, or overlaps "
+            "itself), so they cannot be loaded one by one; put a clone() into the state"
         )
     # Describing has detached most of them already, and it takes its time.
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return 0 in strides and any(
-        n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)
-    )
 
 
 def _carrier_view(tensor: torch.Tensor, where: str) -> torch.Tensor:

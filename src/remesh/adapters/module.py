@@ -15,6 +15,7 @@ has made up.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     places = _places(leaf, entries, entries, name_of(path))
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
+    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     for raw, entry in entries.items():
         place = places[raw]
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
@@ -70,6 +72,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
             )
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
             rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
+            if raw in buffers and place.shards is None and not isinstance(entry, DTensor):
+                mark_buffer(walk)
         else:
             rebuilds[raw] = describe_copy(walk, (*path, place.name), entry)
 
@@ -81,6 +85,12 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         return leaf
 
     return rebuild
+
+
+def mark_buffer(walk: Walk) -> None:
+    """Say that the tensor that was described last is a buffer of a module."""
+    tensors = walk.description.tensors
+    tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
 
 
 def placed_parameters(
@@ -126,6 +136,7 @@ def _places(
     names = entry_names(module, tensors)
     shards = declared_shards(module, entries, where)
     unsynchronised = ignored_by_ddp(module)
+    buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
     places = {}
     for raw, tensor in tensors.items():
         equal = isinstance(tensor, DTensor) or (
@@ -134,6 +145,9 @@ def _places(
             and alias_key(tensor) not in unsynchronised
         )
         role = Role.EQUAL if equal else Role.ASSUMED
+        if names[raw].in_ddp and role is Role.EQUAL and raw in buffers:
+            # DDP lets them differ, and gives all ranks those of rank 0 before a forward pass.
+            role = Role.FIRST
         declared = shards.get(raw)
         name = names[raw].name if declared is None else declared.name
         if declared is not None and declared.replica_id is not None:

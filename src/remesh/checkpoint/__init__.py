@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from remesh.checkpoint.buffers import Buffers as Buffers
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from remesh.checkpoint.saving import save as save
 
 _HOME_OF = {
+    "Buffers": "buffers",
     "Checkpoint": "opened",
     "Progress": "saver",
     "RestoreReport": "report",

@@ -21,22 +21,23 @@ import msgspec
 import numpy as np
 
 from remesh import values
+from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
+from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.holdings import decode_holdings, encode_holdings
 from remesh.checkpoint.local import (
     LocalTensors,
     collector_rests,
     describe_local,
     finish_device_work,
-    sample_digests,
     tensors_to_store,
 )
+from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.dtypes import DTYPES
 from remesh.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CoverageError,
-    DivergedReplicaError,
     NameCollisionError,
     NoSpaceError,
     StateError,
@@ -59,10 +60,20 @@ class SaveOptions:
     Attributes:
         overwrite: Replace a checkpoint that is there.
         metadata: What to record beside the state.
+        shares_place: Whether all ranks save to one place, as all do except snapshots in the memory
+            of nodes.
+        meets: Whether the ranks will communicate through the place alone, so that it must be
+            known beforehand that they share it.
+        buffers: Whose buffers of modules are stored where ranks differ; None if they must not.
+        compares: Which copies of tensors are compared.
     """
 
     overwrite: bool
     metadata: Mapping[str, object]
+    shares_place: bool = True
+    meets: bool = False
+    buffers: Buffers | None = None
+    compares: Compares = "whole"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,35 +129,53 @@ class PlanCache:
     Attributes:
         key: The fingerprints of all ranks for which it holds; empty if there is none.
         rows: Rows of this rank's holdings that it writes.
+        shared: Rows of this rank's holdings that other ranks hold as well.
         holdings: On rank 0, what each rank holds.
         plan: On rank 0, the plan.
         assignments: On rank 0, rows of the plan by rank.
         hits: How often it was used.
+        met_in: URL of the directory in which ranks last found that they share it.
     """
 
     key: bytes = b""
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     holdings: list[Holdings] = field(default_factory=list)
     plan: SavePlan | None = None
     assignments: list[IntArray] = field(default_factory=list)
     hits: int = 0
+    met_in: str = ""
 
 
 class _Described(msgspec.Struct, frozen=True):
     """What a rank tells rank 0; holdings and document are empty if rank 0 has them already."""
 
     holdings: bytes
-    samples: list[str]
     document: bytes
     replicas: list[str]
-    space: tuple[str, int] | None
+    url: str
+    options: tuple[str | None, str]
+    space: tuple[str, int, str] | None
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells a rank: rows of its holdings, in file order, as int64 bytes."""
+    """What rank 0 tells a rank: rows of its holdings as int64 bytes.
+
+    Attributes:
+        save_id: Names the save.
+        rows: Those that the rank writes, in file order; None if the rank knows them.
+        shared: Those that other ranks hold as well; None if the rank knows them.
+        looks: Whether the layout is new, so that copies of frameworks are looked at.
+        compares: Whether there is anything to compare.
+        meets: Whether the ranks find out whether they share the place.
+    """
 
     save_id: str
     rows: bytes | None
+    shared: bytes | None
+    looks: bool
+    compares: bool
+    meets: bool
 
 
 def agree(
@@ -158,8 +187,11 @@ def agree(
     cache: PlanCache,
     emit: Emit,
     first: Callable[[], None] | None = None,
+    begin: Callable[[Agreement], None] | None = None,
 ) -> Agreement:
     """Describe, compare, check and plan. Collective.
+
+    When it returns, every rank knows its part and has begun with it.
 
     Args:
         exchange: The group.
@@ -169,11 +201,13 @@ def agree(
         cache: The plan of the last save; filled with that of this one.
         emit: Told of `save.described` and `save.planned`.
         first: What this rank does before; all ranks raise its failure.
+        begin: What this rank does when it knows its part; all ranks raise its failure.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
         CheckpointExistsError: If there is a checkpoint and it is not to be overwritten.
         NoSpaceError: If there is too little room.
+        NotSharedError: If ranks name different places, or are seen not to share the one they name.
     """
     rank = _Rank(exchange, storage, options, cache, emit)
 
@@ -183,11 +217,29 @@ def agree(
         with collector_rests():
             return rank.describe(state)
 
+    def compare_and_tell() -> bytes:
+        rank.compare(fingerprints)
+        return rank.tell()
+
+    def accept() -> bytes:
+        with collector_rests():
+            mine = rank.accept(order, fingerprints)
+        agreed.append(mine)
+        if begin is not None:
+            begin(mine)
+        return b""
+
+    agreed: list[Agreement] = []
     fingerprints = run_on_all(exchange, describe)
-    rank.compare(fingerprints)
-    reply = run_joined(exchange, rank.tell, rank.plan)
-    with collector_rests():
-        return rank.accept(msgspec.msgpack.decode(reply, type=_Order), fingerprints)
+    reply = run_joined(exchange, compare_and_tell, rank.plan)
+    order = msgspec.msgpack.decode(reply, type=_Order)
+    if order.meets:
+        path = _meeting_path(order.save_id)
+        meet(exchange, storage, path, lambda: storage.delete(path))
+        cache.met_in = _parent(storage.url)
+    rank.look_at_copies(order)
+    run_on_all(exchange, accept)
+    return agreed[0]
 
 
 @dataclass(slots=True)
@@ -214,6 +266,9 @@ class _Rank:
             self.replaced = existing_record(self.storage, self.options)
             _check_metadata(self.options.metadata)
         description = describe_local(state)
+        description.tensors = choose_buffers(
+            description.tensors, self.options.buffers, self.exchange.rank
+        )
         self.tensors = tensors_to_store(description)
         self.holdings = encode_holdings(self.tensors.boxes, self.tensors.roles)
         self.replicas = [
@@ -226,6 +281,9 @@ class _Rank:
     def compare(self, fingerprints: Sequence[bytes]) -> None:
         """Do all ranks hold what they held the last time, and have the same values?"""
         self.is_known = self.cache.key == _layout_key(fingerprints)
+        if not self.is_known:
+            # On all ranks, so that none believes in the old plan if this save fails.
+            self.cache.key = b""
         self.same_document = len({fingerprint[16:] for fingerprint in fingerprints}) == 1
 
     def tell(self) -> bytes:
@@ -236,10 +294,11 @@ class _Rank:
         return msgspec.msgpack.encode(
             _Described(
                 b"" if self.is_known else self.holdings,
-                sample_digests(self.tensors) if self.exchange.world_size > 1 else [],
                 self.document if is_spokesman else b"",
                 self.replicas,
-                None if space is None else (space.identity, space.free_bytes),
+                self.storage.url,
+                (self.options.buffers, self.options.compares),
+                None if space is None else (space.identity, space.free_bytes, space.directory),
             )
         )
 
@@ -247,16 +306,16 @@ class _Rank:
         """Rank 0: who writes what?"""
         described = [msgspec.msgpack.decode(reply, type=_Described) for reply in replies]
         cache, world_size = self.cache, self.exchange.world_size
+        if self.options.shares_place:
+            check_same_place([one.url for one in described])
+        _check_options([one.options for one in described])
         if not self.is_known:
-            cache.key = b""
             cache.holdings = decode_holdings([one.holdings for one in described])
             cache.plan = None
         if cache.plan is None:
             cache.plan = plan_save(cache.holdings)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
-        # After the plan, which has checked that ranks agree about dtypes and shapes.
-        check_samples(cache.holdings, [one.samples for one in described])
         document = native.merge_documents(
             [
                 native.ValuesDocument.decode(one.document, "values")
@@ -266,22 +325,56 @@ class _Rank:
         )
         _check_names(plan, document)
         _check_replicas(document, [one.replicas for one in described])
-        _check_space(
-            [None if one.space is None else FileSystemSpace(*one.space) for one in described],
-            plan.bytes_per_rank(world_size),
-            self.storage.url,
-        )
+        spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
+        _check_space(spaces, plan.bytes_per_rank(world_size), self.storage.url)
         save_id = secrets.token_hex(6)
         self.coordination = Coordination(
             save_id, self.options, plan, cache.assignments, document, self.replaced
         )
+        meets = self.options.meets and world_size > 1 and not is_one_directory(spaces)
+        meets = meets and cache.met_in != _parent(self.storage.url)
+        if meets:
+            self.storage.put(_meeting_path(save_id), b"", overwrite=False)
         self.emit("save.planned")
+        comparison = self.comparison(not self.is_known)
+        compares = len(plan.copies.box) > 0 and (
+            self.options.buffers == "mean"
+            or any(comparison.levels(held.roles).any() for held in cache.holdings)
+        )
         return [
             msgspec.msgpack.encode(
-                _Order(save_id, None if self.is_known else plan.row[rows].tobytes())
+                _Order(
+                    save_id,
+                    None if self.is_known else plan.row[rows].tobytes(),
+                    None if self.is_known else plan.copies.rows_of(rank).tobytes(),
+                    not self.is_known,
+                    compares,
+                    meets,
+                )
             )
-            for rows in cache.assignments
+            for rank, rows in enumerate(cache.assignments)
         ]
+
+    def comparison(self, looks: bool) -> Comparison:
+        """What is compared; of options, those of rank 0 and of the others are the same."""
+        return Comparison(self.options.compares, looks, self.options.buffers is not None)
+
+    def look_at_copies(self, order: _Order) -> None:
+        """Compare the copies that several ranks hold, or take their mean. Collective."""
+        cache = self.cache
+        if order.shared is not None:
+            cache.shared = np.frombuffer(order.shared, dtype=np.int64)
+        if not order.compares:
+            return
+        assert self.tensors is not None
+        finish_device_work(self.tensors.memories)
+        copies = None if cache.plan is None else cache.plan.copies
+        comparison = self.comparison(order.looks)
+        compare_copies(
+            self.exchange, self.tensors, cache.shared, comparison, copies, cache.holdings
+        )
+        if self.options.buffers == "mean":
+            take_mean(self.exchange, self.tensors, cache.shared, copies)
 
     def accept(self, order: _Order, fingerprints: Sequence[bytes]) -> Agreement:
         """Lay out my file."""
@@ -296,6 +389,15 @@ class _Rank:
         finish_device_work(self.tensors.memories)
         path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
         return Agreement(order.save_id, path, layout, self.tensors, self.coordination)
+
+
+def _meeting_path(save_id: str) -> str:
+    """The file by which ranks see that they share a place."""
+    return f"{native.data_folder(save_id)}/meeting"
+
+
+def _parent(url: str) -> str:
+    return url.rpartition("/")[0]
 
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
@@ -374,32 +476,6 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
     return document
 
 
-def check_samples(holdings: Sequence[Holdings], samples: Sequence[Sequence[str]]) -> None:
-    """Check that copies which ranks only assume to be equal agree where they are sampled.
-
-    Raises:
-        DivergedReplicaError: Naming the first tensor that differs, and the ranks.
-    """
-    seen: dict[tuple[str, bytes, bytes], tuple[int, str]] = {}
-    for rank, (held, digests) in enumerate(zip(holdings, samples, strict=True)):
-        boxes = held.boxes
-        for row, digest in enumerate(digests):
-            if not digest:
-                continue
-            name = boxes.tensors.names[boxes.tensor[row]]
-            key = (name, boxes.offsets[row].tobytes(), boxes.extents[row].tobytes())
-            first, expected = seen.setdefault(key, (rank, digest))
-            if digest != expected:
-                raise DivergedReplicaError(
-                    f"{name}: ranks {first} and {rank} hold different values of shape "
-                    f"{boxes.box(row).shape} under this one name. If they are shards of a larger "
-                    "tensor, describe them (DTensor, or remesh.ShardedTensor with the global "
-                    "shape). If each rank has its own, give them names of their own or wrap them "
-                    "in remesh.ShardedObject. If they should be equal, broadcast them from one "
-                    "rank before saving."
-                )
-
-
 def _check_names(plan: SavePlan, document: native.ValuesDocument) -> None:
     """A name is a tensor or a value or an alias, on whichever ranks."""
     tensors = set(plan.boxes.tensors.names)
@@ -438,6 +514,16 @@ def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, 
                 f"{url}: the state needs {size / 1e9:.3f} GB, {free[identity] / 1e9:.3f} GB are "
                 "free there. Nothing was written. Free some space, or save elsewhere."
             )
+
+
+def _check_options(options: Sequence[tuple[str | None, str]]) -> None:
+    """Ranks that treat copies differently would wait for each other."""
+    other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
+    if other is not None:
+        raise StateError(
+            f"ranks 0 and {other} pass different values of buffers or verify_replicas: "
+            f"{options[0]} and {options[other]}; pass the same on all ranks"
+        )
 
 
 def _check_metadata(metadata: Mapping[str, object]) -> None:

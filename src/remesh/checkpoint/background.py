@@ -1,13 +1,14 @@
 """What happens to a save on one rank after the ranks have agreed, in a thread or another process.
 
 A rank writes the chunks that its stager hands over, makes the file durable and puts its *part*
-(positions and digests) beside it. Rank 0 waits until it sees all parts, and commits. The other
-ranks wait until they see the commit record. No collective is used; ranks find each other through
-the storage that they write to anyway (`board`).
+(positions and digests) beside it; a rank that writes no file puts an empty part when it has staged
+its state. Rank 0 waits until it sees the parts of all ranks, and commits. The other ranks wait
+until they see the commit record. No collective is used; ranks find each other through the storage
+that they write to anyway (`board`), and look at it as often as `polling` says.
 
 A rank that fails puts a note in place of its part. Rank 0 then gives the save up and puts the note
-that tells every rank why. Whoever waits longer than the deadline without seeing the end fails by
-itself.
+that tells every rank why. A rank that waits longer than the deadline without seeing the end fails
+by itself.
 
 Nothing here knows of tensors or of the trainer, so that a process without torch can do it. A save
 that takes long is reported: each rank notes now and then how far it is, and rank 0 logs who is
@@ -23,23 +24,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
+from remesh.checkpoint import polling
 from remesh.checkpoint.agreement import Coordination
 from remesh.checkpoint.board import Board
 from remesh.checkpoint.commit import commit, remove_files, write_beside
 from remesh.checkpoint.saving import part_of
 from remesh.errors import ExchangeError, StorageError
 from remesh.events import Emit
+from remesh.formats import native
 from remesh.pipeline.stage import StagedWriter
 from remesh.pipeline.write import ChunkWriter
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
-
-POLL_SECONDS = (0.02, 1.0)
-"""Shortest and longest time between two looks at the storage."""
-
-POLL_SHARE = 0.05
-"""In between, this share of the time that was waited already."""
 
 GRACE_SECONDS = 2.0
 """How much longer other ranks wait than rank 0, which knows who is missing and says so."""
@@ -95,6 +92,7 @@ class Background:
         self._staged = threading.Event()
         self._staging_error: BaseException | None = None
         self._given_up: BaseException | None = None
+        self._wake = threading.Event()
 
     def end_staging(self, error: BaseException | None) -> None:
         """Say that all is staged, or why it is not."""
@@ -108,48 +106,57 @@ class Background:
         self._given_up = error or CancelledError(f"the save to {url} was cancelled")
         self._writer.cancel()
         self._stop_staging()
+        self._wake.set()
 
     def run(self) -> BaseException | None:
         """Write, and see the save through to its end; returns why it failed, if it did."""
+        is_first = self._task.rank == 0
+        # How the other ranks learn of a failure of this one, wherever it arises.
+        tell = self._give_up if is_first else self._tell_failure
         try:
             self._write()
-            if self._task.rank == 0:
-                self._coordinate()
+            if is_first:
+                self._wait_for_parts()
+                # From here on the files stay where they are, unless `commit` removes them.
+                tell = self._tell_end
+                self._commit()
+                tell = self._keep
+                self._board.clear()
             else:
+                tell = self._keep
                 self._wait_for_end()
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-            return error
+            return tell(error)
         return None
 
     def _write(self) -> None:
-        """Write this rank's file and put its part, or put why that failed."""
+        """Write this rank's file and put its part."""
         task = self._task
-        try:
-            written = None
-            if task.path:
-                self._emit("save.file_created", task.num_bytes)
-                written = self._writer.write(
-                    lambda: ChunkWriter(task.storage, task.path, task.num_bytes),
-                    self._counted(),
-                    self._stop_staging,
-                    self._write_beside,
-                )
-            else:
-                self._write_beside()
-            self._staged.wait()
-            if self._staging_error is not None:
-                raise self._staging_error
-            self._check_given_up()
-            if written is not None:
-                task.storage.sync()
-                self._emit("save.file_finished", task.num_bytes)
-                self._board.put_part(task.rank, part_of(written, task.positions))
-        except BaseException as error:
-            if task.rank == 0:
-                self._give_up(error)
-            else:
-                self._tell(self._board.put_failure, error)
-            raise
+        written = None
+        if task.path:
+            written = self._writer.write(
+                self._create,
+                self._counted(),
+                self._stop_staging,
+                self._write_beside,
+            )
+        else:
+            self._write_beside()
+        self._staged.wait()
+        if self._staging_error is not None:
+            raise self._staging_error
+        self._check_given_up()
+        part = native.NO_PART
+        if written is not None:
+            task.storage.sync()
+            self._emit("save.file_finished", task.num_bytes)
+            part = part_of(written, task.positions)
+        self._board.put_part(task.rank, part)
+
+    def _create(self) -> ChunkWriter:
+        task = self._task
+        self._emit("save.file_created", task.num_bytes)
+        return ChunkWriter(task.storage, task.path, task.num_bytes)
 
     def _write_beside(self) -> None:
         write_beside(self._task.storage, self._task.coordination, self._emit)
@@ -180,46 +187,40 @@ class Background:
         if self._given_up is not None:
             raise self._given_up
 
-    def _coordinate(self) -> None:
-        """Rank 0: wait for all parts and commit, or give up for all."""
+    def _wait_for_parts(self) -> None:
+        """Rank 0: wait for the parts of all ranks."""
+        task = self._task
+        missing = list(range(task.num_ranks))
+        next_report = task.report_seconds
+        for waited in self._looks(polling.schedule_of_coordinator(task.num_ranks)):
+            self._check_given_up()
+            missing = self._board.missing_parts(missing)
+            if not missing:
+                return
+            if waited > task.deadline:
+                how_far = self._board.describe_progress(missing)
+                what = f"ranks {missing} to finish their files ({how_far})"
+                raise self._too_late(waited, what)
+            if waited >= next_report:
+                next_report = waited + task.report_seconds
+                how_far = self._board.describe_progress(missing)
+                text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
+                _LOGGER.warning(
+                    text, task.storage.url, waited, len(missing), task.num_ranks, how_far
+                )
+
+    def _commit(self) -> None:
+        """Rank 0: commit what all ranks have written."""
         task = self._task
         save = task.coordination
         assert save is not None
-        missing = [rank for rank, rows in enumerate(save.assignments) if len(rows)]
-        next_report = task.report_seconds
-        try:
-            for waited in self._looks():
-                self._check_given_up()
-                missing = self._board.missing_parts(missing)
-                if not missing:
-                    break
-                if waited > task.deadline:
-                    how_far = self._board.describe_progress(missing)
-                    what = f"ranks {missing} to finish their files ({how_far})"
-                    raise self._too_late(waited, what)
-                if waited >= next_report:
-                    next_report = waited + task.report_seconds
-                    how_far = self._board.describe_progress(missing)
-                    text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
-                    _LOGGER.warning(
-                        text, task.storage.url, waited, len(missing), task.num_ranks, how_far
-                    )
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        try:
-            commit(task.storage, save, self._board.parts(task.num_ranks), self._emit)
-        except BaseException as error:
-            # The files stay where they are unless `commit` has removed them: see there.
-            self._tell(self._board.put_end, error)
-            raise
-        self._board.clear()
+        commit(task.storage, save, self._board.parts(task.num_ranks), self._emit)
 
     def _wait_for_end(self) -> None:
         """Other ranks: wait until the save is committed or given up."""
         task = self._task
         told = False
-        for waited in self._looks():
+        for waited in self._looks(polling.schedule_of_waiting(task.rank, task.num_ranks)):
             if self._board.is_committed():
                 return
             failure = self._board.end()
@@ -231,14 +232,16 @@ class Background:
                 told = True
                 self._board.put_failure(task.rank, self._given_up)
 
-    def _looks(self) -> Iterator[float]:
-        """Moments at which to look at the storage, ever further apart; seconds since the first."""
+    def _looks(self, schedule: polling.Schedule) -> Iterator[float]:
+        """Moments at which to look at the storage, one more after `cancel`; seconds since now."""
         started = time.monotonic()
-        shortest, longest = POLL_SECONDS
+        pause = schedule.first
         while True:
+            self._wake.wait(pause)
+            self._wake.clear()
             waited = time.monotonic() - started
             yield waited
-            time.sleep(min(max(waited * POLL_SHARE, shortest), longest))
+            pause = schedule.pause(waited)
 
     def _too_late(self, waited: float, what: str) -> ExchangeError:
         return ExchangeError(
@@ -247,17 +250,54 @@ class Background:
             "checkpoint is untouched."
         )
 
-    def _give_up(self, error: BaseException) -> None:
-        """Rank 0, before the commit: remove the files and tell everybody."""
-        remove_files(self._task.storage, self._task.save_id)
-        self._tell(self._board.put_end, error)
+    def _give_up(self, error: BaseException) -> BaseException:
+        """Rank 0, before the commit: tell all ranks and remove the files.
 
-    def _tell(self, put: Callable[[int, BaseException], None], error: BaseException) -> None:
-        """Leave a note of a failure, if the storage still takes one; the failure is raised."""
+        The note comes first, so that a rank whose directory goes away finds out why. On a full disk
+        it finds room only afterwards.
+        """
+        storage, save_id = self._task.storage, self._task.save_id
+        is_told = self._put(self._board.put_end, error) is None
+        remove_files(storage, save_id, keep=self._board.end_path)
+        return error if is_told else self._tell_end(error)
+
+    def _tell_end(self, error: BaseException) -> BaseException:
+        """Rank 0: tell all ranks why the save has failed, if the storage still takes a note."""
+        return self._noted(error, self._put(self._board.put_end, error))
+
+    def _tell_failure(self, error: BaseException) -> BaseException:
+        """Another rank: tell rank 0 why it has failed; the error that is the cause.
+
+        If rank 0 has given the save up, its reason is: files that it has removed are no cause.
+        """
+        if isinstance(error, StorageError):
+            try:
+                end = self._board.end()
+            except StorageError:
+                end = None  # the error of this rank says what is wrong with the storage
+            if end is not None:
+                end.__cause__ = error
+                return end
+        return self._noted(error, self._put(self._board.put_failure, error))
+
+    def _keep(self, error: BaseException) -> BaseException:
+        """When no rank waits for this one: a part is there, or the commit."""
+        return error
+
+    def _noted(self, error: BaseException, also: StorageError | None) -> BaseException:
+        if also is not None:
+            error.add_note(f"The other ranks could not be told: {also}")
+        return error
+
+    def _put(
+        self, put: Callable[[int, BaseException], None], error: BaseException
+    ) -> StorageError | None:
+        """Leave a note; why not, if the storage refuses."""
         try:
             put(self._task.rank, error)
         except StorageError as also:
-            error.add_note(f"The other ranks could not be told: {also}")
+            return also
+        return None
 
 
 def bury(task: Task, error: BaseException) -> BaseException | None:

@@ -1,11 +1,11 @@
 """Notes that ranks of a background save leave for each other, in the storage that they save to.
 
-In the background there are no collectives. A rank that has finished its file puts its part beside
-it; one that failed puts its failure. Rank 0 reads them and either commits, which everybody sees as
-a commit record with the save's id, or gives up and puts the failure of the whole save. Storage is
-what every rank can reach for certain, even when the process group is gone; notes are small, and
-listing one folder tells rank 0 all it needs. In a save that takes long, ranks also note how far
-they are.
+In the background there are no collectives. Every rank puts its part when its file is durable, or
+when it has staged its state if it writes no file; a rank that failed puts its failure. Rank 0 waits
+for the notes of all ranks and either commits, which everybody sees as a commit record with the
+save's id, or gives up and puts the failure of the whole save. Storage is what every rank can reach
+for certain, even when the process group is gone; notes are small, and listing one folder tells
+rank 0 all it needs. In a save that takes long, ranks also note how far they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats import native
 from remesh.storage import Storage
+
+_FAILURE = "failed-"
+"""How the names of notes begin that say that a rank has failed."""
 
 
 class _Progress(msgspec.Struct, frozen=True):
@@ -42,7 +45,7 @@ class Board:
         self._seen: dict[int, native.Part] = {}
 
     def put_part(self, rank: int, part: native.Part) -> None:
-        """Say that a rank's file is durable."""
+        """Say that a rank's file is durable, or that it is done without one."""
         self._storage.put(self._part(rank), msgspec.msgpack.encode(part), overwrite=True)
 
     def put_failure(self, rank: int, error: BaseException) -> None:
@@ -51,7 +54,7 @@ class Board:
 
     def put_end(self, rank: int, error: BaseException) -> None:
         """Rank 0: say that the whole save has failed."""
-        self._storage.put(self._end, encode_failure(rank, error), overwrite=True)
+        self._storage.put(self.end_path, encode_failure(rank, error), overwrite=True)
 
     def put_progress(self, rank: int, written_bytes: int, num_bytes: int) -> None:
         """Say how far a rank is, in a save that takes long."""
@@ -81,20 +84,24 @@ class Board:
         """Rank 0: the ranks whose parts are not there yet.
 
         Raises:
-            RemeshError: What a rank says it failed with.
+            RemeshError: What a rank says it failed with, also after it had put its part.
         """
         found = set(self._storage.list(f"{self._folder}/"))
+        failures = [path for path in found if path.startswith(f"{self._folder}/{_FAILURE}")]
+        if failures:
+            raise decode_failure(self._storage.read(min(failures)))
+        missing = []
         for rank in ranks:
-            if self._failure(rank) in found:
-                raise decode_failure(self._storage.read(self._failure(rank)))
-            if rank not in self._seen and self._part(rank) in found:
+            if self._part(rank) in found:
                 data = self._storage.read(self._part(rank))
                 self._seen[rank] = msgspec.msgpack.decode(data, type=native.Part)
-        return [rank for rank in ranks if rank not in self._seen]
+            else:
+                missing.append(rank)
+        return missing
 
-    def parts(self, world_size: int) -> list[native.Part]:
-        """Rank 0: what each rank says of its file."""
-        return [self._seen.get(rank, native.NO_PART) for rank in range(world_size)]
+    def parts(self, num_ranks: int) -> list[native.Part]:
+        """Rank 0, when no part is missing: what each rank says of its file."""
+        return [self._seen[rank] for rank in range(num_ranks)]
 
     def clear(self) -> None:
         """Rank 0: remove parts, of which the index has what they said, and other notes."""
@@ -113,12 +120,13 @@ class Board:
     def end(self) -> RemeshError | None:
         """Why rank 0 gave the save up, if it did."""
         try:
-            return decode_failure(self._storage.read(self._end))
+            return decode_failure(self._storage.read(self.end_path))
         except CheckpointNotFoundError:
             return None
 
     @property
-    def _end(self) -> str:
+    def end_path(self) -> str:
+        """Where the note is that says that the whole save has failed."""
         return f"{self._folder}/failed.msgpack"
 
     def _part(self, rank: int) -> str:
@@ -128,4 +136,4 @@ class Board:
         return f"{self._folder}/progress-{rank:05d}.msgpack"
 
     def _failure(self, rank: int) -> str:
-        return f"{self._folder}/failed-{rank:05d}.msgpack"
+        return f"{self._folder}/{_FAILURE}{rank:05d}.msgpack"

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from remesh import __version__
+from remesh.checkpoint import garbage
 from remesh.checkpoint.agreement import Coordination
-from remesh.errors import StorageError
+from remesh.checkpoint.sharing import check_arrived
+from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
 from remesh.formats import native
 from remesh.integrity import hex_digest
@@ -55,20 +57,37 @@ def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], e
 
     Raises:
         CheckpointExistsError: If somebody else has committed a checkpoint there meanwhile.
+        NotSharedError: If files of other ranks are not there.
         StorageError: If the storage fails.
     """
     try:
         emit("save.parts_gathered", sum(part.num_bytes for part in parts))
+        _check_arrived(storage, save.save_id, parts)
         record = _write_index(storage, save, parts, emit)
         storage.sync()
         emit("save.before_commit")
     except BaseException:
         remove_files(storage, save.save_id)
         raise
+    # Another job may have committed here since the ranks agreed; then its save is replaced, too.
+    replaced = {save.replaced.save_id} if save.replaced is not None else set()
+    if save.options.overwrite:
+        with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
+            replaced.add(native.read_record(storage).save_id)
     storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=save.options.overwrite)
     emit("save.committed")
-    if save.replaced is not None:
-        remove_files(storage, save.replaced.save_id)
+    for save_id in replaced:
+        remove_files(storage, save_id)
+    if replaced:
+        with suppress(StorageError):  # the checkpoint is there; leftovers may be removed later
+            garbage.remove_orphans(storage)
+
+
+def _check_arrived(storage: Storage, save_id: str, parts: Sequence[native.Part]) -> None:
+    """Check that the files of all ranks are where this rank, which has seen its own, looks."""
+    if len(parts) > 1:
+        files = ((rank, part.path, part.num_bytes) for rank, part in enumerate(parts) if part.path)
+        check_arrived(storage, f"{native.data_folder(save_id)}/", files)
 
 
 def _values_path(save_id: str) -> str:
@@ -118,12 +137,13 @@ def small_files_of(save: Coordination, parts: Sequence[native.Part]) -> native.N
     return native.NativeFiles(record, encoded, document)
 
 
-def remove_files(storage: Storage, save_id: str) -> None:
-    """Remove the files of a save, as far as the storage can."""
+def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
+    """Remove the files of a save but one, as far as the storage can."""
     # They are not part of any checkpoint, and what led here matters more than a failure to remove.
     with suppress(StorageError):
         found = storage.list(native.data_folder(save_id) + "/")
         # Where no file was finished, deleting one that is not there takes the empty folder away.
         for path in found or [native.data_path(save_id, 0)]:
-            with suppress(StorageError):
-                storage.delete(path)
+            if path != keep:
+                with suppress(StorageError):
+                    storage.delete(path)

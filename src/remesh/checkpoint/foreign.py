@@ -19,10 +19,19 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.saving import options_of
+from remesh.checkpoint.sharing import check_arrived
 from remesh.checkpoint.stopwatch import timed
 from remesh.dtypes import BY_NAME, CarrierDType
-from remesh.errors import CheckpointError, CheckpointExistsError, StateError, StorageError
+from remesh.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    NotSharedError,
+    StateError,
+    StorageError,
+)
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_one
 from remesh.formats import torch_dcp_writer, zarr
@@ -31,9 +40,10 @@ from remesh.formats.framing import Frame, Grid, Saved, Writer
 from remesh.formats.table import Place, read_contents
 from remesh.geometry import Box
 from remesh.index import BoxTable, decode_columns, encode_columns
-from remesh.memory import CarrierArray, HostMemory, Memory, Span
+from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import FileLayout, FilePiece, write_file
 from remesh.storage import Storage, open_storage
+from remesh.strided import Layout
 
 WRITERS: Mapping[str, Writer] = {
     writer.name: writer
@@ -64,9 +74,9 @@ class PaddedMemory:
         return self.memory.carrier
 
     @property
-    def span(self) -> Span | None:
-        """See `Memory.span`."""
-        return self.memory.span
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
@@ -109,6 +119,8 @@ def save_as(
     *,
     format: str,  # noqa: A002 - as in `remesh.Source`
     overwrite: bool = False,
+    buffers: Buffers | None = None,
+    verify_replicas: bool = False,
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> None:
@@ -123,18 +135,22 @@ def save_as(
         overwrite: Replace a checkpoint of the format that is there. Its data files are removed
             when the new one exists. Unlike in remesh's own format, small files with fixed names
             are replaced one after the other, so who reads in that moment may see some of each.
+        buffers: See `remesh.save`.
+        verify_replicas: See `remesh.save`.
         group: See `remesh.save`.
         on_event: See `remesh.save`.
 
     Raises:
         StateError: If there is no such format, or as `remesh.save`.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
+        NotSharedError: If the ranks do not save to one place that all of them reach.
         StorageError: If the storage fails.
         ExchangeError: If a rank died.
     """
     exchange, storage = exchange_of(group), open_storage(path)
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
-    save = prepare(exchange, storage, state, writer_of(format), overwrite=overwrite, emit=emit)
+    options = options_of(overwrite, None, buffers, verify_replicas)
+    save = prepare(exchange, storage, state, writer_of(format), options, emit=emit)
 
     def write() -> bytes:
         for name, layout in save.files:
@@ -148,7 +164,11 @@ def save_as(
         finish(save, emit)
         return [b""] * exchange.world_size
 
-    run_joined(exchange, write, join, lambda: give_up(save))
+    try:
+        run_joined(exchange, write, join, lambda: give_up(save))
+    except NotSharedError:
+        remove_own(save)
+        raise
     emit("save.done")
 
 
@@ -168,8 +188,8 @@ def prepare(
     storage: Storage,
     state: Any,
     writer: Writer,
+    options: SaveOptions,
     *,
-    overwrite: bool,
     emit: Emit,
 ) -> ForeignSave:
     """Agree on who writes what, and lay out this rank's files. Collective.
@@ -180,9 +200,8 @@ def prepare(
         NoSpaceError: If there is too little room.
     """
     replaced = run_on_one(
-        exchange, lambda: msgspec.msgpack.encode(_replaced(storage, writer, overwrite))
+        exchange, lambda: msgspec.msgpack.encode(_replaced(storage, writer, options.overwrite))
     )
-    options = SaveOptions(overwrite, {})
     mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=emit)
     boxes, grid = _own_boxes(exchange, mine, writer)
     frames = writer.frames(boxes, exchange.rank, mine.save_id, grid)
@@ -271,11 +290,16 @@ def finish(save: ForeignSave, emit: Emit) -> None:
         emit: Told of the moments from `save.parts_gathered` to `save.committed`.
 
     Raises:
+        NotSharedError: If data files of other ranks are not there.
         StorageError: If the storage fails.
     """
     storage, frames = save.storage, _all_frames(save)
-    emit("save.parts_gathered", sum(frame.num_bytes for frame in frames))
+    emit("save.parts_gathered", sum(frame.num_bytes for _, frame in frames))
     try:
+        if frames and frames[-1][0] > 0:
+            check_arrived(
+                storage, "", ((rank, frame.path, frame.num_bytes) for rank, frame in frames)
+            )
         assert save.saved is not None
         *others, (mark, content) = save.writer.small_files(save.saved)
         for name, data in others:
@@ -292,15 +316,20 @@ def finish(save: ForeignSave, emit: Emit) -> None:
 
 def give_up(save: ForeignSave) -> None:
     """Rank 0, when a rank has failed: remove the data files of all."""
-    _remove(save.storage, [frame.path for frame in _all_frames(save)])
+    _remove(save.storage, [frame.path for _, frame in _all_frames(save)])
 
 
-def _all_frames(save: ForeignSave) -> list[Frame]:
-    """The data files of all ranks, as each of them has planned its own."""
+def remove_own(save: ForeignSave) -> None:
+    """Remove the data files of this rank, where rank 0 does not see them."""
+    _remove(save.storage, [name for name, _ in save.files])
+
+
+def _all_frames(save: ForeignSave) -> list[tuple[int, Frame]]:
+    """The data files of all ranks, each with its rank, as each of them has planned its own."""
     saved = save.saved
     assert saved is not None
     return [
-        frame
+        (rank, frame)
         for rank, rows in enumerate(saved.assignments)
         for frame in save.writer.frames(_rows(saved.boxes, rows), rank, saved.save_id, saved.grid)
     ]

@@ -382,6 +382,38 @@ def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> b
     return True
 
 
+def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None:
+    """Remove what dead saves left beside a checkpoint that has just been committed.
+
+    The time is that of the commit record, as the storage says it, so no clock but the storage's
+    counts. Storages of which this module cannot tell what lies there are left alone.
+
+    Args:
+        storage: The checkpoint.
+        older_than: Seconds that garbage was not touched.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    if isinstance(storage, LocalStorage):
+        place = _look_at(Path(storage.url))
+        try:
+            now: float | None = Path(storage.url, native.RECORD_NAME).stat().st_mtime
+        except OSError as error:
+            raise _cannot("look at", storage.url, error) from error
+    elif isinstance(storage, DirectoryListing):
+        here = storage.list_directory("")
+        place = _look_at_listed(storage, storage, "", here)
+        record = here.files.get(native.RECORD_NAME)
+        now = None if record is None else record.modified
+    else:
+        return
+    if now is not None:
+        for leftover in decide([place], now=now, older_than=older_than):
+            if not leftover.kept:
+                remove(leftover, storage, now=now, older_than=older_than)
+
+
 def _remove_listed(storage: Storage, leftover: Leftover, *, now: float, older_than: float) -> bool:
     """`remove` for what is not local; directories there end with their last file."""
     listing = _listing_of(storage)

@@ -9,28 +9,37 @@
 
 A failure in steps 3 or 4 raises on every rank and leaves the state partly loaded; the message says
 so. Digests are checked before bytes reach a tensor, so no tensor ever holds damaged data.
+
+A checkpoint may be overwritten while it is loaded; its files are then removed. A rank that cannot
+read a file, or finds other bytes than were written, reads the commit record again; if that has
+changed, all ranks begin anew with step 1, and fill again what they have filled. All ranks do, for
+`run_on_all` prefers this failure to any other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from remesh.checkpoint.buffers import without_buffers_of_ranks
+from remesh.checkpoint.comparing import Wanted
 from remesh.checkpoint.local import exchange_of, finish_device_work
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
+from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target, read_wanted
 from remesh.checkpoint.transformed import TransformedTarget
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.formats.native import ValuesDocument
+from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.index import Index
 from remesh.pipeline import (
@@ -43,6 +52,8 @@ from remesh.pipeline import (
 )
 from remesh.storage import Storage, is_remote
 from remesh.transform import Transform
+
+_LOGGER = logging.getLogger("remesh")
 
 
 def load(  # noqa: PLR0913 - the options of a load, each of which stands for itself
@@ -93,6 +104,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         StateError: If the state cannot be a target (a tensor on the meta device, say). Nothing
             was changed.
         CorruptCheckpointError: If stored bytes are missing or damaged.
+        CheckpointReplacedError: If other saves replaced the checkpoint faster than it could be
+            read, many times in a row.
         FormatVersionError: If the checkpoint was written by a newer remesh.
         StorageError: If the storage fails.
         ExchangeError: If a rank died, or reading took longer than `timeout`.
@@ -102,38 +115,51 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     place = place_of(path)
     storage = place.storage
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
-    stored = open_shared(exchange, place)
-    emit("load.opened")
     dealer = dealer_of(share_reads, exchange, storage)
     patience = Patience(timeout=timeout)
-    return load_into(
-        state,
-        stored,
-        storage,
-        exchange,
-        LoadOptions(missing == "keep", unexpected == "error", cast),
-        transform=transform,
-        read=lambda target: target.read(
-            lambda size: emit("load.run_read", size), exchange, dealer, patience
-        ),
-        emit=emit,
-        on_report=lambda report: (
-            on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
-            if on_report is not None
-            else None
-        ),
-    )
+
+    def load_once() -> Any:
+        stored = open_shared(exchange, place)
+        emit("load.opened")
+
+        def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
+            how = partial(read_wanted, limits=target.limits, dealer=dealer, patience=patience)
+            with unless_replaced(storage, stored.identity):
+                return how(storage, exchange, wanted, on_run)
+
+        return load_into(
+            state,
+            stored,
+            storage.url,
+            exchange,
+            LoadOptions(missing == "keep", unexpected == "error", cast),
+            transform=transform,
+            read=read,
+            emit=emit,
+            on_report=lambda report: (
+                on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
+                if on_report is not None
+                else None
+            ),
+        )
+
+    return begin_anew(load_once)
+
+
+Read = Callable[[Target, Wanted, Callable[[int], None]], bool]
+"""Reads what is wanted for a target, while the other ranks read what they want; calls a function
+after each run with its size in bytes. Returns whether ranks read for each other. Collective."""
 
 
 def load_into(
     state: Any,
     stored: StoredState,
-    storage: Storage,
+    url: str,
     exchange: Exchange,
     options: LoadOptions,
     *,
     transform: Transform | None,
-    read: Callable[[Target], None],
+    read: Read,
     check: Callable[[Target], None] = lambda _target: None,
     emit: Emit,
     on_report: Callable[[RestoreReport], None],
@@ -143,42 +169,31 @@ def load_into(
     Args:
         state: The target.
         stored: What is stored.
-        storage: Where it is.
+        url: Where it is, for messages.
         exchange: The ranks that load.
         options: What the caller allows.
         transform: What the stored tensors become.
-        read: Fills the tensors of a target that is planned.
+        read: Reads what a target that is planned wants.
         check: Raises what speaks against filling it.
         emit: Told of the moments from `load.planned` on.
         on_report: Is given this rank's report.
     """
-    target = Target(stored, storage, options)
-
-    def checked(bits: bytes) -> bytes:
-        check(target)
-        return bits
-
-    if transform is None:
-        replies = run_on_all(exchange, lambda: checked(target.prepare(state)))
-    else:
-        target = changed = TransformedTarget(stored, storage, options, transform)
-        first = run_on_all(exchange, lambda: changed.describe(state))
-        tables = run_on_all(exchange, lambda: changed.describe_again(state, first))
-        replies = run_on_all(exchange, lambda: checked(changed.prepare_among(tables)))
-    extra = _unexpected_names(stored, replies)
-    if extra and options.refuse_unexpected:
-        raise MismatchError(
-            f"{storage.url} holds {len(extra)} names that no rank asks for: {_listed(extra)}",
-            unexpected=tuple(extra),
-        )
+    target, extra = _match(
+        state, stored, url, exchange, options, transform=transform, read=read, check=check
+    )
     emit("load.planned")
     result = state
 
     def fill() -> bytes:
-        finish_device_work(want.memory for want in target.wants)
-        read(target)
+        finish_device_work(want.memory for want in target.filling.wants)
+        target.fill_zeros()
+        target.reads_shared = read(target, target.filling, count)
         emit("load.read")
-        return msgspec.msgpack.encode((target.bytes_needed, sum(target.reads)))
+        return msgspec.msgpack.encode((target.filling.num_bytes, sum(target.reads)))
+
+    def count(size: int) -> None:
+        target.reads.append(size)
+        emit("load.run_read", size)
 
     def put_back() -> bytes:
         nonlocal result
@@ -191,9 +206,67 @@ def load_into(
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    on_report(_with_totals(target.report(extra), totals))
+    unchecked = _unchecked(stored, extra, url, exchange.rank)
+    report = dataclasses.replace(target.report(extra), unchecked=unchecked)
+    on_report(_with_totals(report, totals))
     emit("load.done")
     return result
+
+
+def _match(
+    state: Any,
+    stored: StoredState,
+    url: str,
+    exchange: Exchange,
+    options: LoadOptions,
+    *,
+    transform: Transform | None,
+    read: Read,
+    check: Callable[[Target], None],
+) -> tuple[Target, list[str]]:
+    """Plan a target; the target, and the stored names that no rank asks for. Collective.
+
+    Args and errors are those of `load_into`.
+    """
+    target = Target(stored, url, options)
+
+    def checked(bits: bytes) -> bytes:
+        check(target)
+        return (_COMPARES if target.comparisons.checks else _COMPARES_NOT) + bits
+
+    if transform is None:
+        replies = run_on_all(exchange, lambda: checked(target.prepare(state)))
+    else:
+        target = changed = TransformedTarget(stored, url, options, transform)
+        first = run_on_all(exchange, lambda: changed.describe(state))
+        tables = run_on_all(exchange, lambda: changed.describe_again(state, first))
+        replies = run_on_all(exchange, lambda: checked(changed.prepare_among(tables)))
+    if any(reply.startswith(_COMPARES) for reply in replies):
+        run_on_all(exchange, lambda: _compare(target, read))
+    extra = _unexpected_names(stored, [reply[1:] for reply in replies])
+    if extra and options.refuse_unexpected:
+        raise MismatchError(
+            f"{url} holds {len(extra)} names that no rank asks for: {_listed(extra)}",
+            unexpected=tuple(extra),
+        )
+    if target.description.dropped and exchange.rank == 0:
+        _LOGGER.warning(
+            "%d entries of plain dicts are not in %s and go, for such a dict is replaced whole: %s",
+            len(target.description.dropped),
+            url,
+            _listed(target.description.dropped),
+        )
+    return target, extra
+
+
+_COMPARES, _COMPARES_NOT = b"c", b"-"
+
+
+def _compare(target: Target, read: Read) -> bytes:
+    """Read and compare what a target needs to have equal. Collective."""
+    read(target, target.comparisons.wanted, lambda _size: None)
+    target.refuse_unequal()
+    return b""
 
 
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
@@ -208,12 +281,17 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
         StateError: If it is not clear which format it has.
     """
     place = source if isinstance(source, Place) else place_of(source)
-    index, document = msgspec.msgpack.decode(
+    index, document, identity = msgspec.msgpack.decode(
         run_on_one(exchange, lambda: msgspec.msgpack.encode(read_encoded(place))),
-        type=tuple[bytes, bytes],
+        type=tuple[bytes, bytes, str],
     )
     where = place.storage.url
-    return StoredState(Index.decode(index, where), ValuesDocument.decode(document, where))
+    return StoredState(
+        Index.decode(index, where),
+        ValuesDocument.decode(document, where),
+        identity,
+        exchange.rank,
+    )
 
 
 def _with_totals(report: RestoreReport, replies: list[bytes]) -> RestoreReport:
@@ -224,6 +302,17 @@ def _with_totals(report: RestoreReport, replies: list[bytes]) -> RestoreReport:
         group_bytes_needed=sum(needed for needed, _ in totals),
         group_bytes_read=sum(num_read for _, num_read in totals),
     )
+
+
+def _unchecked(
+    stored: StoredState, not_asked: Iterable[str], url: str, rank: int
+) -> tuple[str, ...]:
+    """The names which ranks have asked for that no digest proves; rank 0 warns of them."""
+    found = tuple(sorted(set(stored.document.unchecked_names).difference(not_asked)))
+    if found and rank == 0:
+        text = "%s was repaired, and no digest proves that these are what was saved: %s"
+        _LOGGER.warning(text, url, _listed(found))
+    return found
 
 
 def dealer_of(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Dealer | None:
@@ -243,7 +332,8 @@ def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:
     for reply in replies:
         bits = np.unpackbits(np.frombuffer(reply, dtype=np.uint8), count=len(names))
         asked |= bits.astype(np.bool_)
-    return [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
+    extra = [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
+    return without_buffers_of_ranks(names, extra)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ import numpy as np
 
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
-from remesh.geometry import Box, IntArray, boxes_of_flat_range
+from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, TensorTable
-from remesh.integrity import hex_digest
 from remesh.memory import (
     CopyQueue,
     HostMemory,
     Memory,
-    contiguous_bytes,
     memory_of_numpy,
 )
 from remesh.pipeline.arena import Pin
@@ -38,12 +35,6 @@ from remesh.state import (
     TensorEntry,
     describe,
 )
-
-SAMPLE_BLOCKS = 8
-"""How many stretches of a tensor are compared between ranks that are assumed to hold copies."""
-
-SAMPLE_BLOCK_BYTES = 8 << 10
-"""Bytes of each; what is no larger than all of them together is compared as a whole."""
 
 
 def exchange_of(group: Any) -> Exchange:
@@ -164,9 +155,9 @@ def device_staging(memories: Iterable[Memory]) -> DeviceStaging | None:
 
 def devices_of(memories: Iterable[Memory]) -> list[str]:
     """The CUDA devices that hold any of the memories."""
-    # Nearly all memories are the host's; to ask each for its span would take much longer.
-    spans = [memory.span for memory in memories if not isinstance(memory, HostMemory)]
-    found = {span[0] for span in spans if span is not None}
+    # Nearly all memories are the host's; to ask each for its layout would take much longer.
+    layouts = [memory.layout for memory in memories if not isinstance(memory, HostMemory)]
+    found = {layout.device for layout in layouts if layout is not None}
     return sorted(device for device in found if device.startswith("cuda"))
 
 
@@ -178,12 +169,14 @@ class LocalTensors:
         boxes: Their table.
         roles: Role of each.
         memories: Memory of each.
+        parts: Array of each.
         aliases: Names that are the same memory as another: alias → name.
     """
 
     boxes: BoxTable
     roles: IntArray
     memories: list[Memory]
+    parts: list[ArrayLike]
     aliases: dict[str, str]
 
 
@@ -200,6 +193,7 @@ def tensors_to_store(description: Description) -> LocalTensors:
     boxes: list[tuple[int, Box]] = []
     roles: list[int] = []
     memories: list[Memory] = []
+    arrays: list[ArrayLike] = []
     for entry in entries:
         row = rows.setdefault(entry.name, len(rows))
         what = (entry.name, entry.dtype, entry.global_shape)
@@ -211,10 +205,11 @@ def tensors_to_store(description: Description) -> LocalTensors:
             boxes.append((row, part.box))
             roles.append(int(entry.role))
             memories.append(memory_of(part.data, entry.name))
+            arrays.append(part.data)
     if len(boxes) > len(tensors):
         _refuse_equal_claims(tensors, boxes, roles)
     table = BoxTable.of(TensorTable.of(tensors), boxes)
-    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, aliases)
+    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, arrays, aliases)
 
 
 def _refuse_equal_claims(
@@ -256,54 +251,3 @@ def with_all_names(entries: list[TensorEntry]) -> list[tuple[TensorEntry, list[s
     for alias, name in aliases.items():
         names[name].append(alias)
     return [(entry, names[entry.name]) for entry in kept]
-
-
-def sample_digests(tensors: LocalTensors) -> list[str]:
-    """For each box, a digest of stretches of its elements if its copies are only assumed equal.
-
-    Undeclared shards of one shape differ almost surely in them. The digest is empty for boxes that
-    a framework keeps equal.
-    """
-    samples = []
-    for row, memory in enumerate(tensors.memories):
-        if tensors.roles[row] != Role.ASSUMED:
-            samples.append("")
-            continue
-        box = tensors.boxes.box(row)
-        dtype = tensors.boxes.tensors.dtype(int(tensors.boxes.tensor[row]))
-        ranges = sample_ranges(box.shape, dtype.itemsize)
-        plain = contiguous_bytes(memory)
-        if plain is not None:
-            size = dtype.itemsize
-            data = [plain[start * size : stop * size] for start, stop in ranges]
-            samples.append(hex_digest(np.concatenate(data).tobytes()))
-            continue
-        elements = []
-        for start, stop in ranges:
-            for part in boxes_of_flat_range(box.shape, start, stop):
-                values = np.empty(part.shape, dtype.carrier)
-                memory.copy_out(part, values)
-                elements.append(values.tobytes())
-        samples.append(hex_digest(b"".join(elements)))
-    return samples
-
-
-def sample_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """The stretches of a box that are compared, as ranges of flat elements.
-
-    They are spread evenly from the first element to the last, and consist of whole rows if these
-    are short, for each stretch of a device's memory is then one copy.
-
-    Args:
-        shape: Shape of the box.
-        itemsize: Bytes of an element.
-    """
-    size = math.prod(shape)
-    length = SAMPLE_BLOCK_BYTES // itemsize
-    if size <= SAMPLE_BLOCKS * length:
-        return [(0, size)]
-    row = shape[-1] if shape[-1] <= length else 1
-    length -= length % row
-    last = (size - length) // row
-    starts = [last * number // (SAMPLE_BLOCKS - 1) * row for number in range(SAMPLE_BLOCKS)]
-    return [(start, start + length) for start in starts]

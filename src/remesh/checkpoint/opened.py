@@ -11,6 +11,7 @@ import numpy as np
 
 from remesh import values
 from remesh.checkpoint.stored import StoredState, read_box
+from remesh.coverage import tensors_with_holes
 from remesh.errors import StateError
 from remesh.formats import native
 from remesh.formats.building import exists
@@ -36,18 +37,23 @@ class VerifyReport:
         num_bytes: Their bytes.
         damages: Everything that is not as it was written; empty for a sound checkpoint.
         has_digests: Whether there was anything to compare with. Without, `ok` only says that all
-            files could be read and have their sizes.
+            files could be read, have their sizes, and hold all elements of all tensors.
+        unchecked: Names of tensors and values that a repair has taken over without a digest that
+            proves them. They are what the repair found, and may not be what was saved.
+        incomplete: Names of tensors of which some elements are stored nowhere.
     """
 
     num_files: int
     num_bytes: int
     damages: tuple[Damage, ...]
     has_digests: bool = True
+    unchecked: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is sound."""
-        return not self.damages
+        """Whether all is there, and all bytes are those that a save or a repair has written."""
+        return not self.damages and not self.incomplete
 
 
 class Checkpoint:
@@ -56,6 +62,9 @@ class Checkpoint:
     Opening reads the commit record, the index and the values, each checked against its digest.
     Tensors are read when they are asked for, and only the bytes that are needed. Checkpoints of
     other systems open the same way, without digests.
+
+    What is opened is one save. If another save replaces it, what was not read before is gone: then
+    reading raises `CheckpointReplacedError`, and the checkpoint may be opened again.
 
     Args:
         path: Directory of the checkpoint, or a `remesh.Source`.
@@ -70,7 +79,12 @@ class Checkpoint:
         place = place_of(path)
         self._storage = place.storage
         self._contents = read_contents(place)
-        self._stored = StoredState(self._contents.index, self._contents.document)
+        record = self._contents.record
+        self._stored = StoredState(
+            self._contents.index,
+            self._contents.document,
+            "" if record is None else native.identity_of(record),
+        )
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._storage.url!r})"
@@ -147,12 +161,15 @@ class Checkpoint:
         Raises:
             StateError: If there is no such tensor, or the box leaves it.
             CorruptCheckpointError: If stored bytes are missing or damaged.
+            CheckpointReplacedError: If the checkpoint was overwritten since it was opened.
+            CoverageError: If a part of the box is stored nowhere.
         """
         whole = Box.whole(self.tensor(name).shape)
         box = whole if box is None else box
         if box.ndim != whole.ndim or not whole.contains(box):
             raise StateError(f"{name}: box {box} does not lie in shape {whole.shape}")
-        return read_box(self._storage, self.index, name, box)
+        with native.unless_replaced(self._storage, self._stored.identity):
+            return read_box(self._storage, self.index, name, box)
 
     def read(self, name: str, box: Box | None = None) -> Any:
         """Read a tensor or a box of it as a torch tensor on the CPU.
@@ -183,8 +200,9 @@ class Checkpoint:
     def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with its digest.
 
-        Checkpoints of other systems have no digests: then this finds files that cannot be read or
-        have another size than when the checkpoint was opened, and nothing else.
+        Tensors of which some elements are stored nowhere are found too. Checkpoints of other
+        systems have no digests: then this finds files that cannot be read or have another size
+        than when the checkpoint was opened, and nothing else.
 
         Args:
             on_progress: Called with the number of bytes that were checked, from several threads.
@@ -193,8 +211,16 @@ class Checkpoint:
             What was found; this does not raise for damage.
 
         Raises:
+            CheckpointReplacedError: If the checkpoint was overwritten since it was opened.
             StorageError: If the storage fails.
         """
+        with native.unless_replaced(self._storage, self._stored.identity):
+            report = self._verify(on_progress)
+        if not report.ok:
+            native.check_current(self._storage, self._stored.identity)
+        return report
+
+    def _verify(self, on_progress: Callable[[int], None] | None) -> VerifyReport:
         index, storage = self.index, self._storage
         damages = self._check_sizes()
         incomplete = {damage.path for damage in damages}
@@ -216,7 +242,14 @@ class Checkpoint:
         run_workers(4, len(spans), VERIFY_BYTES, check)
         num_bytes = sum(file.num_bytes for file in index.files)
         in_order = sorted(damages, key=lambda damage: (damage.path, damage.start))
-        return VerifyReport(len(index.files), num_bytes, tuple(in_order), bool(index.block_size))
+        return VerifyReport(
+            len(index.files),
+            num_bytes,
+            tuple(in_order),
+            bool(index.block_size),
+            self._stored.document.unchecked_names,
+            tuple(tensors_with_holes(index.boxes)),
+        )
 
     def _check_sizes(self) -> list[Damage]:
         """Data files that are missing or have another size, without reading them."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from remesh import __version__
@@ -25,12 +26,10 @@ from remesh.checkpoint.salvage import (
     FoundFile,
     FoundTensors,
     LostTensor,
-    SmallFiles,
-    SmallFileState,
     find_data_files,
-    find_small_files,
     put_together,
 )
+from remesh.checkpoint.small_files import SmallFiles, SmallFileState, find_small_files
 from remesh.dtypes import CarrierDType, DType
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
 from remesh.formats import native
@@ -73,8 +72,11 @@ class RepairReport:
             digest cannot.
         values: State of the values file, likewise.
         files: The data files.
-        saved: Names of the tensors that are whole.
-        unchecked: Those of them with bytes for which there is no digest to compare with.
+        saved: Names of the tensors that are saved.
+        unchecked: Names of tensors and values that are saved although no digest proves them. The
+            new checkpoint has these names, and loads and verifications tell them.
+        left_out: Names of tensors and values that seem whole and are left out, because no digest
+            proves them.
         lost: The tensors that are not whole, and where their holes are.
         lost_aliases: Further names of tensors that are lost.
         num_values: Values, lists and objects that are saved.
@@ -91,6 +93,7 @@ class RepairReport:
     files: tuple[FileReport, ...]
     saved: tuple[str, ...]
     unchecked: tuple[str, ...]
+    left_out: tuple[str, ...]
     lost: tuple[LostTensor, ...]
     lost_aliases: tuple[str, ...]
     num_values: int
@@ -99,9 +102,10 @@ class RepairReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was saved once is saved again."""
-        has_values = self.values in {"intact", "decodes"}
-        return has_values and self.knows_all and not self.lost and not self.lost_aliases
+        """Whether everything that was saved once is saved again, and digests prove it."""
+        is_proven = not self.unchecked and not self.left_out
+        is_whole = not self.lost and not self.lost_aliases
+        return self.values in {"intact", "decodes"} and self.knows_all and is_whole and is_proven
 
     @property
     def knows_all(self) -> bool:
@@ -138,17 +142,22 @@ class RepairPlan:
     report: RepairReport
 
 
-def repair(path: Any, target: Any, *, save_id: str | None = None) -> RepairReport:
+def repair(
+    path: Any, target: Any, *, save_id: str | None = None, keep_unchecked: bool = False
+) -> RepairReport:
     """Save what can be saved of a damaged checkpoint into a new one. Not collective.
 
-    Only whole tensors are saved, and never bytes that a digest proves to be wrong; the report says
-    what is lost and what no digest proves. Memory is bounded by what headers and index need.
+    Only whole tensors are saved, and only what a digest proves to be what was saved once; the
+    report says what is lost and what is left out. Memory is bounded by what headers and index need.
 
     Args:
         path: Directory of the damaged checkpoint, which is only read. Its commit record, index and
             values file may be damaged or gone.
         target: Directory of the new checkpoint: empty, or not there yet.
         save_id: Which save to look at, if `path` has files of several and no commit record.
+        keep_unchecked: Save also tensors and values that seem whole although no digest proves
+            them, which may be wrong. Their names are stored in the new checkpoint: a load that
+            reads them warns, and `verify` lists them.
 
     Returns:
         What was saved and what is lost.
@@ -159,19 +168,29 @@ def repair(path: Any, target: Any, *, save_id: str | None = None) -> RepairRepor
         FormatVersionError: If a newer remesh wrote the checkpoint.
         StorageError: If the storage of the target fails.
     """
-    return write_repaired(plan_repair(path, save_id=save_id), target)
+    return write_repaired(plan_repair(path, save_id=save_id, keep_unchecked=keep_unchecked), target)
 
 
-def plan_repair(path: Any, *, save_id: str | None = None) -> RepairPlan:
+def plan_repair(
+    path: Any, *, save_id: str | None = None, keep_unchecked: bool = False
+) -> RepairPlan:
     """Find out what `repair` would save, reading everything and writing nothing.
 
     Args and errors are those of `repair`.
     """
     storage = open_storage(path)
-    small = find_small_files(storage, save_id)
-    files = tuple(find_data_files(storage, small))
-    tensors = put_together(small, files)
-    document, lost_aliases = _document(small, tensors)
+
+    def read() -> tuple[SmallFiles, tuple[FoundFile, ...]]:
+        small = find_small_files(storage, save_id)
+        identity = "" if small.record is None else native.identity_of(small.record)
+        with native.unless_replaced(storage, identity):
+            files = tuple(find_data_files(storage, small))
+        native.check_current(storage, identity)
+        return small, files
+
+    small, files = native.begin_anew(read)
+    tensors = put_together(small, files, keep_unchecked=keep_unchecked)
+    document, lost_aliases, left_out = _document(small, tensors, keep_unchecked)
     report = RepairReport(
         source=storage.url,
         target="",
@@ -181,7 +200,8 @@ def plan_repair(path: Any, *, save_id: str | None = None) -> RepairPlan:
         values=small.values_state,
         files=tuple(FileReport(file.path, file.state, file.problem) for file in files),
         saved=tensors.boxes.tensors.names,
-        unchecked=tensors.unchecked,
+        unchecked=document.unchecked_names,
+        left_out=left_out,
         lost=tensors.lost,
         lost_aliases=lost_aliases,
         num_values=len(document.values) + len(document.lists) + len(document.objects),
@@ -217,19 +237,37 @@ def _notes(report: RepairReport) -> Iterable[str]:
 
 
 def _document(
-    small: SmallFiles, tensors: FoundTensors
-) -> tuple[native.ValuesDocument, tuple[str, ...]]:
-    """The values of the new checkpoint, and the aliases that it loses."""
+    small: SmallFiles, tensors: FoundTensors, keep_unchecked: bool
+) -> tuple[native.ValuesDocument, tuple[str, ...], tuple[str, ...]]:
+    """The values of the new checkpoint, the aliases that it loses, and the names left out."""
     document = native.ValuesDocument() if small.document is None else small.document
     aliases: Mapping[str, str] = document.aliases
+    proves_aliases = small.values_state == "intact"
     if small.document is None and small.index is not None and small.index_state != "damaged":
-        aliases = small.index.aliases
+        aliases, proves_aliases = small.index.aliases, small.index_state == "intact"
     names = set(tensors.boxes.tensors.names)
-    kept = {alias: name for alias, name in aliases.items() if name in names}
-    lost = tuple(alias for alias in aliases if alias not in kept)
+    unchecked = set(tensors.unchecked)
+    if not proves_aliases:
+        unchecked |= {alias for alias, name in aliases.items() if name in names | unchecked}
+    unchecked |= {alias for alias, name in aliases.items() if name in unchecked}
+    if small.values_state == "decodes":
+        unchecked.update((*document.values, *document.lists, *document.objects))
+        if not keep_unchecked:
+            document = native.ValuesDocument()
+    left_out = () if keep_unchecked else tuple(sorted(unchecked))
+    kept = {
+        alias: name
+        for alias, name in aliases.items()
+        if name in names and (keep_unchecked or alias not in unchecked)
+    }
+    lost = tuple(alias for alias in aliases if alias not in kept and alias not in left_out)
     holders = (names, kept, document.values, document.lists, document.objects)
     there = [document.path_of(name) for holder in holders for name in holder]
-    gone = [document.path_of(name) for name in (*lost, *(tensor.name for tensor in tensors.lost))]
+    missing = (*lost, *left_out, *(tensor.name for tensor in tensors.lost))
+    gone = [document.path_of(name) for name in missing]
+    marked = {name for name in document.unchecked_names if any(name in held for held in holders)}
+    if keep_unchecked:
+        marked |= unchecked
     new = native.ValuesDocument(
         document.values,
         document.lists,
@@ -237,8 +275,9 @@ def _document(
         document.paths,
         _whole_sequences(document, there, gone),
         kept,
+        sorted(marked) or msgspec.UNSET,
     )
-    return new, lost
+    return new, lost, left_out
 
 
 def _whole_sequences(
@@ -269,7 +308,10 @@ def write_repaired(plan: RepairPlan, target: Any) -> RepairReport:
     Args and errors are those of `repair`.
     """
     if plan.report.is_empty:
-        raise CheckpointError(f"{plan.storage.url}: nothing can be saved; load another checkpoint")
+        hint = "; keep_unchecked=True saves what no digest proves" if plan.report.left_out else ""
+        raise CheckpointError(
+            f"{plan.storage.url}: nothing can be saved; load another checkpoint{hint}"
+        )
     storage = open_storage(target)
     _check_target(plan.storage, storage)
     save_id = os.urandom(6).hex()
@@ -421,8 +463,8 @@ class _StoredMemory:
         return self.dtype.carrier
 
     @property
-    def span(self) -> None:
-        """See `Memory.span`; this is not in memory."""
+    def layout(self) -> None:
+        """See `Memory.layout`; this is not in memory."""
         return
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:

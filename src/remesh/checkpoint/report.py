@@ -19,10 +19,14 @@ class RestoreReport:
         missing: Names that the state has and the checkpoint lacks; they kept what they had.
         kept: Names that a transformation says to leave as they are.
         unexpected: Names that the checkpoint holds and no rank asked for.
+        unchecked: Names that ranks asked for and that a repair has taken over without a digest that
+            proves them: they may be wrong.
         bytes_needed: Bytes of tensor data that this rank wanted, in stored dtypes.
         bytes_read: Bytes that this rank read from data files.
         num_reads: Read requests.
         seconds: Wall time of the load.
+        dropped: Entries of plain dicts that the state had and the checkpoint lacks; such a dict is
+            replaced whole.
         reads_shared: Whether ranks read for each other.
         group_bytes_needed: Bytes of tensor data that all ranks wanted.
         group_bytes_read: Bytes that all ranks read from data files.
@@ -39,9 +43,11 @@ class RestoreReport:
     bytes_read: int
     num_reads: int
     seconds: float
+    dropped: tuple[str, ...] = ()
     reads_shared: bool = False
     group_bytes_needed: int = 0
     group_bytes_read: int = 0
+    unchecked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = [
@@ -54,6 +60,8 @@ class RestoreReport:
                 ("missing", self.missing),
                 ("kept", self.kept),
                 ("unexpected", self.unexpected),
+                ("dropped", self.dropped),
+                ("unchecked", self.unchecked),
             )
             if names or kind == "restored"
         ]
@@ -83,3 +91,4 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    new_parameters: bool = False

@@ -14,26 +14,25 @@ The files of one save are looked at one after the other:
    not in a bad block.
 4. A tensor is whole if its good pieces cover it exactly once.
 
-Bytes for which there is no old digest are taken as they are, and the report says of which tensors.
+Bytes for which there is no old digest may be wrong: in a file that has lost its first bytes, all
+pieces seem to be there. Tensors with such bytes are *unchecked*, and taken only on request.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remesh import values
+from remesh.checkpoint.small_files import SmallFiles
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
@@ -41,7 +40,7 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.geometry import Box, uncovered
 from remesh.index import BoxTable, Index, TensorTable
-from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests, hex_digest
+from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests
 from remesh.pipeline.workers import run_workers
 from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.storage import Buffer, Storage
@@ -49,41 +48,9 @@ from remesh.storage import Buffer, Storage
 READ_BYTES = 8 * BLOCK_SIZE
 """Bytes read at a time."""
 
-SmallFileState = Literal["intact", "decodes", "damaged", "missing"]
 DataFileState = Literal["sound", "damaged", "truncated", "unreadable", "missing"]
 
-_FOLDER = re.compile(r"data-([0-9a-f]+)/.+", re.DOTALL)
-
 _Flags = npt.NDArray[np.bool_]
-_Decoded = TypeVar("_Decoded")
-
-
-@dataclass(frozen=True, slots=True)
-class SmallFiles:
-    """The small files of a save, as far as there is anything of them.
-
-    Attributes:
-        save_id: Names the save.
-        record: The commit record, if it is readable.
-        index: The index, if it decodes.
-        document: The values, if they decode and are not known to be damaged.
-        record_state: What is known of the record; it carries its own digest.
-        index_state: What is known of the index. It may decode and be damaged all the same.
-        values_state: What is known of the values file.
-    """
-
-    save_id: str
-    record: native.CommitRecord | None
-    index: Index | None
-    document: native.ValuesDocument | None
-    record_state: SmallFileState
-    index_state: SmallFileState
-    values_state: SmallFileState
-
-    @property
-    def trusted_index(self) -> Index | None:
-        """The index, if its digest proves it."""
-        return self.index if self.index_state == "intact" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,100 +111,6 @@ class FoundFile:
 def _blocks_of(piece: FoundPiece) -> slice:
     stop = -(-(piece.position + piece.num_bytes) // BLOCK_SIZE)
     return slice(piece.position // BLOCK_SIZE, stop)
-
-
-# ---------------------------------------------------------------------------------------------
-# Small files
-# ---------------------------------------------------------------------------------------------
-
-
-def find_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
-    """Find the save, and read what there is of its small files.
-
-    Args:
-        storage: The damaged checkpoint.
-        save_id: The save, if the caller names it.
-
-    Raises:
-        CheckpointNotFoundError: If there are no files of a save.
-        CheckpointError: If there are files of several saves and nothing says which is meant.
-        FormatVersionError: If a newer remesh wrote the record.
-    """
-    record, record_state = _read_record(storage)
-    if save_id is not None and (record is None or record.save_id != save_id):
-        record, record_state = None, "missing"
-    if save_id is None:
-        save_id = record.save_id if record is not None else _only_save(storage)
-    elif not storage.list(f"{native.data_folder(save_id)}/"):
-        raise CheckpointNotFoundError(f"{storage.url}: there are no files of a save {save_id!r}")
-    folder = native.data_folder(save_id)
-
-    def read(
-        name: str, file: native.FileRecord | None, decode: Callable[[bytes, str], _Decoded]
-    ) -> tuple[_Decoded | None, SmallFileState]:
-        path = f"{folder}/{name}" if file is None else file.path
-        try:
-            data = storage.read(path)
-        except CheckpointNotFoundError:
-            return None, "missing"
-        except StorageError:
-            return None, "damaged"
-        try:
-            decoded = decode(data, path)
-        except CorruptCheckpointError:
-            return None, "damaged"
-        if file is None:
-            return decoded, "decodes"
-        is_intact = len(data) == file.num_bytes and hex_digest(data) == file.digest
-        return decoded, "intact" if is_intact else "damaged"
-
-    index_file, values_file = (None, None) if record is None else (record.index, record.values)
-    index, index_state = read("index.safetensors", index_file, Index.decode)
-    document, values_state = read("values.msgpack", values_file, _decode_values)
-    return SmallFiles(
-        save_id,
-        record,
-        index,
-        document if values_state != "damaged" else None,
-        record_state,
-        index_state,
-        values_state,
-    )
-
-
-def _read_record(storage: Storage) -> tuple[native.CommitRecord | None, SmallFileState]:
-    try:
-        return native.read_record(storage), "intact"
-    except CheckpointNotFoundError:
-        return None, "missing"
-    except (CorruptCheckpointError, StorageError):
-        return None, "damaged"
-
-
-def _only_save(storage: Storage) -> str:
-    """The save whose files lie there."""
-    found = (_FOLDER.fullmatch(path) for path in storage.list())
-    saves = sorted({match[1] for match in found if match is not None})
-    if not saves:
-        raise CheckpointNotFoundError(
-            f"{storage.url}: nothing to repair, there is no folder data-<save id> with files"
-        )
-    if len(saves) > 1:
-        raise CheckpointError(
-            f"{storage.url} has files of {len(saves)} saves and no readable {native.RECORD_NAME} "
-            f"that says which is the checkpoint. Name one of them: {', '.join(saves)}"
-        )
-    return saves[0]
-
-
-def _decode_values(data: bytes, where: str) -> native.ValuesDocument:
-    """The document, if every value in it decodes as well."""
-    document = native.ValuesDocument.decode(data, where)
-    for raw in document.values.values():
-        values.decode(bytes(raw))
-    for element in document.objects.values():
-        values.decode(bytes(element.value))
-    return document
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,6 +205,9 @@ def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
     elif header is None or problem or bad[: -(-header.data_start // BLOCK_SIZE)].any():
         why = problem or f"{path}: its header is damaged"
         return FoundFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
+    elif not is_checked[: -(-header.data_start // BLOCK_SIZE)].all():
+        # Bytes may be proven, but not what they are.
+        is_checked = np.zeros_like(is_checked)
     state, why = _state_of(size, expected, bad, unreadable, problem)
     return FoundFile(path, num_bytes, state, why, digests, bad, is_checked, pieces)
 
@@ -507,7 +383,7 @@ class FoundTensors:
         boxes: Pieces of the whole tensors, sorted by tensor.
         file: Row of the file of each piece in the list of files.
         position: First byte of each piece there.
-        unchecked: Names of whole tensors with bytes that no old digest proves.
+        unchecked: Names of whole tensors that no old digest proves, whether they are kept or not.
         lost: The tensors that are not whole.
     """
 
@@ -522,8 +398,16 @@ _Kind = tuple[str, tuple[int, ...]]
 """Dtype name and global shape of a tensor."""
 
 
-def put_together(small: SmallFiles, files: Sequence[FoundFile]) -> FoundTensors:
-    """Find out which tensors are whole."""
+def put_together(
+    small: SmallFiles, files: Sequence[FoundFile], *, keep_unchecked: bool
+) -> FoundTensors:
+    """Find out which tensors are whole.
+
+    Args:
+        small: The small files.
+        files: The data files.
+        keep_unchecked: Whether to keep tensors that no digest proves.
+    """
     kinds, contradicted = _kinds(small, files)
     rows = {name: row for row, name in enumerate(kinds)}
     table = TensorTable.of([(name, *kind) for name, kind in kinds.items()])
@@ -543,10 +427,16 @@ def put_together(small: SmallFiles, files: Sequence[FoundFile]) -> FoundTensors:
     boxes = BoxTable.of(table, [(row, piece.box) for row, _, piece in good])
     torn = set(faulty_tensors(boxes)) | {rows[name] for name in contradicted}
     whole = [row for row in range(len(table)) if row not in torn]
-    kept = [found for found in good if found[0] not in torn]
-    new_rows = {row: number for number, row in enumerate(whole)}
     names = table.names
-    unproven = {p.name for _, number, p in kept if not files[number].is_proven(p)}
+    unproven = {p.name for _, number, p in good if not files[number].is_proven(p)}
+    if small.trusted_index is None:
+        # Of tensors without elements there is nothing but the word of an index.
+        unproven |= set(names) - {piece.name for _, _, piece in good}
+    unchecked = tuple(names[row] for row in whole if names[row] in unproven)
+    if not keep_unchecked:
+        whole = [row for row in whole if names[row] not in unproven]
+    new_rows = {row: number for number, row in enumerate(whole)}
+    kept = [found for found in good if found[0] in new_rows]
     of_torn: dict[int, list[Box]] = {row: [] for row in sorted(torn)}
     for row, _, piece in good:
         if row in torn:
@@ -558,7 +448,7 @@ def put_together(small: SmallFiles, files: Sequence[FoundFile]) -> FoundTensors:
         ),
         np.array([number for _, number, _ in kept], dtype=np.int64),
         np.array([piece.position for _, _, piece in kept], dtype=np.int64),
-        tuple(names[row] for row in whole if names[row] in unproven),
+        unchecked,
         tuple(
             LostTensor(
                 names[row],

@@ -16,16 +16,16 @@ exchange, so it reaches every rank, even if only one of them knew.
 from __future__ import annotations
 
 import functools
-import os
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.agreement import Agreement, PlanCache, agree
 from remesh.checkpoint.background import Task
+from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.handle import Progress, SaveHandle
 from remesh.checkpoint.local import (
     describe_local,
@@ -33,14 +33,15 @@ from remesh.checkpoint.local import (
     exchange_of,
     tensors_to_store,
 )
-from remesh.checkpoint.saving import save_agreed
-from remesh.checkpoint.staged_save import SaveInProcess, SaveInThread
+from remesh.checkpoint.saving import options_of, save_agreed
+from remesh.checkpoint.staged_save import SaveInProcess, SaveInThread, StagedSave
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.writer_process import WriterProcess
 from remesh.errors import StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange
 from remesh.formats import native
+from remesh.host_memory import available_memory
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
@@ -48,8 +49,10 @@ from remesh.storage import LocalStorage, Storage, open_storage
 
 __all__ = ["Progress", "SaveHandle", "Saver", "free_host_bytes", "save_async"]
 
+_LOGGER = logging.getLogger("remesh")
+
 ARENA_SHARE = 0.5
-"""Part of the free host memory that the arenas of a machine take at most, if nothing is said."""
+"""Part of the available memory that the arenas of a machine take at most, if nothing is said."""
 
 
 class Saver:
@@ -67,12 +70,15 @@ class Saver:
             does one to a place where another one is still being written.
         arena_bytes: Host memory for staging on this rank; by default as much as its share of the
             state for each save in flight, but all ranks of a machine together at most half of the
-            memory that is free. With less than the rank's share, staging waits for the disk.
+            memory that is free within the container's limits. With less than the rank's share,
+            staging waits for the disk.
         deadline: Seconds without the end of a save in sight after which its background gives up.
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
             so many seconds have passed: who has not finished, and who is slowest.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
             for its end, or aborts it.
+        buffers: See `remesh.save`.
+        verify_replicas: See `remesh.save`.
         on_event: See `remesh.save`. Also called from background threads; with a writer process
             shortly after the moment, so what it raises may come too late to stop the save.
 
@@ -80,7 +86,7 @@ class Saver:
         ValueError: If `max_in_flight` is less than 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
         self,
         state: Any = None,
         *,
@@ -91,6 +97,8 @@ class Saver:
         deadline: float = 1800.0,
         report_seconds: float = 60.0,
         at_exit: Literal["wait", "abort"] = "wait",
+        buffers: Buffers | None = None,
+        verify_replicas: bool = False,
         on_event: OnEvent = ignore,
     ) -> None:
         if max_in_flight < 1:
@@ -102,6 +110,8 @@ class Saver:
         self._deadline = deadline
         self._report_seconds = report_seconds
         self._at_exit = at_exit
+        self._buffers = check_buffers(buffers)
+        self._verify_replicas = verify_replicas
         self._on_event = on_event
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
@@ -167,7 +177,7 @@ class Saver:
         metadata: Mapping[str, object] | None = None,
     ) -> None:
         """Like `remesh.save`, with the plan of earlier saves. Collective."""
-        options = SaveOptions(overwrite, dict(metadata or {}))
+        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas)
         save_agreed(
             state,
             path,
@@ -200,20 +210,37 @@ class Saver:
         exchange = exchange_of(self._group)
         storage = open_storage(path)
         emit = timed(emitter(self._on_event, exchange.rank), "save", exchange.rank, storage.url)
-        options = SaveOptions(overwrite, dict(metadata or {}))
+        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas, meets=True)
 
         def make_room() -> None:
             if self._has_process:
                 _place_for_process(path, storage)
             self._wait_for_turn(storage.url)
 
-        mine = agree(
-            exchange, storage, state, options, cache=self._cache, emit=emit, first=make_room
-        )
-        self._set_budget(mine.layout.num_bytes)
-        save = self._staged_save(exchange, path, storage, mine, emit)
+        started: list[StagedSave] = []
+
+        def start(mine: Agreement) -> None:
+            self._set_budget(mine.layout.num_bytes)
+            started.append(self._staged_save(exchange, path, storage, mine, emit))
+            started[0].start(daemon=self._at_exit == "abort")
+
+        try:
+            mine = agree(
+                exchange,
+                storage,
+                state,
+                options,
+                cache=self._cache,
+                emit=emit,
+                first=make_room,
+                begin=start,
+            )
+        except BaseException as error:
+            for save in started:
+                save.withdraw(error)
+            raise
+        [save] = started
         self._in_flight.append(save.handle)
-        save.start(daemon=self._at_exit == "abort")
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
         self._warm_beside(mine.layout.num_bytes, save.handle.wait_ended)
@@ -287,8 +314,14 @@ class Saver:
                 after()
             self._arena.warm(num_bytes)
 
-        self._warming = threading.Thread(target=warm, name="remesh-warm", daemon=True)
-        self._warming.start()
+        warming = threading.Thread(target=warm, name="remesh-warm", daemon=True)
+        try:
+            warming.start()
+        except (RuntimeError, MemoryError) as error:
+            # The save that needs the memory gets it by itself, only later.
+            _LOGGER.warning("memory for the next save is not made ready ahead: %s", error)
+        else:
+            self._warming = warming
 
     def _wait_for_turn(self, url: str) -> None:
         """Wait until another save may begin; raise the failure of one that had to be waited for.
@@ -346,16 +379,9 @@ def _place_for_process(path: Any, storage: Storage) -> str:
 
 
 def free_host_bytes() -> int:
-    """Host memory that this rank may take for staging."""
-    return int(_available_bytes() * ARENA_SHARE) // max(run_info().local_world_size, 1)
-
-
-def _available_bytes() -> int:
-    """Memory that is free or holds a cache that can be dropped."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Host memory that this rank may take for staging; none if the system does not say."""
+    available = available_memory() or 0
+    return int(available * ARENA_SHARE) // max(run_info().local_world_size, 1)
 
 
 @functools.cache

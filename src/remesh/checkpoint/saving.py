@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import commit, remove_files, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stopwatch import timed
+from remesh.errors import NotSharedError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import run_joined
 from remesh.formats import native
@@ -32,6 +34,8 @@ def save(
     *,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
+    buffers: Buffers | None = None,
+    verify_replicas: bool = False,
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> None:
@@ -46,19 +50,51 @@ def save(
         overwrite: Replace a checkpoint that is there. Readers see the old one until the new one is
             committed; its files are removed afterwards.
         metadata: What to record beside the state: a JSON object, taken from rank 0.
+        buffers: Whose buffers of modules are stored where those of ranks differ, such as running
+            statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
+            (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
+            the same number, and to others those of the lowest. None: they must be equal, or are
+            those that the framework takes (DDP: rank 0's).
+        verify_replicas: Compare every byte of all copies that ranks hold of one tensor, also of
+            those that a framework or a description says are equal. Otherwise only plain tensors
+            under one name are compared completely.
         group: A torch process group or an `Exchange`; by default torch's default group if it is
             initialised, else this process alone.
         on_event: Told of the moments in `remesh.events.SAVE_POINTS`.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
+        DivergedReplicaError: If ranks hold different values of what should be copies.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
         NoSpaceError: If there is too little room, which is found before writing where possible.
+        NotSharedError: If the ranks do not save to one place that all of them reach.
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
-    options = SaveOptions(overwrite, dict(metadata or {}))
+    options = options_of(overwrite, metadata, buffers, verify_replicas)
     save_agreed(state, path, options, group=group, cache=PlanCache(), on_event=on_event)
+
+
+def options_of(
+    overwrite: bool,
+    metadata: Mapping[str, object] | None,
+    buffers: Buffers | None,
+    verify_replicas: bool,
+    *,
+    meets: bool = False,
+) -> SaveOptions:
+    """What the caller of a save asked for.
+
+    Raises:
+        StateError: If there is no such choice of buffers.
+    """
+    return SaveOptions(
+        overwrite,
+        dict(metadata or {}),
+        meets=meets,
+        buffers=check_buffers(buffers),
+        compares="all" if verify_replicas else "whole",
+    )
 
 
 def save_agreed(
@@ -85,7 +121,12 @@ def save_agreed(
         commit(storage, mine.coordinator, parts, emit)
         return [b""] * exchange.world_size
 
-    run_joined(exchange, write, join, lambda: remove_files(storage, mine.save_id))
+    try:
+        run_joined(exchange, write, join, lambda: remove_files(storage, mine.save_id))
+    except NotSharedError:
+        # Rank 0 has removed what it sees; this rank's file lies elsewhere.
+        remove_files(storage, mine.save_id)
+        raise
     emit("save.done")
 
 

@@ -31,12 +31,14 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import remove_files, small_files_of
+from remesh.checkpoint.comparing import Wanted
 from remesh.checkpoint.loading import load_into
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.saving import part_of
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import LoadOptions, Target
+from remesh.checkpoint.target import LoadOptions, Target, read_wanted
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -111,6 +113,7 @@ def save_scattered(
     exchange: Exchange,
     *,
     metadata: Mapping[str, object],
+    buffers: Buffers | None = None,
     num_replicas: int,
     cache: PlanCache,
     first: Callable[[], None],
@@ -124,6 +127,7 @@ def save_scattered(
         nodes: Which ranks share a place.
         exchange: The ranks.
         metadata: See `remesh.save`; `first` may still change it.
+        buffers: See `remesh.save`.
         num_replicas: On how many further nodes each file lies, if there are so many.
         cache: The plan of the last save.
         first: What this rank does before; all ranks raise its failure.
@@ -132,7 +136,7 @@ def save_scattered(
     Raises:
         RemeshError: As `remesh.save`. What was written is removed, unless it may be complete.
     """
-    options = SaveOptions(overwrite=True, metadata=metadata)
+    options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
     mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
     parts: list[native.Part] = []
 
@@ -399,14 +403,17 @@ def load_scattered(
         [_owner(number, found, nodes) for number in range(len(found.holders))], dtype=np.int64
     )
 
-    def read(target: Target) -> None:
+    def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
         dealer = None if all_have_all else _dealer_to(owners, target)
-        target.read(lambda size: emit("load.run_read", size), exchange, dealer, Patience())
+        limits, patience = target.limits, Patience()
+        return read_wanted(
+            storage, exchange, wanted, on_run, limits=limits, dealer=dealer, patience=patience
+        )
 
     return load_into(
         state,
         stored,
-        storage,
+        storage.url,
         exchange,
         options,
         transform=transform,
@@ -429,7 +436,9 @@ def _open(storage: Storage, found: Scattered, nodes: Nodes, exchange: Exchange) 
     reply = run_joined(exchange, give, lambda replies: [replies[giver]] * len(replies))
     index, values = msgspec.msgpack.decode(reply, type=tuple[bytes, bytes])
     return StoredState(
-        Index.decode(index, found.name), native.ValuesDocument.decode(values, found.name)
+        Index.decode(index, found.name),
+        native.ValuesDocument.decode(values, found.name),
+        rank=exchange.rank,
     )
 
 

@@ -1,7 +1,9 @@
 """One asynchronous save on this rank: a stager here, and its writer in a thread or a process.
 
-The trainer's thread calls `start` and then `stage`, which returns when the trainer may go on. The
-rest happens by itself, and the handle tells of it.
+The trainer's thread calls `start`, which takes what may be refused (threads, memory) and changes
+nothing outside of this process. When all ranks have started, it calls `stage`, which returns when
+the trainer may go on. The rest happens by itself, and the handle tells of it. If another rank could
+not start, it calls `withdraw` instead.
 """
 
 from __future__ import annotations
@@ -50,10 +52,22 @@ class StagedSave:
         self._stager = Stager(layout, arena, self._hand_over, copies)
         self.handle = SaveHandle(self._status, self._cancel)
 
+    def start(self, *, daemon: bool) -> None:
+        """Take what may be refused; unless `daemon`, the interpreter waits for the save's end."""
+        raise NotImplementedError
+
+    def withdraw(self, error: BaseException) -> None:
+        """End a save that was started, or could not be, before it has begun."""
+        self._end(error)
+
     def stage(self) -> None:
-        """Copy this rank's share out of the trainer's memory. A failure is the save's."""
+        """Begin, and copy this rank's share out of the trainer's memory.
+
+        A failure is the save's, and the other ranks are told of it through the storage.
+        """
         error: BaseException | None = None
         try:
+            self._begin()
             if self._task.path:
                 self._stager.stage(lambda size: self._see("save.chunk_staged", size))
             self._see("save.staged", self._task.num_bytes)
@@ -62,8 +76,8 @@ class StagedSave:
             if not isinstance(caught, Exception):
                 raise
         finally:
-            self._status.end_staging()
             self._end_staging(error)
+            self._status.end_staging()
 
     def _see(self, point: str, num_bytes: int = 0) -> None:
         self._status.see(point, num_bytes)
@@ -77,6 +91,9 @@ class StagedSave:
             except BaseException as caught:  # noqa: BLE001 - raised by whoever waits
                 error = caught
         self._status.end(error)
+
+    def _begin(self) -> None:
+        raise NotImplementedError
 
     def _hand_over(self, filled: Filled) -> None:
         raise NotImplementedError
@@ -103,19 +120,31 @@ class SaveInThread(StagedSave):
         super().__init__(task, layout, arena, emit=emit, copies=copies)
         self._writer = StagedWriter(arena.give, at_once=not self._stager.finds_room)
         self._background = Background(task, self._writer, self._see, self._stager.cancel)
+        self._may_begin = threading.Event()
 
     def start(self, *, daemon: bool) -> None:
-        """Let the thread begin; a daemon does not keep the interpreter from ending."""
+        """See `StagedSave.start`."""
         threading.Thread(target=self._run, name="remesh-save", daemon=daemon).start()
 
+    def withdraw(self, error: BaseException) -> None:
+        """See `StagedSave.withdraw`."""
+        super().withdraw(error)
+        self._may_begin.set()
+
+    def _begin(self) -> None:
+        self._may_begin.set()
+
     def _run(self) -> None:
-        self._end(self._background.run())
+        self._may_begin.wait()
+        if not self._status.ended.is_set():
+            self._end(self._background.run())
 
     def _hand_over(self, filled: Filled) -> None:
         self._writer.put(filled)
 
     def _end_staging(self, error: BaseException | None) -> None:
         self._background.end_staging(error)
+        self._may_begin.set()  # also if staging has failed before it began
 
     def _cancel(self) -> None:
         self._background.cancel()
@@ -151,11 +180,21 @@ class SaveInProcess(StagedSave):
         self._is_lost = False
         self._is_cancelled = False
         self._own_error: BaseException | None = None
+        self._coordination: bytes | None = None
 
     def start(self, *, daemon: bool) -> None:
-        """Tell the process; unless `daemon`, the interpreter does not end before the save."""
-        self._process.begin(self, self._first_message)
+        """See `StagedSave.start`."""
+        save = self._task.coordination
+        self._coordination = None if save is None else encode_coordination(save)
         threading.Thread(target=self._status.ended.wait, name="remesh-save", daemon=daemon).start()
+
+    def _begin(self) -> None:
+        """Tell the process. If it cannot be told, it is as good as dead."""
+        try:
+            self._process.begin(self, self._first_message)
+        except BaseException as error:
+            self._end(bury(self._task, error))
+            raise
 
     def free(self, slot: int) -> None:
         """See `Remote.free`."""
@@ -202,7 +241,6 @@ class SaveInProcess(StagedSave):
     def _first_message(self, number: int) -> Begin:
         self._number = number
         task = self._task
-        save = task.coordination
         return Begin(
             number,
             self._place,
@@ -215,7 +253,7 @@ class SaveInProcess(StagedSave):
             task.num_bytes,
             task.positions,
             not self._stager.finds_room,
-            None if save is None else encode_coordination(save),
+            self._coordination,
         )
 
     def _hand_over(self, filled: Filled) -> None:

@@ -27,11 +27,15 @@ class StoredState:
     Attributes:
         index: The tensors.
         document: Everything else.
+        identity: The commit record that refers to them (`native.identity_of`); "" if none does.
+        rank: The rank that loads, which gets its own buffers where they are stored for each rank.
         sequences: Paths of stored containers that were a `list` or a `tuple`.
     """
 
     index: Index
     document: native.ValuesDocument
+    identity: str = ""
+    rank: int | None = None
     sequences: Mapping[Path, str] = field(init=False)
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
     _containers: dict[str, Path] | None = field(default=None, init=False)
@@ -106,9 +110,11 @@ def read_box(storage: Storage, index: Index, name: str, box: Box) -> CarrierArra
 
     Raises:
         CorruptCheckpointError: If stored bytes are missing or damaged.
+        CoverageError: If no piece holds a part of the box.
     """
-    array = np.empty(box.shape, BY_NAME[index[name].dtype].carrier)
     wanted = BoxTable.of(index.boxes.tensors, [(index.row(name), box)])
+    # First the plan: what is not stored shall not take memory either.
     plan = plan_load(index, wanted, ReadLimits())
+    array = np.empty(box.shape, BY_NAME[index[name].dtype].carrier)
     read_runs(storage, index, plan, [Want(box.offset, HostMemory(array))], lambda _size: None)
     return array

@@ -1,6 +1,10 @@
 """One rank's state as the target of a load: compared, planned, filled, put back.
 
-Nothing in the state is touched before `read`.
+Nothing in the state is touched before `fill_zeros` and the reading of `filling`.
+
+Memory that is the target of two stored tensors, tied weights above all, can be filled only if both
+have the same values there. Names alone cannot tell that for tensors that are stored apart, so they
+are read first, into memory of their own, and compared (`checkpoint.comparing`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from remesh import values
+from remesh.checkpoint.buffers import own_buffers
+from remesh.checkpoint.comparing import Comparisons, Filled, Wanted, compare_shared
 from remesh.checkpoint.local import (
     casting_memory_of,
     collector_rests,
@@ -21,14 +27,15 @@ from remesh.checkpoint.local import (
     with_all_names,
 )
 from remesh.checkpoint.report import Findings, RestoreReport
-from remesh.checkpoint.stored import StoredState, read_box
+from remesh.checkpoint.stored import StoredState
+from remesh.dtypes import BY_NAME
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange
 from remesh.geometry import Box
-from remesh.index import BoxTable, StoredTensor
+from remesh.index import StoredTensor
 from remesh.memory import Memory
 from remesh.pipeline import Dealer, Patience, Want, read_together, read_watched
-from remesh.planner import LoadPlan, ReadLimits, plan_load
+from remesh.planner import ReadLimits
 from remesh.sharded import ArrayLike
 from remesh.state import Description, TensorEntry
 from remesh.storage import Storage
@@ -57,18 +64,21 @@ class Target:
     """This rank's state as the target of a load; its methods are the steps."""
 
     stored: StoredState
-    storage: Storage
+    url: str
     options: LoadOptions
     description: Description = field(default_factory=Description, init=False)
     findings: Findings = field(default_factory=Findings, init=False)
-    boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
-    wants: list[Want] = field(default_factory=list, init=False)
+    filling: Wanted = field(init=False)
+    filled: list[Filled] = field(default_factory=list, init=False)
+    comparisons: Comparisons = field(init=False)
     zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
-    plan: LoadPlan | None = field(default=None, init=False)
-    bytes_needed: int = field(default=0, init=False)
     limits: ReadLimits = field(default_factory=ReadLimits, init=False)
     reads: list[int] = field(default_factory=list, init=False)
     reads_shared: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.filling = Wanted(self.stored.index)
+        self.comparisons = Comparisons(self.stored.index)
 
     def prepare(self, state: Any) -> bytes:
         """Compare the state with what is stored, and plan the reads.
@@ -81,18 +91,22 @@ class Target:
         """
         with collector_rests():
             self.description = describe_local(state, self.stored)
+            if self.stored.rank is not None:
+                self.description.tensors = own_buffers(
+                    self.description.tensors, self.stored.index, self.stored.rank
+                )
             self._match_values()
             fills = self._match_tensors()
             self._refuse_mismatch()
             for entry, stored in fills:
                 self._want(entry, stored)
-        self._plan()
+            self._plan()
         return self._asked_bits(self._asked_names())
 
     def _refuse_mismatch(self) -> None:
         found = self.findings
         if found.conflicts or (found.missing and not self.options.keep_missing):
-            raise mismatch_error(self.stored, found, self.storage.url)
+            raise mismatch_error(self.stored, found, self.url)
 
     def _match_values(self) -> None:
         """Find values and objects that are missing or stored as something else."""
@@ -106,6 +120,7 @@ class Target:
                 found.missing.append(name)
         for name, items in description.merged_lists.items():
             known = self.merged_list(name)
+            found.new_parameters |= not set(items).issubset(known or ())
             if known is None:
                 found.missing.append(name)
             else:
@@ -148,8 +163,9 @@ class Target:
             return None
         self.findings.derived.update({name: sources[0] for name in names if name not in sources})
         stored = self.stored.index[sources[0]]
-        conflict = self._conflict(entry, stored) or self._untied(entry, sources)
+        conflict = self._conflict(entry, stored)
         if conflict is None:
+            self._compare_tied(entry, sources)
             return stored
         self.findings.conflicts.append(conflict)
         return None
@@ -176,61 +192,63 @@ class Target:
                     f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted "
                     "(cast=True converts)"
                 )
+            if BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque:
+                return (
+                    f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted, "
+                    "and torch does not convert between them"
+                )
             found.cast[name] = f"{stored.dtype} → {entry.dtype}"
         if name not in found.cast and name not in found.resized and name not in found.derived:
             found.restored.append(name)
         return None
 
-    def _untied(self, entry: TensorEntry, sources: list[str]) -> str | None:
-        """Why stored tensors that differ cannot fill one tied tensor, or None.
-
-        This reads the rank's part of each, which is rare enough to be done simply.
-        """
-        if len(sources) == 1:
-            return None
+    def _compare_tied(self, entry: TensorEntry, sources: list[str]) -> None:
+        """Compare stored tensors that are to fill one tied tensor, if they are stored apart."""
         index = self.stored.index
-        distinct = list({index.row(name): name for name in reversed(sources)}.values())
-        if len(distinct) == 1:
-            return None
-        for part in entry.parts:
-            whole = Box.whole(index[distinct[0]].shape)
-            box = part.box.intersect(whole)
-            if box is None:
+        first, *others = {index.row(name): name for name in reversed(sources)}.values()
+        shape = index[first].shape
+        for other in others:
+            if (index[other].shape, index[other].dtype) != (shape, index[first].dtype):
+                self.findings.conflicts.append(untied(other, first, "shape or dtype"))
                 continue
-            first, *others = (read_box(self.storage, index, name, box) for name in distinct)
-            for name, other in zip(distinct[1:], others, strict=True):
-                if first.tobytes() != other.tobytes():
-                    return (
-                        f"{distinct[0]} and {name} are tied in the state, but the checkpoint has "
-                        "different values for them; untie them, or load one of the two"
-                    )
-        return None
+            for part in entry.parts:
+                box = part.box.intersect(Box.whole(shape))
+                if box is not None:
+                    self.comparisons.add_equal(untied(other, first, "values"), (first, other), box)
 
     def _want(self, entry: TensorEntry, stored: StoredTensor) -> None:
         """Want this rank's part of a tensor from a stored one."""
+        index = self.stored.index
         for part in entry.parts:
             if 0 in part.box.shape:
                 continue
             memory = self._memory(entry, part.data, stored.dtype)
             box: Box | None = part.box
-            if stored.shape != entry.global_shape:
+            is_exact = stored.shape == entry.global_shape
+            if not is_exact:
                 box = part.box.intersect(Box.whole(stored.shape))
                 if box != part.box:
                     self.zeros.append((memory, part.box.shape))
             if box is not None:
-                self._want_box(stored.name, box, Want(part.box.offset, memory))
+                self.filling.add(stored.name, box, Want(part.box.offset, memory))
+            is_copied = is_exact and stored.dtype == entry.dtype
+            source = stored.name if is_copied else None
+            self._note(entry.name, part.box, memory, ("stored", index.row(stored.name)), source)
 
-    def _want_box(self, source: str, box: Box, want: Want) -> None:
-        """Want a box of a stored tensor."""
-        self.boxes.append((self.stored.index.row(source), box))
-        self.wants.append(want)
+    def _note(
+        self, name: str, box: Box, memory: Memory, content: object, source: str | None
+    ) -> None:
+        """Remember what memory is filled with what."""
+        layout = memory.layout
+        if layout is not None:
+            self.filled.append(Filled(name, box, layout, content, source))
 
     def _plan(self) -> None:
-        """Plan the reads of what is wanted."""
-        index = self.stored.index
-        wanted = BoxTable.of(index.boxes.tensors, self.boxes)
-        self.bytes_needed = int(wanted.num_bytes.sum())
-        self.plan = plan_load(index, wanted, self.limits)
+        """Plan the reads of what is wanted, and of what has to be compared."""
+        compare_shared(self.filled, self.comparisons, self.findings.conflicts)
+        self._refuse_mismatch()
+        self.filling.make_plan(self.limits)
+        self.comparisons.wanted.make_plan(self.limits)
 
     def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
         if stored_dtype == entry.dtype:
@@ -255,40 +273,15 @@ class Target:
         ]
         return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
 
-    def read(
-        self,
-        on_run: Callable[[int], None],
-        exchange: Exchange,
-        dealer: Dealer | None,
-        patience: Patience,
-    ) -> None:
-        """Fill this rank's tensors, while the others fill theirs. Collective.
+    def refuse_unequal(self) -> None:
+        """Look at what has been read for comparing.
 
-        Args:
-            on_run: Called after each run that this rank reads, with its size in bytes.
-            exchange: The ranks that load.
-            dealer: Deals what they need; None if every rank reads for itself.
-            patience: How long that may take.
+        Raises:
+            MismatchError: If tensors that share memory are stored with different values.
         """
-        assert self.plan is not None
-        self.fill_zeros()
-
-        def count(size: int) -> None:
-            self.reads.append(size)
-            on_run(size)
-
-        read = (self.storage, self.stored.index, self.plan, self.wants)
-        if dealer is None:
-            read_watched(exchange, *read, on_run=count, patience=patience)
-        else:
-            self.reads_shared = read_together(
-                exchange,
-                *read,
-                limits=self.limits,
-                on_run=count,
-                dealer=dealer,
-                patience=patience,
-            )
+        found = Findings(conflicts=self.comparisons.differences())
+        if found.conflicts:
+            raise mismatch_error(self.stored, found, self.url)
 
     def fill_zeros(self) -> None:
         """Fill with zeros what a stored tensor of another shape does not fill."""
@@ -334,12 +327,53 @@ class Target:
             tuple(found.missing),
             tuple(found.kept),
             tuple(unexpected),
-            self.bytes_needed,
+            self.filling.num_bytes,
             sum(self.reads),
             len(self.reads),
             0.0,
+            dropped=tuple(self.description.dropped),
             reads_shared=self.reads_shared,
         )
+
+
+def read_wanted(
+    storage: Storage,
+    exchange: Exchange,
+    wanted: Wanted,
+    on_run: Callable[[int], None],
+    *,
+    limits: ReadLimits,
+    dealer: Dealer | None,
+    patience: Patience,
+) -> bool:
+    """Read what this rank wants, while the others read what they want. Collective.
+
+    Args:
+        storage: Where the checkpoint is.
+        exchange: The ranks that load.
+        wanted: What this rank wants; planned.
+        on_run: Called after each run that this rank reads, with its size in bytes.
+        limits: Those that the plan was made with.
+        dealer: Deals what they need; None if every rank reads for itself.
+        patience: How long that may take.
+
+    Returns:
+        Whether ranks read for each other.
+    """
+    assert wanted.plan is not None
+    read = (exchange, storage, wanted.index, wanted.plan, wanted.wants)
+    if dealer is None:
+        read_watched(*read, on_run=on_run, patience=patience)
+        return False
+    return read_together(*read, limits=limits, on_run=on_run, dealer=dealer, patience=patience)
+
+
+def untied(name: str, other: str, what: str) -> str:
+    """What to say of stored tensors that differ and cannot both fill one tied tensor."""
+    return (
+        f"{name} and {other} are tied in the state, but the checkpoint has different {what} for "
+        "them; untie them, or load one of the two"
+    )
 
 
 def mismatch_error(stored: StoredState, found: Findings, url: str) -> MismatchError:
@@ -354,6 +388,11 @@ def mismatch_error(stored: StoredState, found: Findings, url: str) -> MismatchEr
         if len(found.missing) > MAX_LISTED:
             lines.append(f"  ... and {len(found.missing) - MAX_LISTED} more")
         lines.append('missing="keep" leaves them as they are.')
+        if found.new_parameters:
+            lines.append(
+                "Parameters that are new to an optimizer then begin without its state. If the "
+                "checkpoint has them under other names, rename those with transform= instead."
+            )
     if found.conflicts:
         lines.append(f"{len(found.conflicts)} names differ:")
         lines += [f"  {conflict}" for conflict in found.conflicts[:MAX_LISTED]]

@@ -25,17 +25,18 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
-from remesh.checkpoint.stored import StoredState, read_box
+from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import Target
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
-from remesh.memory import CarrierArray, HostMemory, Memory, Span
+from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Want
 from remesh.planner import merge_tensors
 from remesh.sharded import ArrayLike
 from remesh.state import Description, Path, TensorEntry, name_of
+from remesh.strided import Layout
 from remesh.transform import Region, Resolved, TensorInfo, Transform, arranged, num_pieces_of
 
 Infos = Mapping[str, TensorInfo | None]
@@ -119,9 +120,9 @@ class RegionMemory:
     part: Memory
 
     @property
-    def span(self) -> Span | None:
-        """See `Memory.span`."""
-        return self.part.span
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return self.part.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """Never needed: this memory is only filled."""
@@ -274,13 +275,16 @@ class TransformedTarget(Target):
         assert self.resolved is not None
         index = self.stored.index
         for part in entry.parts:
-            for region in self.resolved.regions(name, part.box):
+            regions = self.resolved.regions(name, part.box)
+            for region in regions:
                 dtype = index[region.source].dtype
                 memory = self._converting(part.data, dtype, region, entry)
                 into = RegionMemory(region, BY_NAME[dtype].carrier, part.box.offset, memory)
                 want = Want(region.source_box.offset, into)
-                self._want_box(region.source, region.source_box, want)
-            self._check_agreement(name, part.box)
+                self.filling.add(region.source, region.source_box, want)
+            if regions:
+                self._note(entry.name, part.box, memory, ("made", name), None)
+            self._compare_made(name, part.box)
 
     def _converting(
         self, data: ArrayLike, dtype: str, region: Region, entry: TensorEntry
@@ -290,38 +294,33 @@ class TransformedTarget(Target):
             return memory_of(data, entry.name, writable=True)
         return casting_memory_of(data, dtype, entry.name, through=region.dtypes[:-1])
 
-    def _check_agreement(self, name: str, box: Box) -> None:
-        """Compare what must agree: other sources of the same place.
-
-        This reads this rank's part of each, which is rare enough to be done simply.
-
-        Raises:
-            MismatchError: If they differ.
-        """
+    def _compare_made(self, name: str, box: Box) -> None:
+        """Compare what must agree: other sources of the same place."""
         assert self.resolved is not None
         checks = self.resolved.checks(name, box)
         if not checks:
             return
-        expected = self._made_bytes(self.resolved.regions(name, box), box)
+        expected = self._made(self.resolved.regions(name, box), box)
         for region in checks:
-            found = self._made_bytes((region,), region.target_box)
-            place = region.target_box.relative_to(box).slices
-            if expected[place].tobytes() != found.tobytes():
-                raise MismatchError(
-                    f"{name}: {region.source} must hold the same values as "
-                    f"{', '.join(self.resolved.sources_of(name))}, but differs in "
-                    f"{region.source_box}"
-                )
+            problem = (
+                f"{name}: {region.source} must hold the same values as "
+                f"{', '.join(self.resolved.sources_of(name))}, but differs in {region.source_box}"
+            )
+            # The dots keep it a view, also without dims.
+            place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
+            same_place = expected[place]
+            found = self._made((region,), region.target_box)
+            self.comparisons.add(problem, same_place, found)
 
-    def _made_bytes(self, regions: tuple[Region, ...], box: Box) -> CarrierArray:
-        """A box of a target in its stored dtype."""
+    def _made(self, regions: tuple[Region, ...], box: Box) -> CarrierArray:
+        """Want a box of a target in its stored dtype; returns where it is going to be."""
         index = self.stored.index
         carrier = BY_NAME[index[regions[0].source].dtype].carrier
         made = np.zeros(box.shape, carrier)
         for region in regions:
-            values = read_box(self.storage, index, region.source, region.source_box)
             memory = RegionMemory(region, carrier, box.offset, HostMemory(made))
-            memory.copy_in(Box.whole(region.source_box.shape), values)
+            want = Want(region.source_box.offset, memory)
+            self.comparisons.wanted.add(region.source, region.source_box, want)
         return made
 
 

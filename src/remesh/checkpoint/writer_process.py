@@ -80,21 +80,26 @@ class WriterProcess:
 
     def __init__(self, arena: int, chunk_bytes: int) -> None:
         mine, theirs = socket.socketpair()
-        with theirs:
-            numbers = (theirs.fileno(), arena, chunk_bytes, os.getpid())
-            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-                [sys.executable, "-c", _BOOT, *map(str, numbers), *sys.path],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), arena),
-                start_new_session=True,
-            )
         self._channel = Channel(mine)
         self._saves: dict[int, Remote] = {}
         self._num_saves = 0
         self._lock = threading.Lock()
         self._is_lost = False
         self._thread = threading.Thread(target=self._receive, name="remesh-writer", daemon=True)
-        self._thread.start()
+        try:
+            with theirs:
+                numbers = (theirs.fileno(), arena, chunk_bytes, os.getpid())
+                self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
+                    [sys.executable, "-c", _BOOT, *map(str, numbers), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), arena),
+                    start_new_session=True,
+                )
+            self._thread.start()
+        except BaseException:
+            # A process that was started ends by itself when its connection does.
+            self._channel.close()
+            raise
         # Also at the exit of the interpreter; who wants to wait for saves has done so by then.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
 

@@ -2,7 +2,8 @@
 
 A command lives in a module of its family and is imported when it is called for, so that looking at
 a checkpoint loads neither torch nor the demo. Whatever goes wrong ends here: an error of remesh
-becomes one line on stderr and an exit code, Ctrl-C and a reader that went away end quietly.
+becomes one line on stderr and an exit code, any other exception is a fault of remesh, which says so
+and asks for a report, and Ctrl-C and a reader that went away end quietly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 import click
 
 from remesh import __version__
-from remesh.cli.output import EXIT_INTERRUPTED, EXIT_PIPE, example, exit_code_of, print_error
+from remesh.cli.output import (
+    EXIT_FAULT,
+    EXIT_INTERRUPTED,
+    EXIT_PIPE,
+    example,
+    exit_code_of,
+    print_error,
+)
 from remesh.errors import RemeshError
 
 _HOMES = {
@@ -66,15 +74,19 @@ class _Commands(click.Group):
             ctx.exit(exit_code_of(error))
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
-        except BrokenPipeError:
-            _forget_output()
-            ctx.exit(EXIT_PIPE)
-        except OSError as error:
-            # click would take this for a failure of its own and end with the code of damage.
-            if error.errno != errno.EPIPE:
-                raise
-            _forget_output()
-            ctx.exit(EXIT_PIPE)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:  # noqa: BLE001 - Python's own end has the code of damage
+            is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE
+            if is_pipe or isinstance(error, BrokenPipeError):
+                _forget_output()
+                ctx.exit(EXIT_PIPE)
+            traceback.print_exception(error)
+            print_error(
+                f"a fault of remesh, not of the checkpoint ({type(error).__name__}: {error}). "
+                "Please report it with the lines above."
+            )
+            ctx.exit(EXIT_FAULT)
 
 
 def _forget_output() -> None:
@@ -96,7 +108,8 @@ def cli(*, debug: bool) -> None:
     """Look at checkpoints of training jobs, check them, repair them, and tidy up.
 
     Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well; 1 a checkpoint
-    is damaged; 2 wrong usage, nothing there, or it cannot be read.
+    is damaged; 2 wrong usage, nothing there, or it cannot be read; 70 a fault
+    of remesh itself.
     """
     # `_Commands.invoke` reads `debug`.
 

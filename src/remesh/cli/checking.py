@@ -20,7 +20,7 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.integrity import Damage, hex_digest
-from remesh.storage import Storage, open_storage
+from remesh.storage import Storage, open_storage, shown_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Verdict:
     """What checking found at a path.
 
     Attributes:
-        path: What the user called it.
+        path: What the user called it, without secrets.
         status: `sound`; `damaged`; `absent`, if there is no checkpoint; or `unreadable`, because
             the storage refused or a newer remesh wrote it.
         num_files: Data files of a checkpoint that could be opened.
@@ -37,6 +37,8 @@ class Verdict:
         error: Why it could not be opened or fully checked; empty if it was.
         has_digests: Whether bytes could be compared with anything; other systems record none, and
             `sound` then only says that everything could be read.
+        unchecked: Names that a repair has taken over without a digest that proves them.
+        incomplete: Names of tensors of which some elements are stored nowhere.
     """
 
     path: str
@@ -46,19 +48,27 @@ class Verdict:
     damages: tuple[Finding, ...] = ()
     error: str = ""
     has_digests: bool = True
+    unchecked: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
 
 
 def check(path: str) -> Verdict:
     """Read everything at a path; errors of remesh become part of the verdict."""
     try:
-        return _check(path)
+        return native.begin_anew(lambda: _check(path))
     except CheckpointNotFoundError as error:
-        return Verdict(path, "absent", error=str(error))
+        return Verdict(shown_url(path), "absent", error=str(error))
     except RemeshError as error:
-        return Verdict(path, "unreadable", error=str(error))
+        return Verdict(shown_url(path), "unreadable", error=str(error))
 
 
 def _check(path: str) -> Verdict:
+    """Read everything at a path once.
+
+    Raises:
+        CheckpointReplacedError: If the checkpoint was overwritten meanwhile.
+        RemeshError: If there is none, or it cannot be read.
+    """
     storage = open_storage(path)
     try:
         checkpoint = places.open_checkpoint(path)
@@ -66,18 +76,23 @@ def _check(path: str) -> Verdict:
         with output.progress(path, num_bytes) as on_read:
             report = checkpoint.verify(on_read)
     except CorruptCheckpointError as error:
-        return Verdict(path, "damaged", damages=tuple(_check_files(storage)), error=str(error))
+        return Verdict(
+            shown_url(path), "damaged", damages=tuple(_check_files(storage)), error=str(error)
+        )
     # Sizes once more, by the record: they tell a short file from one with other bytes.
     findings = places.findings_of(storage, checkpoint)
     damages = tuple(merge(report.damages, findings))
-    status: Literal["sound", "damaged"] = "damaged" if damages else "sound"
+    is_damaged = bool(damages or report.incomplete)
+    status: Literal["sound", "damaged"] = "damaged" if is_damaged else "sound"
     return Verdict(
-        path,
+        shown_url(path),
         status,
         report.num_files,
         report.num_bytes,
         damages,
         has_digests=report.has_digests,
+        unchecked=report.unchecked,
+        incomplete=report.incomplete,
     )
 
 
@@ -115,7 +130,8 @@ def _check_files(storage: Storage) -> list[Finding]:
         return [Finding(native.RECORD_NAME, "content", 0, storage.size(native.RECORD_NAME))]
     findings = places.check_sizes(storage, record)
     wrong = {finding.file for finding in findings}
-    for file in (record.index, record.values):
-        if file.path not in wrong and hex_digest(storage.read(file.path)) != file.digest:
-            findings.append(Finding(file.path, "content", 0, file.num_bytes))
+    with native.unless_replaced(storage, native.identity_of(record)):
+        for file in (record.index, record.values):
+            if file.path not in wrong and hex_digest(storage.read(file.path)) != file.digest:
+                findings.append(Finding(file.path, "content", 0, file.num_bytes))
     return findings

@@ -43,6 +43,12 @@ _POLICY_OPTIONS = (
         help="What happens to a job that hangs.",
     ),
     click.option(
+        "--restart-refill",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="Give a node one charged restart back every so many seconds.",
+    ),
+    click.option(
         "--failure-patterns", metavar="FILE", help="JSON that tells kinds of failures apart."
     ),
 )
@@ -61,6 +67,7 @@ def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
         save_grace: float,
         hang_timeout: float | None,
         hang_action: str,
+        restart_refill: float | None,
         failure_patterns: str | None,
         **others: Any,
     ) -> Any:
@@ -72,6 +79,7 @@ def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
             save_grace=save_grace,
             hang_timeout=hang_timeout,
             hang_action=HangAction(hang_action),
+            restart_refill=restart_refill,
             patterns=read_patterns(failure_patterns),
         )
         return command(policy=policy, **others)

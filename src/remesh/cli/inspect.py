@@ -14,11 +14,12 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.boxes import BoxText, parse_box
 from remesh.cli.checking import Verdict, check
+from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Piece
-from remesh.storage import open_storage
+from remesh.storage import open_storage, shown_url
 
 NUM_FIRST_ELEMENTS = 10
 NUM_BOX_ELEMENTS = 1000
@@ -53,18 +54,21 @@ def ls(
     """
     storage = open_storage(path)
     if places.is_checkpoint(path):
-        _list_checkpoint(_Listing.of(path, patterns), with_values, with_pieces, as_json)
+        listing = native.begin_anew(lambda: _Listing.of(path, patterns))
+        _list_checkpoint(listing, with_values, with_pieces, as_json)
         return
     steps = places.scan(storage)
     if not steps:
         raise places.nothing_at(storage)
     found = [step for step in steps if _matches(step.name, patterns)]
     if not found:
-        raise StateError(f"no checkpoint in {path} matches {' '.join(patterns)}")
+        raise StateError(f"no checkpoint in {shown_url(path)} matches {' '.join(patterns)}")
     newest = places.newest_of(steps)
     if as_json:
         checkpoints = [{**asdict(step), "newest": step is newest} for step in found]
-        output.print_json({"kind": "directory", "path": path, "checkpoints": checkpoints})
+        output.print_json(
+            {"kind": "directory", "path": shown_url(path), "checkpoints": checkpoints}
+        )
     else:
         _print_steps(found, newest)
 
@@ -129,12 +133,12 @@ class _Listing:
 
         Raises:
             StateError: If no name matches.
-            CheckpointError: If there is no sound checkpoint.
+            CheckpointError: If there is no sound checkpoint, or it was replaced meanwhile.
         """
         checkpoint = places.open_checkpoint(path)
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         listing = cls(
-            path,
+            shown_url(path),
             patterns,
             checkpoint,
             places.findings_of(open_storage(path), checkpoint),
@@ -144,7 +148,7 @@ class _Listing:
             {name: objects[name] for name in _chosen(objects, patterns)},
         )
         if patterns and not (listing.tensors or listing.values or listing.objects):
-            raise StateError(f"no name in {path} matches {' '.join(patterns)}")
+            raise StateError(f"no name in {shown_url(path)} matches {' '.join(patterns)}")
         return listing
 
 
@@ -378,9 +382,8 @@ def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> No
     elements, all of them. Statistics are over the finite elements; std divides by their number.
     Complex tensors have none. The tensor is read in chunks, so it may be larger than memory.
     """
-    checkpoint = places.open_checkpoint(path)
-    if name in checkpoint.index:
-        looked = _look_at(checkpoint, name, box_text)
+    checkpoint, looked = native.begin_anew(lambda: _open_and_look(path, name, box_text))
+    if looked is not None:
         if as_json:
             output.print_json(_tensor_document(path, looked))
         else:
@@ -394,22 +397,35 @@ def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> No
     kind, value = ("value", values[name]) if name in values else ("object", objects[name])
     if as_json:
         shown = {"type": output.type_name(value), "value": value}
-        output.print_json({"kind": kind, "path": path, "name": name, **shown})
+        output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
     else:
         output.stdout_console().out(output.format_value(value), highlight=False)
+
+
+def _open_and_look(
+    path: str, name: str, box_text: BoxText | None
+) -> tuple[Checkpoint, _Looked | None]:
+    """A checkpoint, and what is found in it if the name is that of a tensor."""
+    checkpoint = places.open_checkpoint(path)
+    is_tensor = name in checkpoint.index
+    return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
 
 
 def _no_such_name(path: str, name: str, names: Sequence[str]) -> str:
     import difflib
 
     near = difflib.get_close_matches(name, names, n=3)
-    hint = f"near are {', '.join(near)}" if near else f"remesh ls {path} --values lists the names"
+    hint = (
+        f"near are {', '.join(near)}"
+        if near
+        else f"remesh ls {shown_url(path)} --values lists the names"
+    )
     return f"{name}: nothing is stored under this name; {hint}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Looked:
-    """A tensor, and what was found in a region of it; `statistics` is None for complex types."""
+    """A tensor, and what was found in a region of it; `statistics` is None if its type has none."""
 
     checkpoint: Checkpoint
     name: str
@@ -437,7 +453,7 @@ def _tensor_document(path: str, looked: _Looked) -> dict[str, object]:
     stored = index[looked.name]
     return {
         "kind": "tensor",
-        "path": path,
+        "path": shown_url(path),
         "name": looked.name,
         "tied_to": index.aliases.get(looked.name),
         "dtype": stored.dtype,
@@ -480,7 +496,8 @@ def _print_tensor(console: Console, looked: _Looked) -> None:
         console.out("\n".join(lines), highlight=False)
     console.out("")
     if looked.statistics is None:
-        console.out(f"  statistics of {stored.dtype} are not given: it has no order")
+        reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
+        console.out(f"  statistics of {stored.dtype} are not given: {reason}")
     else:
         output.print_facts(console, _statistics_facts(looked.statistics))
     _print_elements(console, looked)
@@ -557,6 +574,10 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
         # What cannot be compared is not called sound.
         word = "sound" if verdict.has_digests else "readable, no digests to compare with"
         console.out(f"{path}: {word}, {files} with tensors, {size}", highlight=False)
+        if verdict.unchecked:
+            names = output.printable(", ".join(verdict.unchecked))
+            text = f"  repaired; no digest proves that these are what was saved: {names}"
+            console.out(text, style="yellow", highlight=False)
         return
     if verdict.status != "damaged":
         output.print_error(verdict.error)
@@ -574,5 +595,6 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
     ]
     if rows:
         output.print_table(console, ("<problem", "<bytes", "<file", "<tensors"), rows, "  ")
-    if verdict.error:
-        console.out(f"  {output.printable(verdict.error)}", highlight=False)
+    texts = [f"incomplete: elements of {name} are stored nowhere" for name in verdict.incomplete]
+    for text in [*texts, *filter(None, [verdict.error])]:
+        console.out(f"  {output.printable(text)}", highlight=False)

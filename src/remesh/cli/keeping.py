@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import click
 import msgspec
 
+from remesh import catalog
+from remesh.catalog import CheckpointInfo
 from remesh.cli import output, places
 from remesh.errors import RemeshError
-from remesh.formats import native
 from remesh.storage import open_storage
-from remesh.training import catalog, retention
-from remesh.training.catalog import CheckpointInfo
+from remesh.training import retention
 from remesh.training.retention import Fate, KeepBest, KeepEvery, KeepLast, KeepPolicy
 
 
@@ -104,12 +104,10 @@ def prune_checkpoints(
     newest = retention.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
     fates = retention.decide(infos, policies, run=whose, now=time.time())
-    removed = {
-        fate.info.name
-        for fate in fates
-        if removes and not fate.is_kept and catalog.remove(storage, fate.info.name, now=time.time())
-    }
+    removed: set[str] = set()
     if removes:
+        gone = retention.remove_unkept(storage, fates, now=time.time())
+        removed = {info.name for info in gone}
         catalog.finish_removals(storage)
     if as_json:
         items = [
@@ -127,7 +125,7 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         return info
     below = open_storage(info.path)
     try:
-        findings = places.check_sizes(below, native.read_record(below))
+        _, findings = places.read_record_and_sizes(below)
     except RemeshError as error:
         return msgspec.structs.replace(info, problem=str(error))
     return msgspec.structs.replace(info, problem=places.describe_findings(findings))

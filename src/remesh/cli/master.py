@@ -19,6 +19,7 @@ from remesh.cli.elastic_options import policy_options
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
+from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import Status
 from remesh.errors import StorageError
 
@@ -52,7 +53,12 @@ class _JsonLines(logging.Formatter):
 @click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
 @click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
 @click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
-@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and host.")
+@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and node.")
+@click.option(
+    "--end-with-job",
+    is_flag=True,
+    help="End when the job has, and all agents know: 0 if it has succeeded, else 1.",
+)
 @policy_options
 def master(
     *,
@@ -63,6 +69,7 @@ def master(
     tls_cert: str | None,
     tls_key: str | None,
     max_rate: float,
+    end_with_job: bool,
     policy: Policy,
 ) -> None:
     """Coordinate the nodes of a job: form worlds, rule on failures, show how it goes.
@@ -100,11 +107,17 @@ def master(
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
-        await serve(Master(policy, Journal(state)), options, click.echo)
+        served = Master(policy, Journal(state))
+        await serve(served, options, click.echo, end_with_job=end_with_job)
+        world = served.state.rendezvous
+        assert world is not None, "only a job that has begun can end"
+        sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
 
     try:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(main())
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot listen on {host}:{port}: {error}") from error
 
@@ -135,6 +148,8 @@ def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: boo
 
 
 def _print_status(now: Status) -> None:
+    for text in now.warnings:
+        click.echo(f"warning: {output.printable(text)}")
     click.echo(f"{now.phase}: {output.printable(now.reason)}")
     facts = [
         ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
@@ -160,6 +175,9 @@ def _print_status(now: Status) -> None:
     columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged", "<name")
     output.print_table(console, columns, rows)
     for failed in now.failures[:3]:
+        if failed.cause:
+            click.echo(f"round {failed.round}: {output.printable(failed.cause)}")
+            continue
         first = failed.failures[0]
         message = first.message.splitlines()[-1] if first.message else ""
         how = first.signal or f"exit code {first.exit_code}"

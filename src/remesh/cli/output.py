@@ -25,6 +25,8 @@ from remesh.values import UnresolvedValue
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
+EXIT_FAULT = 70
+"""An exception that remesh does not raise on purpose: a fault of its own."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a process that Ctrl-C ended."""
 EXIT_PIPE = 141

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from remesh import catalog
 from remesh.checkpoint import Checkpoint
 from remesh.errors import (
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     RemeshError,
     StorageError,
@@ -37,7 +39,6 @@ from remesh.storage import (
     list_sizes,
     open_storage,
 )
-from remesh.training import catalog
 
 Problem = Literal["missing", "size", "content"]
 Status = Literal["committed", "unfinished", "damaged", "unreadable"]
@@ -236,8 +237,7 @@ def _step_at(entry: Path) -> Step | None:
             return None
         if not holds_record(storage):
             return _unfinished(storage, name, path)
-        record = native.read_record(storage)
-        findings = check_sizes(storage, record)
+        record, findings = read_record_and_sizes(storage)
         problem = catalog.known_problem(open_storage(entry.parent), name)
     except CorruptCheckpointError:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
@@ -297,11 +297,8 @@ def _directory(storage: Storage, path: str) -> Directory:
 def _sizes_below(storage: Storage, path: str) -> dict[str, int]:
     """Relative path → bytes of all files below a directory."""
     prefix = f"{path}/"
-    if isinstance(storage, SizedListing):
-        sizes = storage.list_sizes(prefix)
-    else:
-        sizes = {file: storage.size(file) for file in storage.list(prefix)}
-    return {file.removeprefix(prefix): size for file, size in sizes.items()}
+    found = list_sizes(storage, prefix)
+    return {file.removeprefix(prefix): size for file, size in found.items()}
 
 
 def _scan_listing(storage: Storage) -> list[Step]:
@@ -324,17 +321,32 @@ def _step_listed(storage: Storage, name: str) -> Step | None:
         )
         return Step(name, path, "unfinished", _NO_RECORD, num_bytes) if folders else None
     try:
-        record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+        record, findings = native.begin_anew(lambda: _record_and_sizes_listed(storage, name))
         problem = catalog.known_problem(storage, name)
     except CorruptCheckpointError:
         return Step(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
     except RemeshError as error:
         return Step(name, path, "unreadable", str(error))
+    return _committed(name, path, record, describe_findings(findings) or problem)
+
+
+def _record_and_sizes_listed(
+    storage: Storage, name: str
+) -> tuple[native.CommitRecord, list[Finding]]:
+    """`read_record_and_sizes` of a directory of a storage, read once."""
+    path = f"{storage.url}/{name}"
+
+    def read() -> native.CommitRecord:
+        return native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+
+    record = read()
     folder = native.data_folder(record.save_id)
     below = _sizes_below(storage, f"{name}/{folder}")
     sizes = {f"{folder}/{file}": size for file, size in below.items()}
     findings = _compare_sizes(record, sizes.get)
-    return _committed(name, path, record, describe_findings(findings) or problem)
+    if findings and read() != record:
+        raise CheckpointReplacedError(f"{path}: replaced by another save while it was looked at")
+    return record, findings
 
 
 def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
@@ -348,14 +360,28 @@ def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:
     return check_sizes(storage, checkpoint.record) if is_native else []
 
 
+def read_record_and_sizes(storage: Storage) -> tuple[native.CommitRecord, list[Finding]]:
+    """The commit record, and what `check_sizes` finds of it.
+
+    Raises:
+        CheckpointError: If there is no record, or it is damaged.
+        StorageError: If the storage fails.
+    """
+
+    def read() -> tuple[native.CommitRecord, list[Finding]]:
+        record = native.read_record(storage)
+        return record, check_sizes(storage, record)
+
+    return native.begin_anew(read)
+
+
 def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
     """Compare the files with the record, without reading them.
 
     Raises:
+        CheckpointReplacedError: If files are missing because the record has been replaced.
         StorageError: If the storage fails.
     """
-    if isinstance(storage, SizedListing):
-        return _compare_sizes(record, storage.list_sizes().get)
 
     def size_of(path: str) -> int | None:
         try:
@@ -363,7 +389,13 @@ def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
         except CheckpointNotFoundError:
             return None
 
-    return _compare_sizes(record, size_of)
+    if isinstance(storage, SizedListing):
+        findings = _compare_sizes(record, storage.list_sizes().get)
+    else:
+        findings = _compare_sizes(record, size_of)
+    if findings:
+        native.check_current(storage, native.identity_of(record))
+    return findings
 
 
 def _compare_sizes(

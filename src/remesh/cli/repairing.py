@@ -30,6 +30,11 @@ MAX_HOLES = 4
 @click.option(
     "--save", "save_id", metavar="ID", help="Which save, if the files of several lie there."
 )
+@click.option(
+    "--keep-unchecked",
+    is_flag=True,
+    help="Save also what no digest proves, which may be wrong.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def repair(
@@ -39,18 +44,20 @@ def repair(
     target: str | None,
     dry_run: bool,
     save_id: str | None,
+    keep_unchecked: bool,
     as_json: bool,
 ) -> None:
     """Save what can be saved of a damaged checkpoint into a new one.
 
     Commit record, index and values may be damaged or gone: an index is made anew from the headers
-    of the data files. Only whole tensors are saved, and no bytes that a digest proves to be wrong.
-    PATH is only read. The exit code is 0 if everything is saved, 1 if something is lost or nobody
-    can know, 2 if nothing can be saved.
+    of the data files. Only whole tensors are saved, and only what a digest proves to be what was
+    saved once. With --keep-unchecked the rest is saved as well, and the new checkpoint says so to
+    everything that loads or verifies it. PATH is only read. The exit code is 0 if everything is
+    saved and proven, 1 if something is lost, left out or unchecked, 2 if nothing can be saved.
     """
     if target is None and not dry_run:
         raise click.UsageError("give --to TARGET for the new checkpoint, or --dry-run")
-    plan = plan_repair(path, save_id=save_id)
+    plan = plan_repair(path, save_id=save_id, keep_unchecked=keep_unchecked)
     report = plan.report
     if target is not None and not dry_run and not report.is_empty:
         report = write_repaired(plan, target)
@@ -60,7 +67,8 @@ def repair(
     else:
         _print_report(output.stdout_console(), report)
     if report.is_empty:
-        output.print_error(f"{path}: nothing can be saved; load another checkpoint")
+        hint = "; --keep-unchecked saves what no digest proves" if report.left_out else ""
+        output.print_error(f"{path}: nothing can be saved; load another checkpoint{hint}")
         ctx.exit(output.EXIT_USAGE)
     if not report.is_complete:
         ctx.exit(EXIT_LOST)
@@ -88,7 +96,13 @@ def _print_report(console: Console, report: RepairReport) -> None:
         f"{output.plural(report.num_values, 'value')}"
     )
     if report.unchecked:
-        line(f"  of which no digest proves: {', '.join(report.unchecked)}")
+        line(f"  of which no digest proves: {', '.join(report.unchecked)}", "yellow")
+    if report.left_out:
+        line(
+            f"left out, because no digest proves them: {', '.join(report.left_out)}\n"
+            "  they may be right or wrong; --keep-unchecked saves them, too",
+            "yellow",
+        )
     if report.lost or report.lost_aliases:
         line(f"lost: {output.plural(len(report.lost) + len(report.lost_aliases), 'tensor')}", "red")
         for tensor in report.lost:

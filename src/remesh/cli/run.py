@@ -23,12 +23,18 @@ def run(*, arguments: tuple[str, ...]) -> None:
     the job has this machine only, and its master runs inside this command.
     """
     try:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
         from remesh.elastic import launch
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"remesh run needs {error.name}: pip install 'remesh[elastic,torch]'"
         ) from error
-    launch.main(arguments)
+    try:
+        launch.main(arguments)
+    except ChildFailedError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from error  # the script's fault, as docs/elastic.md says
 
 
 @click.command(

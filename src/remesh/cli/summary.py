@@ -60,7 +60,7 @@ class Statistics:
 
 def is_summarised(dtype: str) -> bool:
     """Whether statistics of an element type are given."""
-    return dtype not in _NOT_SUMMARISED
+    return dtype not in _NOT_SUMMARISED and not BY_NAME[dtype].is_opaque
 
 
 def statistics_of(
@@ -187,11 +187,13 @@ class _Folded:
 def true_values(elements: CarrierArray, dtype: str) -> Array:
     """Carried elements as elements of a type that numpy has, without rounding.
 
+    Elements of opaque types are the unsigned integers of their bits.
+
     Args:
         elements: One dim of elements in their carrier.
         dtype: Name of their type.
     """
-    if BY_NAME[dtype].is_native:
+    if BY_NAME[dtype].is_native or BY_NAME[dtype].is_opaque:
         return elements
     if dtype == "bfloat16":
         widened: Array = (elements.astype(np.uint32) << 16).view(np.float32)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from remesh.catalog import step_name
 from remesh.demo import picture
 from remesh.demo.config import RunSpec
 from remesh.demo.messages import (
@@ -31,7 +32,6 @@ from remesh.demo.result import (
     KillResult,
     RunResult,
 )
-from remesh.training.catalog import step_name
 
 DRAWN = (
     "embedding.weight",

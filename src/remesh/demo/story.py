@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from remesh.catalog import step_name
 from remesh.checkpoint import Checkpoint
 from remesh.demo import launch, report
 from remesh.demo.config import Kill, Kind, Layout, RunSpec, TrainConfig
@@ -34,7 +35,6 @@ from remesh.demo.result import (
     compare,
 )
 from remesh.errors import CheckpointNotFoundError
-from remesh.training.catalog import step_name
 
 MARKER = ".remesh-demo"
 PICTURE_NAME = "layout.html"

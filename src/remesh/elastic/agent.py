@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -28,18 +29,23 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import PContext
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
 
-from remesh.elastic import child
+from remesh.elastic import child, guard
+from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import MAX_MESSAGE, Decision, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import Node, NodeBarredError
 from remesh.elastic.protocol import BeatReply
-from remesh.elastic.rendezvous import Outcome
+from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.errors import MasterError
-from remesh.heartbeat import clear_request, read_heartbeat, request
+from remesh.heartbeat import Heartbeat, clear_request, read_heartbeat, request
+from remesh.script import done_note
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,8 @@ EXIT_JOB_FAILED = 1
 """How it ends when the job has failed on another node."""
 EXIT_DRAINED = 143
 """How it ends after SIGTERM, as other programs do."""
+EXIT_UNSAVED = 1
+"""How it ends after SIGTERM when the ranks could not save in time."""
 LAST_LINES = 40
 
 
@@ -65,7 +73,10 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, *, drain_seconds: float, snapshots: str = "", **options: Any
     ) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="remesh-beats-"))
+        self._resources = ExitStack()
+        directory = self._resources.enter_context(agent_directory(tempfile.gettempdir(), BEATS))
+        self._resources.enter_context(_guard(directory))
+        self._directory = Path(directory)
         own = ("-I", "-S", child.__file__, str(os.getpid()), str(self._directory), snapshots)
         spec.args = (*own, spec.entrypoint, *spec.args)
         spec.entrypoint = sys.executable
@@ -74,18 +85,21 @@ class Agent(LocalElasticAgent):
         self._node: Node = spec.rdzv_handler.node
         self._drain_seconds = drain_seconds
         self._draining_since: float | None = None
-        self._saved_before: int | None = None
-        self._joining = False
+        self._is_announced = False
+        self._may_go = False
         self._dumped = 0
         self._files: dict[int, str] = {}
+        self._holds = False
+        self._held_since = 0.0
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        """Begin to drain, or go at once if no processes run.
+        """Begin to drain, or go at once if no process works.
 
         Raises:
-            SystemExit: While the node waits for a round.
+            SystemExit: While the node waits for a round, or for its master after its processes
+                have ended.
         """
-        if self._joining:
+        if self._may_go:
             raise SystemExit(EXIT_DRAINED)
         if self._draining_since is None:
             self._draining_since = time.monotonic()
@@ -121,13 +135,22 @@ class Agent(LocalElasticAgent):
         }
         for leftover in self._directory.iterdir():
             leftover.unlink()  # what the processes of an earlier round said
+        self._holds = False
+        # torch subtracts this for TORCHELASTIC_RESTART_COUNT, which is the same on all ranks of a
+        # round: the number of worlds before it.
+        assert self._node.placed is not None
+        self._remaining_restarts = worker_group.spec.max_restarts - (self._node.placed.round - 1)
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert isinstance(self._context, SubprocessContext)
+        for handler in self._context.subprocess_handlers.values():
+            process = _Process(handler.proc, str(self._directory))
+            handler.proc = cast("subprocess.Popen[bytes]", process)
         self._node.watch(self._files)
         return pids
 
     def close(self) -> None:
-        """Remove what the agent has put on the disk."""
-        shutil.rmtree(self._directory)
+        """End what is left of the processes, and remove the agent's directory."""
+        self._resources.close()
 
     def _invoke_run(
         self,
@@ -159,29 +182,43 @@ class Agent(LocalElasticAgent):
                 case _:
                     raise RuntimeError(f"the processes are in state {result.state}")
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
+        self._stop(signal.SIGTERM)
+
     # -------------------------------------------------------------------------------------
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Stop the processes, and all that they have started in their groups."""
+        self._shutdown(number, timeout=self._shutdown_timeout)
+        left = guard.kill_groups(str(self._directory), self._shutdown_timeout)
+        if left:
+            log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 
     def _begin(self, group: WorkerGroup) -> None:
         """Meet the other nodes and start the processes.
 
         Raises:
-            SystemExit: If the job has ended, or does not want this node.
+            SystemExit: If the job has ended, or does not want this node, or cannot be joined.
         """
-        self._joining = True
+        self._may_go = True
         try:
             self._initialize_workers(group)
         except RendezvousClosedError as closed:
             log.error("%s", closed)
             barred = isinstance(closed.__cause__, NodeBarredError)
             raise SystemExit(EXIT_REPLACE if barred else 1) from closed
+        except RendezvousConnectionError as error:
+            log.error("%s", error)
+            reason = str(error)
+            self._tell(lambda: self._node.leave(Outcome.FAILED, reason))
+            raise SystemExit(EXIT_JOB_FAILED) from error
         finally:
-            self._joining = False
+            self._may_go = False
 
-    def _restart(self, group: WorkerGroup) -> None:
-        """Stop the processes, meet the other nodes, and start again."""
-        self._stop_workers(group)
+    def _restart(self, group: WorkerGroup, number: signal.Signals = signal.SIGTERM) -> None:
+        """Stop the processes by a signal, meet the other nodes, and start again."""
+        self._stop(number)
         group.state = WorkerState.STOPPED
-        self._remaining_restarts -= 1  # what the processes see as TORCHELASTIC_RESTART_COUNT
         if self._draining_since is not None:
             self._go(Outcome.DRAINED, "its processes had stopped already", EXIT_DRAINED)
         self._begin(group)
@@ -210,14 +247,15 @@ class Agent(LocalElasticAgent):
         if reply.dump > self._dumped:
             self._dumped = reply.dump
             self._send_stacks(reply.dump)
-        if reply.save:
-            for file in self._files.values():
-                request(file, "save")
+        if self._draining_since is None and reply.restart in {None, Change.GROW}:
+            self._hold(reply.save or reply.restart is not None)
+        if reply.restart is Change.GROW and not self._is_saved():
+            return  # the others wait as well
         if reply.restart is not None:
             log.info("the processes start again: %s", reply.reason)
-            for file in self._files.values():
-                clear_request(file)
-            self._restart(group)
+            # Processes that hang do not react to SIGTERM.
+            hang = reply.restart is Change.HANG
+            self._restart(group, signal.SIGKILL if hang else signal.SIGTERM)
         if reply.over is not None:
             log.info("the job has %s: %s", reply.over, reply.reason)
             self._go(
@@ -228,26 +266,48 @@ class Agent(LocalElasticAgent):
 
     def _drain(self, since: float) -> None:
         """Have the ranks save, then go."""
-        saved = self._saved_step()
-        if self._saved_before is None:
-            self._saved_before = -1 if saved is None else saved
+        if not self._is_announced:
+            self._is_announced = True
             reason = "SIGTERM"
             self._tell(lambda: self._node.drain(self._drain_seconds, reason))
-            for file in self._files.values():
-                request(file, "save")
-        made = saved is not None and saved > self._saved_before
-        reports = any(read_heartbeat(file) is not None for file in self._files.values())
-        waited = time.monotonic() - since
-        if made or not reports or waited > self._drain_seconds:
-            state = f"saved at step {saved}" if made else f"no checkpoint within {waited:.0f} s"
-            self._go(Outcome.DRAINED, f"SIGTERM, {state}", EXIT_DRAINED)
+            self._hold(True)
+        if not self._is_saved():
+            return
+        beats = self._beats()
+        if not beats:
+            self._go(Outcome.DRAINED, "SIGTERM, no rank reports to a manager", EXIT_DRAINED)
+        if all(beat.waits for beat in beats):
+            state = f"SIGTERM, saved at step {beats[0].saved_step}"
+            self._go(Outcome.DRAINED, state, EXIT_DRAINED)
+        state = f"SIGTERM, no checkpoint within {time.monotonic() - since:.0f} s"
+        self._go(Outcome.DRAINED, state, EXIT_UNSAVED)
 
-    def _saved_step(self) -> int | None:
-        """The newest checkpoint that all processes of the node know."""
+    def _hold(self, wanted: bool) -> None:
+        """Have the ranks save and wait, so that no step is made in vain; or let them go on."""
+        if wanted is self._holds:
+            return
+        self._holds = wanted
+        self._held_since = time.monotonic()
+        for file in self._files.values():
+            if wanted:
+                request(file, "save-and-hold")
+            else:
+                clear_request(file)
+
+    def _is_saved(self) -> bool:
+        """Whether nothing is lost if the ranks stop now, or it is waited for no longer.
+
+        Ranks that report nothing have no manager that could save.
+        """
+        beats = self._beats()
+        waits = len(beats) == len(self._files) and all(beat.waits for beat in beats)
+        is_late = time.monotonic() - self._held_since > self._drain_seconds
+        return waits or not beats or is_late
+
+    def _beats(self) -> list[Heartbeat]:
+        """What the ranks reported last."""
         beats = [read_heartbeat(file) for file in self._files.values()]
-        steps = [beat.saved_step for beat in beats if beat is not None]
-        known = [step for step in steps if step is not None]
-        return min(known) if known and len(known) == len(steps) else None
+        return [beat for beat in beats if beat is not None]
 
     def _send_stacks(self, dump: int) -> None:
         pids = self._context.pids()
@@ -264,7 +324,11 @@ class Agent(LocalElasticAgent):
 
     def _all_finish(self) -> bool:
         """Wait for the other nodes; False if the processes have to start again with them."""
-        self._tell(lambda: self._node.leave(Outcome.SUCCEEDED, "its processes ended"))
+        self._may_go = True
+        try:
+            self._tell(lambda: self._node.leave(Outcome.SUCCEEDED, "its processes ended"))
+        finally:
+            self._may_go = False
         deadline = time.monotonic() + self._exit_barrier_timeout
         while time.monotonic() < deadline:
             reply = self._node.reply
@@ -281,11 +345,14 @@ class Agent(LocalElasticAgent):
         failures = tuple(
             self._describe(rank, failure) for rank, failure in sorted(result.failures.items())
         )
+        self._may_go = True
         try:
             ruling = self._node.failed(failures)
         except MasterError as error:
             log.warning("the failure is not reported, the processes start again: %s", error)
             return Decision.RESTART
+        finally:
+            self._may_go = False
         log.warning("%s: %s", ruling.decision, ruling.reason)
         return ruling.decision
 
@@ -309,6 +376,67 @@ class Agent(LocalElasticAgent):
         context = self._context
         files: list[Mapping[int, str]] = [context.stdouts, context.stderrs]
         return [paths[local_rank] for paths in files if paths.get(local_rank)]
+
+
+class _Process:
+    """A training process as torch sees it: one that dies after its work was done has ended well.
+
+    A crash on the way out must not cost a restart, nor stop processes that still work: a finished
+    job would run again.
+
+    Args:
+        process: The process.
+        directory: Where it leaves the note that its work is done.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], directory: str) -> None:
+        self._process = process
+        self._note = done_note(directory, process.pid)
+        self._is_forgiven = False
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        return self._judge(self._process.poll())
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end; the exit code."""
+        return self._judge(self._process.wait(timeout))
+
+    def _judge(self, code: int | None) -> int | None:
+        if self._is_forgiven:
+            return 0
+        if code is None or code >= 0 or not self._note.exists():
+            return code
+        self._is_forgiven = True
+        log.warning(
+            "process %d died by signal %d on its way out, after its work was done: no failure%s",
+            self.pid,
+            -code,
+            _KNOWN_CAUSE if code == -signal.SIGABRT else "",
+        )
+        return 0
+
+
+_KNOWN_CAUSE = (
+    "; a known cause is a thread of torch (gloo) that needs Python while Python ends; see "
+    "docs/how-to/torchrun.md"
+)
+
+
+@contextmanager
+def _guard(directory: str) -> Iterator[None]:
+    """Run a guard, which ends the training when this process has ended (`guard.py`)."""
+    command = (sys.executable, "-I", "-S", guard.__file__, directory)
+    # It reads until the agent's end of the pipe is closed; a session of its own keeps it from
+    # signals to the agent's process group.
+    process = subprocess.Popen(  # noqa: S603 - our own file
+        command, stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        process.communicate()
 
 
 def _message_of(failure: Any) -> str:

@@ -3,8 +3,9 @@
 `child.py AGENT BEATS SNAPSHOTS COMMAND...`
 
 Before that it asks the kernel to kill the process when its agent dies, so that no orphan goes on
-training, and says in the environment where heartbeats and snapshots go. It is run by path, in an
-interpreter without `site`, and must import nothing but the standard library.
+training (`guard.py` does the same for what the process starts), and says in the environment where
+heartbeats, snapshots and the note that the work is done (see `remesh.script`) go. It is run by
+path, in an interpreter without `site`, and must import nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def become(agent: int, beats: str, snapshots: str, command: list[str]) -> None:
 
     Args:
         agent: Process id of the agent that must outlive it.
-        beats: Where heartbeats go.
+        beats: Where heartbeats go, and the note that the work is done.
         snapshots: Where snapshots go; empty if nowhere.
         command: What to run.
     """
@@ -32,6 +33,8 @@ def become(agent: int, beats: str, snapshots: str, command: list[str]) -> None:
         sys.exit("the agent died before its process began")
     local_rank = os.environ.get("LOCAL_RANK", "0")
     os.environ["REMESH_HEARTBEAT_FILE"] = os.path.join(beats, f"{local_rank}.json")
+    os.environ["REMESH_AGENT_DIR"] = beats
+    os.environ["REMESH_PROCESS_GROUP"] = str(os.getpgrp())
     os.environ["REMESH_SNAPSHOT_DIR"] = snapshots
     os.execvp(command[0], command)  # noqa: S606 - the user's own command
 

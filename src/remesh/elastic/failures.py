@@ -157,7 +157,13 @@ def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:
     return Kind.PROCESS
 
 
+_CONSEQUENCES = (Kind.COLLATERAL, Kind.STOPPED)
 _ORDER = (Kind.NODE, Kind.MEMORY, Kind.PROCESS, Kind.COLLATERAL, Kind.STOPPED)
+
+
+def is_consequence(failure: ProcessFailure, patterns: Patterns) -> bool:
+    """Whether a process failed because of what happened elsewhere."""
+    return classify(failure, patterns) in _CONSEQUENCES
 
 
 def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[ProcessFailure]:
@@ -169,8 +175,7 @@ def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[P
 
     def place(failure: ProcessFailure) -> tuple[bool, float, int, int]:
         kind = classify(failure, patterns)
-        consequence = kind in (Kind.COLLATERAL, Kind.STOPPED)
-        return consequence, failure.time, _ORDER.index(kind), failure.rank
+        return kind in _CONSEQUENCES, failure.time, _ORDER.index(kind), failure.rank
 
     return sorted(failures, key=place)
 
@@ -223,7 +228,7 @@ def decide(
             charged=False,
             reason=f"{where} says that the machine is broken ({how}); another should replace it",
         )
-    if kind in (Kind.COLLATERAL, Kind.STOPPED):
+    if kind in _CONSEQUENCES:
         return Ruling(
             decision=Decision.RESTART,
             charged=False,

@@ -2,8 +2,8 @@
 
 torchrun finds it through `remesh.elastic.torchrun`. What the master needs to know and torchrun has
 no flag for comes by `--rdzv-conf`: `name`, `node_id`, `node_unit`, `last_call`, `join_timeout`,
-`token_file`, `tls_ca`, `beat_seconds`, and `nproc`, because torchrun does not tell a handler how
-many processes it starts.
+`token_file`, `tls_ca`, `beat_seconds`, `master_patience`, and `nproc`, because torchrun does not
+tell a handler how many processes it starts.
 
 torchrun asks for the next round after every stop of its processes, and looks several times a second
 whether nodes wait; the answer to the last heartbeat serves for that. Each round has a store of its
@@ -44,8 +44,23 @@ log = logging.getLogger(__name__)
 BACKEND = "remesh"
 STORE_SECONDS = 60.0
 """How long the nodes of a round wait for the first one's store."""
-PATIENCE = 60.0
-"""How long a launcher tries to reach its master."""
+PATIENCE = 3600.0
+"""How long a launcher waits for a master that is away, where that holds up the node."""
+
+
+def check_address(address: str) -> None:
+    """Refuse an address of this node that it cannot resolve itself: its peers would hang.
+
+    Raises:
+        ValueError: If it cannot be resolved.
+    """
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"the address {address!r} of this node cannot be resolved ({error}); give --local-addr "
+            "a name or an address that all nodes can reach"
+        ) from error
 
 
 class Handler(RendezvousHandler):
@@ -81,7 +96,7 @@ class Handler(RendezvousHandler):
         """
         while True:
             try:
-                return self._meet(self.node.join())
+                placed = self.node.join()
             except JobOverError as over:
                 if over.outcome is Outcome.SUCCEEDED:
                     log.info("%s", over)
@@ -89,6 +104,10 @@ class Handler(RendezvousHandler):
                 raise RendezvousClosedError(str(over)) from over
             except NodeBarredError as barred:
                 raise RendezvousClosedError(f"this node is not used: {barred}") from barred
+            except MasterError as error:
+                raise RendezvousConnectionError(str(error)) from error
+            try:
+                return self._meet(placed)
             except MasterError as error:
                 if not self._is_over():
                     raise RendezvousConnectionError(str(error)) from error
@@ -107,8 +126,8 @@ class Handler(RendezvousHandler):
             prefixed = PrefixStore(f"round {placed.round}", store)
             meeting = RendezvousStoreInfo.build(placed.rank, prefixed, local_addr=address)
         except (MasterError, RuntimeError) as error:
-            # The first node has died, say, which the master notices later than its peers.
-            deadline = time.monotonic() + STORE_SECONDS
+            # The first node has died, say. The master knows that after its silence, not before.
+            deadline = time.monotonic() + STORE_SECONDS + placed.heartbeat_timeout
             while not self._is_over() and time.monotonic() < deadline:
                 time.sleep(0.1)
             raise MasterError(f"round {placed.round} has no store: {error}") from error
@@ -165,9 +184,7 @@ class Handler(RendezvousHandler):
         return True
 
 
-def make_node(
-    parameters: RendezvousParameters, test: Callable[..., Any], patience: float = PATIENCE
-) -> Node:
+def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> Node:
     """This node, as torchrun's rendezvous options describe it.
 
     Raises:
@@ -177,10 +194,11 @@ def make_node(
         parameters.endpoint,
         token=read_token(parameters.get("token_file")),
         tls_ca=parameters.get("tls_ca"),
-        patience=patience,
+        patience=float(parameters.get("master_patience", PATIENCE)),
     )
     node_id = parameters.get_as_int("node_id")
     address = parameters.local_addr or client.local_address()
+    check_address(address)
     settings = Settings(
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,

@@ -16,11 +16,14 @@ checkpoints wait no longer than that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from itertools import chain, count
 
 import msgspec
 
 from remesh.elastic import checks, rendezvous
+from remesh.elastic.budget import Spent
 from remesh.elastic.events import (
     Drain,
     Event,
@@ -70,6 +73,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         hang_timeout: Seconds without a step after which the job hangs; None: never.
         hang_action: What happens then.
         patterns: What tells kinds of failures apart.
+        restart_refill: Seconds after which a node gets back one of the restarts that it was
+            charged with, and the job one of those after hangs; None: never.
     """
 
     heartbeat_timeout: float = 10.0
@@ -80,6 +85,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout: float | None = None
     hang_action: HangAction = HangAction.RESTART
     patterns: Patterns = Patterns()
+    restart_refill: float | None = None
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +104,24 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     failures: tuple[ProcessFailure, ...]
     ruling: Ruling
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """A member of a world that was lost or left before its processes had succeeded.
+
+    Attributes:
+        node_id: The node.
+        round: The round of the world.
+        time: When the master knew it.
+        lost: Whether nothing was heard of it; otherwise it said that it left.
+        text: What happened, in a sentence.
+    """
+
+    node_id: int
+    round: int
+    time: float
+    lost: bool
+    text: str
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -149,11 +173,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: How the job is treated.
         began: When its first node joined.
+        ended: When it ended; None while it runs.
         rendezvous: Nodes and world; None before the first join.
         max_restarts: Restarts that each node may be charged with.
-        charges: Restarts charged so far, by node id.
+        spent: Restarts that each node was charged with, by node id.
         names: Node ids by name.
         records: Failures, oldest first.
+        departures: Nodes that were lost or left, oldest first.
         words: What nodes left for others in this round.
         checked: Incarnations that passed a check, by node id.
         check_reason: Why the next world is to be checked; empty if it need not be.
@@ -165,18 +191,21 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         dump: Number of the last wish for stacks.
         hanging: Round and reason of a hang that is not over.
         forced: Round and reason of a restart of everybody.
-        num_hangs: Hangs so far.
+        hangs: Restarts after hangs.
         progress: How far the training was when that was noted last.
         history: What happened.
+        forgotten: What agents know of the job that this state does not; empty if nothing.
     """
 
     policy: Policy
     began: float | None = None
+    ended: float | None = None
     rendezvous: rendezvous.State | None = None
     max_restarts: int = 0
-    charges: dict[int, int] = {}
+    spent: dict[int, Spent] = {}
     names: dict[str, int] = {}
     records: tuple[FailureRecord, ...] = ()
+    departures: tuple[Departure, ...] = ()
     words: dict[str, str] = {}
     checked: dict[int, str] = {}
     check_reason: str = ""
@@ -188,9 +217,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     dump: int = 0
     hanging: tuple[int, str] | None = None
     forced: tuple[int, str] | None = None
-    num_hangs: int = 0
+    hangs: Spent = Spent()
     progress: Progress | None = None
     history: tuple[Line, ...] = ()
+    forgotten: str = ""
 
 
 def start(policy: Policy) -> State:
@@ -198,14 +228,44 @@ def start(policy: Policy) -> State:
     return State(policy=policy)
 
 
-def assign_id(state: State, name: str, wanted: int | None) -> int:
-    """The id of a node: the one it wants, the one its name had, or the smallest free one."""
+def assign_id(
+    state: State, name: str, wanted: int | None, has_living_agent: Callable[[int], bool | None]
+) -> tuple[int, str] | None:
+    """The id of a node, and the name that this id has from now on.
+
+    That is the id it wants, the one its name had, or the smallest free one. If an agent of that
+    name lives, the name gets a number.
+
+    Args:
+        state: The state.
+        name: What the node calls itself.
+        wanted: The id it wants; None if any will do.
+        has_living_agent: Whether another agent holds an id and lives; None if that is not known.
+
+    Returns:
+        None as long as it is not known whether the id can be had.
+
+    Raises:
+        ValueError: If another agent holds the wanted id and lives.
+    """
+    labels = chain([name], (f"{name} ({number})" for number in count(2)))
     if wanted is not None:
-        return wanted
-    if name in state.names:
-        return state.names[name]
+        lives = has_living_agent(wanted)
+        if lives:
+            raise ValueError(
+                f"node id {wanted} belongs to another agent, which lives; give each node an id of "
+                "its own"
+            )
+        label = next(label for label in labels if state.names.get(label) in (None, wanted))
+        return None if lives is None else (wanted, label)
     taken = set(state.names.values())
-    return next(number for number in range(len(taken) + 1) if number not in taken)
+    for label in labels:
+        if label not in state.names:
+            return next(number for number in count() if number not in taken), label
+        lives = has_living_agent(state.names[label])
+        if not lives:
+            return None if lives is None else (state.names[label], label)
+    raise AssertionError("labels never end")
 
 
 def apply(state: State, event: Event, now: float) -> State:
@@ -223,10 +283,14 @@ def _happen(state: State, event: Event, current: int, now: float) -> State:
     """What an event changes by itself, in a job whose current round is given."""
     match event:
         case Leave(node_id=node_id, incarnation=incarnation, outcome=outcome, reason=reason):
-            state = _note(state, now, f"node {node_id} leaves, {outcome}: {reason}")
+            text = f"node {node_id} leaves, {outcome}: {reason}"
+            if outcome is not Outcome.SUCCEEDED:
+                state = _depart(state, node_id, incarnation, text, now, lost=False)
+            state = _note(state, now, text)
             return _step(state, rendezvous.Left(node_id, incarnation, outcome), now)
         case Lose(node_id=node_id, incarnation=incarnation):
-            state = _note(state, now, f"node {node_id} is lost: nothing was heard of it")
+            text = f"node {node_id} is lost: nothing was heard of it"
+            state = _note(_depart(state, node_id, incarnation, text, now, lost=True), now, text)
             return _step(state, rendezvous.Lost(node_id, incarnation), now)
         case Fail():
             return _fail(state, event, now)
@@ -258,6 +322,19 @@ def _note(state: State, now: float, text: str) -> State:
     return _replace(state, history=(*state.history, Line(now, text))[-MAX_RECORDS:])
 
 
+def _depart(
+    state: State, node_id: int, incarnation: str, text: str, now: float, *, lost: bool
+) -> State:
+    """Remember that a member of the world goes: it explains why others fail."""
+    world = state.rendezvous
+    assert world is not None
+    member = world.member(node_id)
+    if member is None or member.incarnation != incarnation or node_id not in world.active:
+        return state
+    departure = Departure(node_id=node_id, round=world.round, time=now, lost=lost, text=text)
+    return _replace(state, departures=(*state.departures, departure)[-MAX_RECORDS:])
+
+
 def _step(state: State, event: rendezvous.Event, now: float) -> State:
     """Let the rendezvous take a step, and begin what a new round begins."""
     assert state.rendezvous is not None
@@ -266,13 +343,14 @@ def _step(state: State, event: rendezvous.Event, now: float) -> State:
     if after is before:
         return state
     state = _replace(state, rendezvous=after)
-    if after.round != before.round:
+    if after.world is not before.world:
         members = ", ".join(str(node.id) for node in after.world)
         state = _note(state, now, f"round {after.round}: nodes {members}")
         state = _replace(state, words={}, wish=None, hanging=None, forced=None, check=None)
         state = _begin_check(state, now)
     if after.outcome is not None and before.outcome is None:
         state = _note(state, now, f"the job has {after.outcome}: {after.reason}")
+        state = _replace(state, ended=now)
     return state
 
 
@@ -285,6 +363,13 @@ def _join(state: State, event: Join, now: float) -> State:
             max_restarts=event.max_restarts,
         )
     node = event.node
+    assert state.rendezvous is not None
+    if event.after_round > state.rendezvous.round:
+        text = (
+            f"node {node.id} comes from round {event.after_round}, the journal knows only "
+            f"{state.rendezvous.round} rounds: it was lost, or is an old copy"
+        )
+        state = _note(_replace(state, forgotten=text), now, text)
     if state.names.get(node.name) != node.id:
         state = _replace(state, names={**state.names, node.name: node.id})
     return _step(state, rendezvous.Joined(node, event.after_round), now)
@@ -298,6 +383,11 @@ def record_of(state: State, node_id: int, round_of_node: int) -> FailureRecord |
     return None
 
 
+def charges_of(state: State, node_id: int, now: float) -> Spent:
+    """The restarts that a node is charged with now."""
+    return state.spent.get(node_id, Spent()).at(now, state.policy.restart_refill)
+
+
 def _fail(state: State, event: Fail, now: float) -> State:
     assert state.rendezvous is not None
     known = state.rendezvous.known(event.node_id)
@@ -305,10 +395,10 @@ def _fail(state: State, event: Fail, now: float) -> State:
         return state
     if not event.failures or record_of(state, event.node_id, event.round) is not None:
         return state  # the second copy of a message
-    charged = state.charges.get(event.node_id, 0)
+    charged = charges_of(state, event.node_id, now)
     ruling = decide(
         event.failures,
-        num_charged=charged,
+        num_charged=charged.count,
         max_restarts=state.max_restarts,
         patterns=state.policy.patterns,
     )
@@ -322,7 +412,7 @@ def _fail(state: State, event: Fail, now: float) -> State:
     state = _replace(state, records=(*state.records, record)[-MAX_RECORDS:])
     state = _note(state, now, ruling.reason)
     if ruling.charged:
-        state = _replace(state, charges={**state.charges, event.node_id: charged + 1})
+        state = _replace(state, spent={**state.spent, event.node_id: charged.and_one()})
     if ruling.decision is Decision.REPLACE:
         state = _replace(state, check_reason=f"node {event.node_id} reported a broken machine")
         barred = rendezvous.Excluded(event.node_id, event.incarnation, ruling.reason)
@@ -359,13 +449,14 @@ def _end_hang(state: State, number: int, now: float) -> State:
     if state.hanging is None or state.hanging[0] != number:
         return state
     reason = f"the job hung: {state.hanging[1]}"
-    state = _replace(state, hanging=None, num_hangs=state.num_hangs + 1)
+    state = _replace(state, hanging=None)
     match state.policy.hang_action:
         case HangAction.NOTHING:
             return state
-        case HangAction.RESTART if state.num_hangs <= state.max_restarts:
-            return _replace(state, forced=(number, reason))
         case HangAction.RESTART:
+            spent = state.hangs.at(now, state.policy.restart_refill)
+            if spent.count < state.max_restarts:
+                return _replace(state, forced=(number, reason), hangs=spent.and_one())
             reason = f"{reason}; its {state.max_restarts} restarts are used up"
     return _step(state, rendezvous.Ended(Outcome.FAILED, reason), now)
 

@@ -3,6 +3,11 @@
 Events are appended in transactions before anything that follows from them is answered. Now and
 then the whole state is written, and the events before it are dropped. Loading takes the newest such
 state and applies the events since: a master that was killed goes on where it was.
+
+What is missing in a journal is noticed: events are numbered without gaps, and a row says whether
+the journal was closed in an orderly way, and with which number. `warnings` says what has been lost.
+The job goes on from what there is, since its agents say the rest again. A journal that could not be
+written for a while is brought up to date by `recover`, with the whole state.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ _SCHEMA = """
 create table if not exists about (version integer not null);
 create table if not exists events (number integer primary key, time real, event blob not null);
 create table if not exists snapshots (number integer primary key, time real, state blob not null);
+create table if not exists closing (clean integer not null, number integer not null);
 """
 
 _encode = msgspec.json.Encoder().encode
@@ -39,37 +45,80 @@ class Journal:
     Args:
         path: The file; made if it is not there. `:memory:` keeps nothing.
 
+    Attributes:
+        warnings: What has been lost, in sentences; complete after `load`.
+
     Raises:
         StorageError: If the file cannot be used, or was written by a newer remesh.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
-        self._database = sqlite3.connect(
-            self._path, isolation_level=None, check_same_thread=False, timeout=1.0
-        )
-        try:
-            self._database.execute("pragma journal_mode=wal")
-            self._database.execute("pragma synchronous=full")
-            # A second master on the same file would undo what this one says.
-            self._database.execute("pragma locking_mode=exclusive")
-            self._database.execute("begin exclusive")
-            for statement in _SCHEMA.split(";"):
-                self._database.execute(statement)
-            self._check_version()
-            self._database.execute("commit")
-        except sqlite3.Error as error:
-            self.close()
-            raise StorageError(
-                f"{self._path}: cannot be used as the master's journal ({error}); is another "
-                "master running on it?"
-            ) from error
+        # SQLite puts the log beside the file that a link leads to.
+        self._file = None if self._path == ":memory:" else Path(self._path).resolve()
+        self._log_file = Path(f"{self._file}-wal")
+        self.warnings: list[str] = []
         self._num_since_snapshot = 0
         self._number = 0
+        self._is_open = self._is_loaded = self._is_marked = False
+        self._identity: tuple[int, int] | None = None
+        if self._file is not None:
+            if self._file.is_dir():
+                raise StorageError(f"{self._path} is a directory; the journal needs a file")
+            if self._file.exists() and _size(self._file) == 0:
+                self.warnings.append(
+                    f"the journal {self._path} was empty: if it held a job's state, that is lost"
+                )
+        self._had_log = _size(self._log_file) > 0
+        self._open()
+
+    def _open(self) -> None:
+        database = None
+        try:
+            database = sqlite3.connect(
+                self._path, isolation_level=None, check_same_thread=False, timeout=1.0
+            )
+            self._database = database
+            database.execute("pragma journal_mode=wal")
+            database.execute("pragma synchronous=full")
+            # A second master on the same file would undo what this one says.
+            database.execute("pragma locking_mode=exclusive")
+            database.execute("begin exclusive")
+            for statement in _SCHEMA.split(";"):
+                database.execute(statement)
+            self._check_version()
+            database.execute("commit")
+            self._identity = self._identify()
+            self._is_open = True
+        except (sqlite3.Error, OSError) as error:
+            if database is not None:
+                database.close()
+            # Where there was no file, this is the beginning of ours.
+            self._identity = self._identify()
+            if isinstance(error, StorageError):
+                raise
+            hint = "; is another master running on it?" if "locked" in str(error) else ""
+            raise StorageError(
+                f"{self._path}: cannot be used as the master's journal ({error}){hint}"
+            ) from error
+
+    def _identify(self) -> tuple[int, int] | None:
+        """What tells the open file from another one under its name."""
+        if self._file is None:
+            return None
+        try:
+            found = self._file.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _check_version(self) -> None:
         row = self._database.execute("select version from about").fetchone()
         if row is None:
+            if self._database.execute(
+                "select 1 from events union select 1 from snapshots"
+            ).fetchone():
+                self.warnings.append(f"the journal {self._path} had lost the row of its version")
             self._database.execute("insert into about values (?)", (JOURNAL_VERSION,))
         elif row[0] > JOURNAL_VERSION:
             raise StorageError(
@@ -88,6 +137,7 @@ class Journal:
         """
         try:
             state, last = start(policy), 0.0
+            self._number = self._num_since_snapshot = 0
             row = self._database.execute(
                 "select number, time, state from snapshots order by number desc limit 1"
             ).fetchone()
@@ -98,12 +148,57 @@ class Journal:
                 "select number, time, event from events where number > ? order by number",
                 (self._number,),
             ):
+                if number != self._number + 1:
+                    self._warn_of_loss(f"events {self._number + 1} to {number - 1} are missing")
                 state, last = apply(state, _decode_event(event), time), time
                 self._number = number
                 self._num_since_snapshot += 1
+            self._check_closing()
+            self._is_loaded = True
         except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise StorageError(f"{self._path}: the master's journal is damaged: {error}") from error
+            raise StorageError(
+                f"{self._path}: the master's journal is damaged: {error}; move it away to go on "
+                "without it: nodes that train say again where they are"
+            ) from error
         return state, last
+
+    def _check_closing(self) -> None:
+        """Compare what was loaded with what the last master left."""
+        row = self._database.execute("select clean, number from closing").fetchone()
+        if row is None:
+            return
+        clean, number = row
+        if clean and number != self._number:
+            self._warn_of_loss(f"it ends with event {self._number}, and ended with {number}")
+        if not clean and not self._had_log:
+            self._warn_of_loss(
+                f"{self._log_file} is missing or empty, which held the newest events"
+            )
+
+    def _warn_of_loss(self, what: str) -> None:
+        self.warnings.append(
+            f"the journal {self._path} has lost events: {what}; the job goes on without them"
+        )
+
+    def _mark(self, *, clean: bool) -> None:
+        """Note, in the transaction that runs, whether the journal was closed."""
+        self._database.execute("delete from closing")
+        self._database.execute("insert into closing values (?, ?)", (clean, self._number))
+
+    def _check_place(self) -> None:
+        """Notice that the files were removed: what is written to them then is lost at the end.
+
+        Raises:
+            StorageError: If they were.
+        """
+        if self._file is None:
+            return
+        try:
+            is_there = self._is_ours()
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be found: {error}") from error
+        if not is_there or (self._is_marked and not self._log_file.exists()):
+            raise StorageError(f"{self._path}: the journal was removed while the master runs")
 
     def append(self, events: Sequence[tuple[float, Event]]) -> None:
         """Make events durable.
@@ -114,13 +209,49 @@ class Journal:
         Raises:
             StorageError: If they cannot be written.
         """
-        rows = []
-        for time, event in events:
-            self._number += 1
-            rows.append((self._number, time, _encode(event)))
-        self._num_since_snapshot += len(rows)
+        self._check_place()
+        rows = [
+            (number, time, _encode(event))
+            for number, (time, event) in enumerate(events, start=self._number + 1)
+        ]
         with self._transaction():
             self._database.executemany("insert into events values (?, ?, ?)", rows)
+            if not self._is_marked:
+                self._mark(clean=False)
+        self._number += len(rows)
+        self._num_since_snapshot += len(rows)
+        if not self._is_marked:
+            # The mark must outlive the log that lies beside the file.
+            self._is_marked = True
+            # If this fails, it will not be noticed should the log get lost; nothing else depends
+            # on it.
+            with contextlib.suppress(sqlite3.Error):
+                self._database.execute("pragma wal_checkpoint(passive)")
+
+    def recover(self, state: State, time: float) -> None:
+        """Write the whole state in place of events that could not be written.
+
+        Args:
+            state: The state after all of them.
+            time: The time.
+
+        Raises:
+            StorageError: If it cannot be written.
+        """
+        try:
+            self._check_place()
+        except StorageError:
+            if self._file is not None and self._file.exists() and not self._is_ours():
+                raise  # another one's
+            self._database.close()
+            self._is_open = self._is_marked = False
+        if not self._is_open:
+            self._open()
+        self._number += 1
+        self.snapshot(state, time)
+
+    def _is_ours(self) -> bool:
+        return self._identify() == self._identity
 
     def snapshot(self, state: State, time: float) -> None:
         """Write the whole state and drop the events before it.
@@ -160,5 +291,22 @@ class Journal:
         return self._num_since_snapshot >= SNAPSHOT_EVERY
 
     def close(self) -> None:
-        """Give the file back."""
-        self._database.close()
+        """Give the file back.
+
+        Raises:
+            StorageError: If it cannot be noted that nothing is missing.
+        """
+        try:
+            if self._is_loaded:
+                with self._transaction():
+                    self._mark(clean=True)
+        finally:
+            self._database.close()
+
+
+def _size(file: Path) -> int:
+    """The size of a file; 0 if there is none."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -19,10 +19,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
+from remesh import script
 from remesh.elastic.agent import EXIT_JOB_FAILED, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
+from remesh.elastic.directories import MEMORY, snapshot_directory
 from remesh.elastic.failures import read_patterns
-from remesh.elastic.handler import PATIENCE, Handler
+from remesh.elastic.handler import PATIENCE, Handler, check_address
 from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
@@ -30,8 +32,8 @@ from remesh.elastic.node import Node, NodeOptions
 from remesh.elastic.node_check import run_test
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
-from remesh.elastic.snapshot import MEMORY, snapshot_directory
 from remesh.elastic.snapshot_rescue import store_newest
+from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         prefix: str | None = None,
     ) -> None:
         super().add_usage(usage, actions, groups, "Usage: " if prefix is None else prefix)
+
+
+def _positive(text: str) -> float:
+    """A number above 0, for argparse."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError(f"{text} is not above 0")
+    return number
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,7 +78,11 @@ def make_parser() -> argparse.ArgumentParser:
         "    remesh run --nnodes 2:4 --master http://head:29400 --nproc-per-node 8 train.py"
     )
     ours = parser.add_argument_group("remesh")
-    ours.add_argument("--master", metavar="URL", help="the job's master; its own by default")
+    ours.add_argument(
+        "--master",
+        metavar="URL|FILE",
+        help="the job's master, or a file with its URL; its own by default",
+    )
     ours.add_argument("--token-file", metavar="FILE", help="what the master wants to know")
     ours.add_argument("--tls-ca", metavar="FILE", help="trust certificates signed by this one")
     ours.add_argument("--node-id", type=int, help="this node's place in the order of ranks")
@@ -89,7 +103,20 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where snapshots are kept in memory; '' for nowhere",
     )
+    ours.add_argument(
+        "--master-patience",
+        type=float,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help="how long to wait for a master that is away when it is needed",
+    )
     ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
+    _add_master_options(parser)
+    return parser
+
+
+def _add_master_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the master that a job of one machine starts for itself."""
     own = parser.add_argument_group("remesh, without --master")
     own.add_argument("--heartbeat-timeout", type=float, default=10.0, help="seconds of silence")
     own.add_argument("--check", action="store_true", help="test the node before training")
@@ -98,10 +125,15 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--hang-action", choices=[action.value for action in HangAction], default="restart"
     )
+    own.add_argument(
+        "--restart-refill",
+        type=_positive,
+        metavar="SECONDS",
+        help="give one charged restart back every so many seconds",
+    )
     own.add_argument("--failure-patterns", metavar="FILE", help="JSON: see docs/elastic.md")
     own.add_argument("--state", default=":memory:", metavar="FILE", help="the master's journal")
     own.add_argument("--port", type=int, default=0, help="the master's port")
-    return parser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -124,6 +156,8 @@ def _run(options: argparse.Namespace) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
     if options.tee == "0" and options.redirects == "0":
         options.tee = "3"  # also into files, whose ends are part of a failure's report
+    if not options.no_python:
+        _use_runner(options)
     config, command, command_arguments = config_from_args(options)
     if not isinstance(command, str):
         raise SystemExit("remesh run starts commands: leave out --run-path")
@@ -138,6 +172,18 @@ def _run(options: argparse.Namespace) -> None:
         _run_agent(options, config, node, [command, *command_arguments], snapshots)
 
 
+def _use_runner(options: argparse.Namespace) -> None:
+    """Let `remesh.script` run the script or module that the options name."""
+    kind = ["-m"] if options.module else []
+    options.training_script_args = [
+        *kind,
+        options.training_script,
+        *options.training_script_args,
+    ]
+    # By path: the interpreter that $PYTHON_EXEC names may not have remesh.
+    options.training_script, options.module = script.__file__, False
+
+
 def _own_master(options: argparse.Namespace) -> ServerThread:
     policy = Policy(
         heartbeat_timeout=options.heartbeat_timeout,
@@ -145,22 +191,36 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
         save_grace=options.save_grace,
         hang_timeout=options.hang_timeout,
         hang_action=HangAction(options.hang_action),
+        restart_refill=options.restart_refill,
         patterns=read_patterns(options.failure_patterns),
     )
-    return ServerThread(
-        lambda: Master(policy, Journal(options.state)), ServerOptions(port=options.port)
-    )
+    try:
+        return ServerThread(
+            lambda: Master(policy, Journal(options.state)), ServerOptions(port=options.port)
+        )
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot listen on port {options.port}: {error}") from error
 
 
 def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> Node:
     client = Client(
-        url, token=read_token(options.token_file), tls_ca=options.tls_ca, patience=PATIENCE
+        url,
+        token=read_token(options.token_file),
+        tls_ca=options.tls_ca,
+        patience=options.master_patience,
     )
+    address = config.local_addr or client.local_address()
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise SystemExit(f"remesh run: {error}") from error
     default = socket.gethostname() if options.node_id is None else f"node-{options.node_id}"
     described = NodeOptions(
         name=options.node_name or default,
         node_id=options.node_id,
-        address=config.local_addr or client.local_address(),
+        address=address,
         num_processes=config.nproc_per_node,
         settings=_settings(options, config),
         max_restarts=config.max_restarts,

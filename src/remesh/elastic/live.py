@@ -26,6 +26,8 @@ from remesh.elastic.protocol import BeatRequest, StacksRequest
 
 STACKS_TIMEOUT = 20.0
 """Seconds that the stacks of a hanging job are waited for."""
+SURELY_BEATS = 5.0
+"""Seconds, at most, within which an agent that lives is heard again."""
 NOTE_EVERY = 10.0
 """Seconds between two notes of how far the training is."""
 
@@ -43,6 +45,7 @@ class Live:
         hung_at: When the stacks were asked for.
         stacks: Stacks of the last hang, by rank.
         answered: Nodes that have sent them.
+        claims: Which other agent wants to have a node id, and since when, by node id.
     """
 
     heard: dict[int, tuple[str, float]]
@@ -53,6 +56,7 @@ class Live:
     hung_at: float = 0.0
     stacks: dict[int, str] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
+    claims: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @classmethod
     def after_start(cls, state: State, now: float) -> Live:
@@ -71,6 +75,49 @@ class Live:
 def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
     """A message of a node has come."""
     live.heard[node_id] = (incarnation, now)
+
+
+def is_over(live: Live, state: State, now: float) -> bool:
+    """Whether the job has ended and no agent talks to the master any more.
+
+    The agents learn of the end with a heartbeat. One that has said nothing for the time for silence
+    has ended, or will not be heard again.
+    """
+    if state.ended is None:
+        return False
+    last = max((at for _, at in live.heard.values()), default=state.ended)
+    return now - max(last, state.ended) >= state.policy.heartbeat_timeout
+
+
+def has_living_agent(
+    live: Live, state: State, node_id: int, incarnation: str, now: float
+) -> bool | None:
+    """Whether another agent than the one that asks holds a node id and lives.
+
+    An agent that starts again asks for the id of the one that died. Two that run under one name, or
+    were given one id by mistake, must not take it from each other in turn.
+
+    Returns:
+        None if that is not known yet: the other may have died just now.
+    """
+    world = state.rendezvous
+    if world is None:
+        return False
+    holder = world.known(node_id)
+    if holder is None and node_id in world.finished:
+        holder = world.member(node_id)
+    if holder is None or incarnation in (holder.incarnation, *world.replaced):
+        return False
+    claimant, since = live.claims.get(node_id, ("", now))
+    if claimant != incarnation:
+        since = now
+        live.claims[node_id] = (incarnation, since)
+    heard, at = live.heard.get(node_id, ("", since))
+    if heard != holder.incarnation:
+        at = since
+    if now - at > min(state.policy.heartbeat_timeout / 2, SURELY_BEATS):
+        return False
+    return True if at > since else None
 
 
 def excuse(live: Live, seconds: float) -> None:
@@ -117,8 +164,11 @@ def hear_stacks(live: Live, state: State, request: StacksRequest) -> None:
 def events_of_time(live: Live, state: State, now: float) -> list[Event]:
     """What the passing of time has made true."""
     world = state.rendezvous
-    if world is None or world.outcome is not None:
+    if world is None:
         return []
+    if world.outcome is not None:
+        # Once: what is shown of a job that has ended does not change when its master restarts.
+        return [Noted(live.progress)] if live.progress != state.progress else []
     events: list[Event] = []
     limit = state.policy.heartbeat_timeout
     for node_id in (*world.active, *world.ready):

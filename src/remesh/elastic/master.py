@@ -1,8 +1,9 @@
 """The master: what it does with each request, around the job's pure machine.
 
 A request becomes an event; the event is applied, appended to the journal, and answered when the
-journal has it. Requests that come together share one transaction. Joining and asking for a word may
-wait: they are answered when the world changes, not polled.
+journal has it. Requests that come together share one transaction. While the journal cannot be
+written (the disk is full, say) the master goes on and says so; it tries again every second. Joining
+and asking for a word may wait: they are answered when the world changes, not polled.
 
 Time is the wall clock's when the master starts, and runs steadily from then on: a clock that is set
 does not make nodes look dead. All state lives in this object and its journal. Neither torch nor a
@@ -12,16 +13,28 @@ GPU is needed. `remesh.elastic.server` gives it its sockets.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from remesh.elastic import events
 from remesh.elastic.failures import Decision, Ruling
 from remesh.elastic.job import Line, Policy, State, apply, assign_id, record_of
 from remesh.elastic.journal import Journal
-from remesh.elastic.live import Live, events_of_time, excuse, hear, hear_beat, hear_stacks
+from remesh.elastic.live import (
+    Live,
+    events_of_time,
+    excuse,
+    has_living_agent,
+    hear,
+    hear_beat,
+    hear_stacks,
+    is_over,
+)
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -48,12 +61,33 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 MOST_LATE = 1.0
 """Seconds by which a tick may be late; beyond, the master counts as having stood still."""
+RETRY_SECONDS = 1.0
+"""Seconds between two attempts to write a journal that could not be written."""
+SAY_EVERY = 600.0
+"""Seconds after which it is logged again that it cannot."""
 MAX_WAIT = 30.0
 """Longest time that a request is kept waiting."""
 MAX_WORDS_BYTES = 1 << 20
 """What the nodes of a round may leave for each other."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """A journal that cannot be written.
+
+    Attributes:
+        since: Since when.
+        text: Why.
+        retry_at: When it is tried again.
+        said_at: When it was logged last.
+    """
+
+    since: float
+    text: str
+    retry_at: float
+    said_at: float
 
 
 class RequestError(Exception):
@@ -93,6 +127,9 @@ class Master:
     ) -> None:
         self._journal = journal
         self._state, last = journal.load(policy)
+        for text in journal.warnings:
+            log.warning(text)
+        self._trouble: _Trouble | None = None
         self.clock = SteadyClock(last) if clock is None else clock
         self._live = Live.after_start(self._state, self.clock())
         self._places = places_of(self._state)
@@ -112,6 +149,22 @@ class Master:
         """What is known of the nodes at this moment."""
         return self._live
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the master itself, and must be seen."""
+        found = [*self._journal.warnings]
+        if self._state.forgotten:
+            found.append(self._state.forgotten)
+        if self._trouble is not None:
+            seconds = self.clock() - self._trouble.since
+            found.append(f"not written for {seconds:.0f} s: {self._trouble.text}")
+        return tuple(found)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the journal can be written."""
+        return self._trouble is None
+
     def happen(self, event: events.Event) -> None:
         """Apply an event; `written` says when it is durable."""
         now = self.clock()
@@ -128,12 +181,8 @@ class Master:
             self._changed = asyncio.Event()
 
     async def written(self) -> None:
-        """Wait until everything that has happened until now is in the journal.
-
-        Raises:
-            StorageError: If it cannot be written.
-        """
-        if self._pending and self._next_write is None:
+        """Wait until everything that has happened until now is in the journal, or cannot be."""
+        if (self._pending or self._trouble is not None) and self._next_write is None:
             self._next_write = asyncio.create_task(self._write(self._last_write))
         task = self._next_write or self._last_write
         if task is not None:
@@ -145,24 +194,63 @@ class Master:
             await asyncio.wait([before])
         self._last_write, self._next_write = self._next_write, None
         batch, self._pending = self._pending, []
-        state, loop = self._state, asyncio.get_running_loop()
+        now = self.clock()
+        if self._trouble is not None and now < self._trouble.retry_at:
+            return  # the state has it, and is written whole later
+        loop = asyncio.get_running_loop()
+        work = functools.partial(self._store, batch, self._state, now, self._trouble is not None)
         try:
-            await loop.run_in_executor(None, self._journal.append, batch)
-        except StorageError:
-            self._pending = batch + self._pending
-            raise
-        if self._journal.wants_snapshot:
-            await loop.run_in_executor(None, self._journal.snapshot, state, batch[-1][0])
+            await loop.run_in_executor(None, work)
+        except StorageError as error:
+            self._note_trouble(str(error), now)
+        else:
+            self._note_recovery(now)
+
+    def _store(
+        self, batch: list[tuple[float, events.Event]], state: State, now: float, recover: bool
+    ) -> None:
+        if recover:
+            self._journal.recover(state, now)
+        elif batch:
+            self._journal.append(batch)
+            if self._journal.wants_snapshot:
+                self._journal.snapshot(state, batch[-1][0])
+
+    def _note_trouble(self, text: str, now: float) -> None:
+        old = self._trouble
+        since, said_at = (now, -math.inf) if old is None else (old.since, old.said_at)
+        if now - said_at >= SAY_EVERY:
+            said_at = now
+            log.error(
+                "%s; the job goes on, but a master that is started again would not know what "
+                "happens from now on: make room, or see why the file cannot be written",
+                text,
+            )
+        self._trouble = _Trouble(since, text, now + RETRY_SECONDS, said_at)
+
+    def _note_recovery(self, now: float) -> None:
+        if self._trouble is not None:
+            log.warning("the journal is written again, after %.0f s", now - self._trouble.since)
+            self._trouble = None
 
     async def close(self) -> None:
         """Write what is pending, and give the journal back."""
+        if self._trouble is not None:
+            self._trouble.retry_at = -math.inf
         await self.written()
-        self._journal.close()
+        try:
+            self._journal.close()
+        except StorageError as error:
+            log.error("%s", error)
 
-    async def keep_time(self) -> None:
-        """Let time pass, until cancelled."""
+    async def keep_time(self, *, end_with_job: bool = False) -> None:
+        """Let time pass, until cancelled.
+
+        Args:
+            end_with_job: Return when the job is over and no agent is left (`live.is_over`).
+        """
         loop = asyncio.get_running_loop()
-        while True:
+        while not (end_with_job and is_over(self._live, self._state, self.clock())):
             due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
             self.tick(loop.time() - due)
@@ -201,10 +289,11 @@ class Master:
         are many.
         """
         self._check_join(request)
+        node_id, name = self._identify(request)
         node = Node(
-            id=assign_id(self._state, request.name, request.node_id),
+            id=node_id,
             incarnation=request.incarnation,
-            name=request.name,
+            name=name,
             address=request.address,
             num_processes=request.num_processes,
         )
@@ -228,6 +317,23 @@ class Master:
         if reply is not None:
             return reply
         return waiting(self._state, node)
+
+    def _identify(self, request: JoinRequest) -> tuple[int, str]:
+        """The id and the name of a node that joins."""
+        now = self.clock()
+
+        def lives(node_id: int) -> bool | None:
+            return has_living_agent(self._live, self._state, node_id, request.incarnation, now)
+
+        try:
+            identity = assign_id(self._state, request.name, request.node_id, lives)
+        except ValueError as error:
+            raise RequestError(409, f"{request.name}: {error}") from error
+        if identity is None:
+            raise RequestError(
+                503, f"{request.name} has an agent, which died or will be heard soon"
+            )
+        return identity
 
     def _check_join(self, request: JoinRequest) -> None:
         """Refuse a node that does not fit to the job."""

@@ -16,15 +16,21 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 class _StatusCollector(Collector):
     """Gives one status as metrics."""
 
-    def __init__(self, status: Status, num_requests: int) -> None:
+    def __init__(self, status: Status, num_requests: int, journal_failing: bool) -> None:
         self._status = status
         self._num_requests = num_requests
+        self._journal_failing = journal_failing
 
     def collect(self) -> list[Metric]:
         """The metrics."""
         status = self._status
         return [
             *_totals(status, self._num_requests),
+            GaugeMetricFamily(
+                "remesh_journal_failing",
+                "Whether the master's journal cannot be written",
+                value=float(self._journal_failing),
+            ),
             _by_state(status),
             *_by_rank(status),
         ]
@@ -77,13 +83,14 @@ def _by_rank(status: Status) -> list[Metric]:
     return [steps, seconds]
 
 
-def render_metrics(status: Status, num_requests: int) -> bytes:
+def render_metrics(status: Status, num_requests: int, *, journal_failing: bool) -> bytes:
     """The text that Prometheus scrapes.
 
     Args:
         status: The job as it is now.
         num_requests: Requests that the master has seen.
+        journal_failing: Whether its journal cannot be written.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatusCollector(status, num_requests))
+    registry.register(_StatusCollector(status, num_requests, journal_failing))
     return generate_latest(registry)

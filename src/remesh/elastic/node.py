@@ -3,6 +3,9 @@
 A thread beats, so that the node lives for the master while the launcher waits, starts processes, or
 is busy otherwise. It passes on how far the processes are, from their heartbeat files, and keeps the
 newest answer. Everything else happens in the launcher's thread.
+
+A node is lost after `heartbeat_timeout` seconds of silence. A beat is given up after a quarter of
+that, and the next one is sent: a beat that gets lost on the way costs no node its place.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TypedDict
 
 from remesh.elastic.client import Client
 from remesh.elastic.failures import ProcessFailure, Ruling
+from remesh.elastic.job import Policy
 from remesh.elastic.protocol import (
     Barred,
     BeatReply,
@@ -43,6 +47,25 @@ log = logging.getLogger(__name__)
 
 JOIN_WAIT = 10.0
 """Seconds that a request to join is kept waiting at the master."""
+LAST_WORDS = 10.0
+"""Seconds for which a node that goes in any case tries to tell the master."""
+
+
+def beat_limit(heartbeat_timeout: float) -> float:
+    """Seconds for the answer to a heartbeat, after which the next one is sent."""
+    return heartbeat_timeout / 4
+
+
+def next_beat(began: float, now: float, beat_seconds: float, heartbeat_timeout: float) -> float:
+    """Seconds until the next heartbeat.
+
+    Args:
+        began: When the last one was sent.
+        now: When its answer came, or was given up.
+        beat_seconds: Time between two heartbeats; at most a quarter of the time for silence is.
+        heartbeat_timeout: Seconds of silence after which a node is lost.
+    """
+    return max(began + min(beat_seconds, beat_limit(heartbeat_timeout)) - now, 0.0)
 
 
 class JobOverError(Exception):
@@ -136,6 +159,7 @@ class Node:
         self._incarnation = uuid.uuid4().hex
         self._node_id: int | None = None
         self._round = 0
+        self._heartbeat_timeout = Policy().heartbeat_timeout  # until the master says it
         self._now = _Now()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -179,7 +203,14 @@ class Node:
                 wait=0.0 if self._node_id is None else JOIN_WAIT,
                 max_restarts=self.options.max_restarts,
             )
-            match self.client.join(request):
+            # A master that has never answered may have been named wrongly.
+            patience = self.client.patience
+            if self._node_id is None:
+                patience = min(patience, self.options.settings.join_timeout)
+            reply = self.client.join(request, patience)
+            if isinstance(reply, Placed | Waiting | Test):
+                self._heartbeat_timeout = reply.heartbeat_timeout
+            match reply:
                 case Placed() as placed:
                     self._enter(placed)
                     return placed
@@ -240,19 +271,30 @@ class Node:
             self._beating.start()
 
     def _beat(self) -> None:
-        while not self._stopping.wait(self.options.beat_seconds):
-            with self._lock:
-                now, speaker = self._now, self._speaker
-            request = BeatRequest(**speaker, ranks=_beats_of(now.files))
+        pause = next_beat(0.0, 0.0, self.options.beat_seconds, self._heartbeat_timeout)
+        num_lost = 0
+        while not self._stopping.wait(pause):
+            began, silence = time.monotonic(), self._heartbeat_timeout
             try:
-                reply = self.client.beat(request)
+                self._beat_once(beat_limit(silence))
+                if num_lost:
+                    log.warning("the master hears this node again; %d heartbeats failed", num_lost)
+                num_lost = 0
             except MasterError as error:
                 # The training goes on without its master; the next beat may reach it.
-                log.warning("no heartbeat: %s", error)
-                continue
-            with self._lock:
-                if self._now is now:
-                    now.reply = reply
+                if num_lost == 0:
+                    log.warning("no heartbeat, the next one follows: %s", error)
+                num_lost += 1
+            pause = next_beat(began, time.monotonic(), self.options.beat_seconds, silence)
+
+    def _beat_once(self, limit: float) -> None:
+        with self._lock:
+            now, speaker = self._now, self._speaker
+        request = BeatRequest(**speaker, ranks=_beats_of(now.files))
+        reply = self.client.beat(request, limit)
+        with self._lock:
+            if self._now is now:
+                now.reply = reply
 
     def failed(self, failures: tuple[ProcessFailure, ...]) -> Ruling:
         """Say which processes failed, and be told what to do."""
@@ -260,11 +302,12 @@ class Node:
 
     def drain(self, seconds: float, reason: str) -> None:
         """Say that the node has to go within some seconds."""
-        self.client.drain(DrainRequest(**self._speaker, seconds=seconds, reason=reason))
+        request = DrainRequest(**self._speaker, seconds=seconds, reason=reason)
+        self.client.drain(request, LAST_WORDS)
 
     def send_stacks(self, dump: int, stacks: dict[int, str]) -> None:
         """Say where the processes were."""
-        self.client.stacks(StacksRequest(**self._speaker, dump=dump, stacks=stacks))
+        self.client.stacks(StacksRequest(**self._speaker, dump=dump, stacks=stacks), LAST_WORDS)
 
     def put(self, round_of_word: int, key: str, value: str) -> None:
         """Leave a word for the other nodes of a round."""
@@ -289,15 +332,21 @@ class Node:
         raise MasterError(f"node {self._node_id}: no node said {key!r} within {seconds:g} s")
 
     def leave(self, outcome: Outcome, reason: str) -> None:
-        """Say that the node goes; it beats until `close`."""
+        """Say that the node goes; it beats until `close`.
+
+        Success must be known, or the others would start again: only that is said for as long as it
+        takes.
+        """
         if self._node_id is not None:
-            self.client.leave(LeaveRequest(**self._speaker, outcome=outcome, reason=reason))
+            request = LeaveRequest(**self._speaker, outcome=outcome, reason=reason)
+            self.client.leave(request, None if outcome is Outcome.SUCCEEDED else LAST_WORDS)
 
     def close(self) -> None:
         """Stop beating."""
         self._stopping.set()
         if self._beating is not None:
             self._beating.join()
+        self.client.close()
 
 
 def _beats_of(files: Mapping[int, str]) -> dict[int, RankBeat]:

@@ -43,7 +43,7 @@ MEET_SECONDS = 30.0
 WELL, NOT_WELL = "well", ""
 """Words by which a node says how its own probe went."""
 
-COMMAND = (sys.executable, "-m", "remesh.elastic.node_check")
+COMMAND = (sys.executable, "-m", "remesh.script", "-m", "remesh.elastic.node_check")
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):

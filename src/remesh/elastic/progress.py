@@ -95,7 +95,12 @@ def report(progress: Progress, before: RankProgress | None, heard: RankProgress)
 
 
 def goodput(progress: Progress, now: float) -> float | None:
-    """The share of time since the job began that moved it forward; None if nothing is known."""
+    """The share of the time since the job began that moved it forward; None if nothing is known.
+
+    Args:
+        progress: What is known.
+        now: The time; when the job ended, once it has.
+    """
     if progress.first_step is None or progress.last_step is None or not progress.recent:
         return None
     elapsed = now - progress.began

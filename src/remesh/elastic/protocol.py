@@ -72,6 +72,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         first_process: Rank of its first process.
         num_processes: Processes of all nodes of the round.
         leader: The node of rank 0.
+        heartbeat_timeout: Seconds of silence after which a node is lost.
     """
 
     node_id: int
@@ -81,6 +82,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     first_process: int
     num_processes: int
     leader: Node
+    heartbeat_timeout: float = 10.0
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
@@ -89,10 +91,12 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         node_id: The node's id.
         reason: What is waited for.
+        heartbeat_timeout: Seconds of silence after which a node is lost.
     """
 
     node_id: int
     reason: str
+    heartbeat_timeout: float = 10.0
 
 
 class Test(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +108,7 @@ class Test(msgspec.Struct, frozen=True, tag=True):
         check: Number of the check.
         test_round: Number of the test round within it.
         group: The nodes of the group, in the order of their ranks in the test.
+        heartbeat_timeout: Seconds of silence after which a node is lost.
     """
 
     __test__ = False  # not a test case, whatever its name
@@ -113,6 +118,7 @@ class Test(msgspec.Struct, frozen=True, tag=True):
     check: int
     test_round: int
     group: tuple[Node, ...]
+    heartbeat_timeout: float = 10.0
 
 
 class Barred(msgspec.Struct, frozen=True, tag=True):

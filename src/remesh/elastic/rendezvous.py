@@ -9,8 +9,9 @@ Members of the world are *active* from its beginning until they join again, fini
 lost. A new world is formed only when no member is active any more; until then `restart_reason`
 tells the active ones that they should stop, and why.
 
-A round begins at once if it cannot get larger: `max_nodes` are ready, or everybody who was in the
-last world is. Otherwise it waits until nothing has changed for `last_call` seconds.
+A round begins at once if nothing is gained by waiting: `max_nodes` are ready, or every member of
+the last world is ready or known to be gone. Otherwise it waits until nothing has changed for
+`last_call` seconds.
 
 Messages may be lost, repeated and reordered. Joining says after which round it happens, so an old
 copy of it changes nothing; and it carries the agent's incarnation, so an agent that was replaced
@@ -233,6 +234,9 @@ def _join(state: State, node: Node, after_round: int, now: float) -> State:
     in_world = member is not None and member.incarnation == node.incarnation
     if in_world and node.id in state.active and after_round < state.round:
         return state  # a late copy of the message that led to this world
+    if after_round > state.round:
+        # The master has forgotten rounds. Their numbers must not come again.
+        state = msgspec.structs.replace(state, round=after_round)
     newest = state.newest.get(node.id, node.incarnation)
     if newest != node.incarnation:
         state = msgspec.structs.replace(state, replaced=state.replaced | {newest})
@@ -311,7 +315,9 @@ def _form_world(state: State, now: float) -> State:
             )
         return state
     cannot_grow = size == settings.fitting(settings.max_nodes)
-    all_back = bool(state.world) and all(node.id in state.ready for node in state.world)
+    # No member is active here: one that is neither ready nor finished has left or is lost. Those
+    # that have finished are alive and will join.
+    all_back = bool(state.world) and state.finished <= state.ready.keys()
     if not (cannot_grow or all_back or now - state.changed_at >= settings.last_call):
         return state
     ordered = sorted(state.ready)

@@ -30,10 +30,11 @@ def places_of(state: State) -> dict[int, Placed]:
         return {}
     world = state.rendezvous.world
     total = sum(node.num_processes for node in world)
+    silence = state.policy.heartbeat_timeout
     places, first = {}, 0
     for rank, node in enumerate(world):
         places[node.id] = Placed(
-            node.id, state.rendezvous.round, rank, len(world), first, total, world[0]
+            node.id, state.rendezvous.round, rank, len(world), first, total, world[0], silence
         )
         first += node.num_processes
     return places
@@ -66,27 +67,30 @@ def join_reply(state: State, node: Node, places: Mapping[int, Placed]) -> JoinRe
     group = next((group for group in state.check.plan if node.id in group), ())
     members = tuple(member for member in map(world.member, group) if member is not None)
     check = state.check
-    return Test(node.id, world.round, check.number, len(check.results), members)
+    silence = state.policy.heartbeat_timeout
+    return Test(node.id, world.round, check.number, len(check.results), members, silence)
 
 
 def waiting(state: State, node: Node) -> Waiting:
     """What to say to a node for which there is no answer yet."""
+    return Waiting(node.id, _what_is_missing(state), state.policy.heartbeat_timeout)
+
+
+def _what_is_missing(state: State) -> str:
     world = state.rendezvous
     if world is None:
-        return Waiting(node.id, "no node has joined")
+        return "no node has joined"
     if state.check is not None:
-        return Waiting(node.id, f"check {state.check.number} is running")
+        return f"check {state.check.number} is running"
     if world.active:
-        return Waiting(
-            node.id,
+        return (
             f"round {world.round} runs on {len(world.active)} nodes; {len(world.ready)} wait until "
-            "a larger world is possible",
+            "a larger world is possible"
         )
     settings = world.settings
-    return Waiting(
-        node.id,
+    return (
         f"{len(world.ready)} nodes are ready, the world has {settings.min_nodes} to "
-        f"{settings.max_nodes} in multiples of {settings.node_unit}",
+        f"{settings.max_nodes} in multiples of {settings.node_unit}"
     )
 
 

@@ -1,14 +1,16 @@
 """The master's sockets: HTTP requests with JSON bodies, the page, and the metrics.
 
 Whoever can reach the port can steer the job, so the master listens on the loopback address unless a
-token is set, and refuses requests that are too large or too many. The page itself holds no secrets;
-it asks for the token when its requests are refused.
+token is set, and refuses requests that are too large or too many: of one node, or of one address
+that is no node's, and only if they know the token. Who does not know it cannot use up what others
+need. The page itself holds no secrets; it asks for the token when its requests are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import ssl
 import threading
 import time
@@ -21,6 +23,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from remesh.elastic import connections
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.page import PAGE
@@ -34,16 +37,21 @@ from remesh.elastic.protocol import (
     LeaveRequest,
     Problem,
     PutRequest,
+    Speaker,
     StacksRequest,
     TestedRequest,
 )
-from remesh.elastic.status import status_of
-from remesh.errors import StorageError
+from remesh.elastic.repeats import RepeatFilter
+from remesh.elastic.status import Status, status_of
+
+log = logging.getLogger(__name__)
 
 BURST_SECONDS = 5.0
-"""How long an address may be silent and then ask for all of that time at once."""
-MAX_ADDRESSES = 10_000
-"""Addresses after which those that are silent are forgotten."""
+"""How long a sender may be silent and then ask for all of that time at once."""
+MAX_SENDERS = 10_000
+"""Senders after which those that are silent are forgotten."""
+MAX_WRONG_TOKENS = 2.0
+"""Wrong tokens a second from one address that are answered as such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +64,9 @@ class ServerOptions:
         token: What requests must know; empty: nothing, on the loopback address only.
         tls: Certificate and key, if it speaks HTTPS.
         max_request_bytes: Larger requests are refused.
-        max_requests_per_second: More from one address are refused for a moment.
+        max_requests_per_second: More of one node, or of one address that is no node's, are
+            refused for a moment.
+        max_connections: How many may be open; by default what the limit of open files allows.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +75,7 @@ class ServerOptions:
     tls: ssl.SSLContext | None = None
     max_request_bytes: int = 8 << 20
     max_requests_per_second: float = 2000.0
+    max_connections: int | None = None
 
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
@@ -89,12 +100,12 @@ _REQUESTS: dict[str, type] = {
 
 
 class RateLimit:
-    """A bucket of requests for each address, filled at a steady rate.
+    """A bucket of requests for each sender, filled at a steady rate.
 
     It holds what fills it in `BURST_SECONDS`: nodes meet all at once, and then beat steadily.
 
     Args:
-        per_second: Requests a second and address.
+        per_second: Requests a second and sender.
         clock: Seconds that never jump.
     """
 
@@ -104,24 +115,24 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     @property
-    def num_addresses(self) -> int:
-        """Addresses that are remembered."""
+    def num_senders(self) -> int:
+        """Senders that are remembered."""
         return len(self._buckets)
 
-    def allows(self, address: str) -> bool:
-        """Whether a request that comes from an address now is answered."""
+    def allows(self, sender: str) -> bool:
+        """Whether a request that a sender makes now is answered."""
         now, most = self._clock(), self._per_second * BURST_SECONDS
-        if len(self._buckets) >= MAX_ADDRESSES:
+        if len(self._buckets) >= MAX_SENDERS:
             # Whoever has not asked for so long has a full bucket again, as one never heard of.
             self._buckets = {
                 other: (left, at)
                 for other, (left, at) in self._buckets.items()
                 if now - at < BURST_SECONDS
             }
-        left, at = self._buckets.get(address, (most, now))
+        left, at = self._buckets.get(sender, (most, now))
         left = min(left + (now - at) * self._per_second, most)
         allowed = left >= 1
-        self._buckets[address] = (left - allowed, now)
+        self._buckets[sender] = (left - allowed, now)
         return allowed
 
 
@@ -134,50 +145,91 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def make_app(master: Master, options: ServerOptions) -> web.Application:
-    """The web application of a master."""
+def make_app(master: Master, options: ServerOptions, doors: connections.Doors) -> web.Application:
+    """The web application of a master.
 
-    async def status(_request: web.Request) -> web.StreamResponse:
-        return _reply(status_of(master.state, master.live, master.clock()))
+    Args:
+        master: The master.
+        options: How it can be reached.
+        doors: Where its connections come in.
+    """
+    limit = RateLimit(options.max_requests_per_second)
+
+    def seen() -> Status:
+        return status_of(master.state, master.live, master.clock(), master.warnings)
+
+    async def status(request: web.Request) -> web.StreamResponse:
+        return _reply(seen()) if limit.allows(request.remote or "") else _too_many()
 
     async def page(_request: web.Request) -> web.StreamResponse:
         return web.Response(text=PAGE, content_type="text/html")
 
-    async def metrics(_request: web.Request) -> web.StreamResponse:
-        now = status_of(master.state, master.live, master.clock())
-        text = render_metrics(now, master.num_requests)
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        if not limit.allows(request.remote or ""):
+            return _too_many()
+        text = render_metrics(seen(), master.num_requests, journal_failing=not master.is_written)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application(
-        middlewares=[_make_guard(master, options)], client_max_size=options.max_request_bytes
+        middlewares=[_make_guard(master, options, doors)],
+        client_max_size=options.max_request_bytes,
     )
-    app.router.add_post("/v1/{name}", _make_post(master))
+    app.router.add_post("/v1/{name}", _make_post(master, limit))
     app.router.add_get("/v1/status", status)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/", page)
     return app
 
 
-def _make_guard(master: Master, options: ServerOptions) -> Middleware:
-    """Turns away who asks too often, or does not know the token."""
-    limit = RateLimit(options.max_requests_per_second)
+def _too_many() -> web.Response:
+    return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
+
+
+def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors) -> Middleware:
+    """Turns away requests without the token, and those that never get whole."""
+    wrong = RateLimit(MAX_WRONG_TOKENS)
     wanted = f"Bearer {options.token}".encode()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         master.num_requests += 1
-        if not limit.allows(request.remote or ""):
-            return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
-        given = request.headers.get("Authorization", "").encode()
-        is_open = request.path == "/" or not options.token
-        if not is_open and not hmac.compare_digest(given, wanted):
+        # aiohttp keeps bytes that are no text in this way.
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        knows = not options.token or hmac.compare_digest(given, wanted)
+        if not knows and request.path != "/":
+            if not wrong.allows(request.remote or ""):
+                return _too_many()
+            log.warning("a request from %s does not know the token", request.remote)
             return _reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
-        return await handler(request)
+        try:
+            await asyncio.wait_for(request.read(), connections.REQUEST_SECONDS)
+        except TimeoutError:
+            reply = _reply(Problem("the request took too long to come"), 408)
+            reply.force_close()
+            return reply
+        connection = doors.of(request.transport) if knows else None
+        if connection is None:
+            return await handler(request)
+        connection.ask()
+        try:
+            return await handler(request)
+        finally:
+            connection.answer(asyncio.get_running_loop().time())
 
     return guard
 
 
-def _make_post(master: Master) -> Handler:
+def _sender(master: Master, asked: object, address: str) -> str:
+    """Whose requests are counted together: a node's, or those of an address that is no node's."""
+    world = master.state.rendezvous
+    if world is None or not isinstance(asked, Speaker | JoinRequest):
+        return address
+    if asked.node_id is not None and world.newest.get(asked.node_id) == asked.incarnation:
+        return asked.incarnation
+    return address
+
+
+def _make_post(master: Master, limit: RateLimit) -> Handler:
     """Decodes a request, asks the master, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
         name: msgspec.json.Decoder(kind).decode for name, kind in _REQUESTS.items()
@@ -194,38 +246,53 @@ def _make_post(master: Master) -> Handler:
             asked = decoders[name](await request.read())
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return _reply(Problem(f"{name}: {error}"), 400)
+        if not limit.allows(_sender(master, asked, request.remote or "")):
+            return _too_many()
         try:
             return _reply(await getattr(master, name)(asked))
         except RequestError as error:
             return _reply(Problem(f"{name}: {error}"), error.status)
-        except StorageError as error:
-            return _reply(Problem(f"{name}: {error}"), 503)
 
     return post
 
 
-async def serve(master: Master, options: ServerOptions, on_ready: Callable[[str], None]) -> None:
+async def serve(
+    master: Master,
+    options: ServerOptions,
+    on_ready: Callable[[str], None],
+    *,
+    end_with_job: bool = False,
+) -> None:
     """Serve a master until this is cancelled.
 
     Args:
         master: The master.
         options: How it can be reached.
         on_ready: Is given its URL as soon as it listens.
+        end_with_job: Return when the job is over and no agent is left.
     """
-    runner = web.AppRunner(make_app(master, options), access_log=None)
+    requests_log = logging.getLogger("remesh.elastic.requests")
+    once = RepeatFilter()
+    quiet = (requests_log, log, connections.log)
+    for logger in quiet:
+        logger.addFilter(once)
+    most = options.max_connections or connections.max_connections()
+    doors = connections.Doors(options.tls, most)
+    app = make_app(master, options, doors)
+    runner = web.AppRunner(app, access_log=None, logger=requests_log)
     await runner.setup()
+    assert runner.server is not None
     try:
-        site = web.TCPSite(
-            runner, options.host, options.port, ssl_context=options.tls, backlog=4096
-        )
-        await site.start()
-        _host, port = runner.addresses[0][:2]
+        port = doors.listen(runner.server, options.host, options.port)
         scheme = "https" if options.tls is not None else "http"
         on_ready(f"{scheme}://{options.host}:{port}")
-        await master.keep_time()
+        await master.keep_time(end_with_job=end_with_job)
     finally:
+        await doors.close()
         await runner.cleanup()
         await master.close()
+        for logger in quiet:
+            logger.removeFilter(once)
 
 
 class ServerThread:

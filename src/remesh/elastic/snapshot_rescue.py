@@ -8,6 +8,9 @@ one commits, and if files are lost, nobody does.
 
 A process may have died while the newest snapshot was committed, which then is so on some nodes
 only. Therefore the one before is brought to storage as well, unless the newest is there by then.
+
+The name of a snapshot may be taken in the root by a checkpoint of another run, or by one that is
+damaged. The snapshot is then stored under a name that begins with its save id.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from remesh import catalog
+from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.scattered import ROOT_NAME
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError
 from remesh.formats import native
@@ -50,25 +55,30 @@ def store_newest(directory: str, *, whole_only: bool) -> list[str]:
 def _store_from(folder: Path, *, whole_only: bool) -> list[str]:
     """Store the snapshots of a folder; where one was committed, if it was."""
     memory = LocalStorage(folder, direct_io=False)
-    for name in sorted(_names(memory), reverse=True):
-        root = memory.read(ROOT_NAME).decode()
-        if max(_names(open_storage(root)), default="") >= name:
+    root = memory.read(ROOT_NAME).decode()
+    stored = catalog.look(open_storage(root))
+    for info in reversed([info for info in catalog.look(memory) if not info.problem]):
+        if any(_replaces(one, info) for one in stored):
             break
-        source = LocalStorage(folder / name, direct_io=False)
+        source = LocalStorage(folder / info.name, direct_io=False)
         record = native.read_record(source)
         if whole_only and not all(exists(source, file.path) for file in record.files):
             continue
-        place = f"{root.rstrip('/')}/{name}"
+        is_taken = any(one.name == info.name for one in stored)
+        name = f"{info.save_id}_{info.name}" if is_taken else info.name
+        place = catalog.place_of(root, name)
         if _store(source, record, open_storage(place)):
             log.info("stored %s, which was in memory only", place)
             return [place]
     return []
 
 
-def _names(storage: Storage) -> list[str]:
-    """The directories below a root that have commit records."""
-    ending = f"/{native.RECORD_NAME}"
-    return [path.removesuffix(ending) for path in storage.list() if path.endswith(ending)]
+def _replaces(stored: CheckpointInfo, snapshot: CheckpointInfo) -> bool:
+    """Whether a checkpoint in storage makes a snapshot unnecessary.
+
+    One of another run does not, nor one that cannot be read, nor anything else below the root.
+    """
+    return stored.run == snapshot.run and stored.step >= snapshot.step and not stored.problem
 
 
 def _store(source: Storage, record: native.CommitRecord, target: Storage) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from remesh.elastic import progress
-from remesh.elastic.failures import root_cause
-from remesh.elastic.job import Line, State
+from remesh.elastic.failures import is_consequence, root_cause
+from remesh.elastic.job import Line, State, charges_of
 from remesh.elastic.live import Live
 from remesh.elastic.rendezvous import Node, exclusion_of
 
@@ -90,10 +90,19 @@ class FailureStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
-    """What failed in a round, the likeliest root cause first."""
+    """What failed in a round.
+
+    Attributes:
+        round: The round.
+        time: When the master first heard of a failure, or lost a node.
+        cause: The node that was lost or left, if that explains the failures better than any of the
+            processes does; otherwise empty.
+        failures: The processes that failed, the likeliest root cause first.
+    """
 
     round: int
     time: float
+    cause: str
     failures: tuple[FailureStatus, ...]
 
 
@@ -103,6 +112,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         time: Now, in seconds since the epoch.
         began: When the first node joined.
+        ended: When the job ended; None while it runs.
         phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
         reason: Why, in a sentence.
         round: The round.
@@ -111,17 +121,20 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         max_nodes: Most nodes of a world.
         node_unit: Worlds have a multiple of this.
         nodes: The nodes, by id.
-        goodput: Share of the time since the beginning that moved the training forward.
+        goodput: Share of the time since the beginning that moved the training forward; of a job
+            that has ended, until its end.
         step: The highest step of any rank.
         saved: The step of the newest checkpoint.
         ranks: The ranks that report steps.
         failures: What failed, newest round first.
         stacks: Where the processes were when the job hung last, by rank.
         history: What happened, newest first.
+        warnings: What is wrong with the master, which those who run it must see.
     """
 
     time: float
     began: float | None
+    ended: float | None
     phase: str
     reason: str
     round: int
@@ -137,15 +150,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[RoundFailures, ...]
     stacks: dict[int, str]
     history: tuple[Line, ...]
+    warnings: tuple[str, ...] = ()
 
 
-def status_of(state: State, live: Live, now: float) -> Status:
+def status_of(state: State, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
     """Everything there is to see."""
     world = state.rendezvous
     phase, reason = _phase(state)
     return Status(
         time=now,
         began=state.began,
+        ended=state.ended,
         phase=phase,
         reason=reason,
         round=0 if world is None else world.round,
@@ -154,13 +169,14 @@ def status_of(state: State, live: Live, now: float) -> Status:
         max_nodes=0 if world is None else world.settings.max_nodes,
         node_unit=1 if world is None else world.settings.node_unit,
         nodes=_nodes(state, live, now),
-        goodput=progress.goodput(live.progress, now),
+        goodput=progress.goodput(live.progress, now if state.ended is None else state.ended),
         step=live.progress.last_step,
         saved=state.saved,
         ranks=_ranks(live, now),
         failures=_failures(state),
         stacks=live.stacks,
         history=tuple(reversed(state.history)),
+        warnings=warnings,
     )
 
 
@@ -214,7 +230,7 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
                 first_process=firsts.get(node_id) if working else None,
                 num_processes=node.num_processes,
                 last_heard=None if heard is None else max(now - heard[1], 0.0),
-                num_charged=state.charges.get(node_id, 0),
+                num_charged=charges_of(state, node_id, now).count,
                 check=state.verdict.get(node_id, ""),
                 reason=exclusion_of(world, node) or "",
             )
@@ -241,7 +257,7 @@ def _excluded(state: State, live: Live, shown: Mapping[int, Node], now: float) -
                     first_process=None,
                     num_processes=0,
                     last_heard=None if heard is None else max(now - heard[1], 0.0),
-                    num_charged=state.charges.get(node_id, 0),
+                    num_charged=charges_of(state, node_id, now).count,
                     check=state.verdict.get(node_id, ""),
                     reason=reason,
                 )
@@ -266,17 +282,24 @@ def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
 
 
 def _failures(state: State) -> tuple[RoundFailures, ...]:
-    rounds = sorted({record.round for record in state.records}, reverse=True)
-    return tuple(_failures_of(state, number) for number in rounds)
+    rounds = {record.round for record in state.records}
+    rounds |= {departure.round for departure in state.departures if departure.lost}
+    return tuple(_failures_of(state, number) for number in sorted(rounds, reverse=True))
 
 
 def _failures_of(state: State, number: int) -> RoundFailures:
     records = [record for record in state.records if record.round == number]
+    departures = [departure for departure in state.departures if departure.round == number]
     rulings = {record.node_id: record.ruling.reason for record in records}
-    failures = [failure for record in records for failure in record.failures]
+    patterns = state.policy.patterns
+    ordered = root_cause([each for record in records for each in record.failures], patterns)
+    explained = bool(ordered) and not is_consequence(ordered[0], patterns)
+    # A node that was lost caused what its peers met; the first one, if several went.
+    departures.sort(key=lambda departure: (not departure.lost, departure.time))
     return RoundFailures(
         round=number,
-        time=min(record.time for record in records),
+        time=min([each.time for each in records] + [each.time for each in departures]),
+        cause="" if explained or not departures else departures[0].text,
         failures=tuple(
             FailureStatus(
                 node_id=failure.node_id,
@@ -289,6 +312,6 @@ def _failures_of(state: State, number: int) -> RoundFailures:
                 step=failure.step,
                 ruling=rulings[failure.node_id],
             )
-            for failure in root_cause(failures, state.policy.patterns)
+            for failure in ordered
         ),
     )

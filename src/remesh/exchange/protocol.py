@@ -10,7 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh import errors
-from remesh.errors import MismatchError, RankFailedError, RemeshError
+from remesh.errors import (
+    CheckpointReplacedError,
+    MismatchError,
+    RankFailedError,
+    RemeshError,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -80,15 +85,28 @@ def encode_failure(rank: int, error: BaseException) -> bytes:
         rank = rank if error.rank is None else error.rank
     else:
         class_name = f"{kind.__module__}.{kind.__qualname__}"
-    lists = (
-        (error.missing, error.unexpected, error.conflicts)
-        if isinstance(error, MismatchError)
-        else ((), (), ())
-    )
+    lists: tuple[tuple[str, ...], ...] = ()
+    if isinstance(error, MismatchError):
+        names = (error.missing, error.unexpected, error.conflicts)
+        lists = tuple(tuple(map(_encodable, some)) for some in names)
     error_type = error.error_type if isinstance(error, RankFailedError) else class_name
     return _FAILED + msgspec.msgpack.encode(
-        _Failure(rank, class_name, str(error), error_type, *lists)
+        _Failure(rank, class_name, _message_of(error), error_type, *lists)
     )
+
+
+def _message_of(error: BaseException) -> str:
+    """The text of an exception."""
+    try:
+        text = str(error)
+    except Exception as also:  # noqa: BLE001 - a foreign exception whose text fails
+        text = f"(its message cannot be shown: {type(also).__name__})"
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """Text without what UTF-8 cannot hold, as names of files and foreign names may have it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def decode_failure(data: bytes) -> RemeshError:
@@ -110,16 +128,38 @@ def decode_failure(data: bytes) -> RemeshError:
     return error
 
 
-def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
-    """Run a local step; what to send, and the error if it failed."""
+def _attempt(exchange: Exchange, action: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
+    """Run a local step; what to send, and the error if it failed.
+
+    Ctrl-C and the end of the interpreter are failures like any other: the other ranks wait for
+    this one, and learn of it.
+    """
     try:
-        return _OK + action(), None
-    except Exception as error:  # noqa: BLE001 - it is raised again once every rank knows of it
+        result = action()
+        # An empty message says that all is well: if all ranks send one, no byte follows its size.
+        return (_OK + result if result else b""), None
+    except BaseException as error:  # noqa: BLE001 - it is raised again once every rank knows of it
         return encode_failure(exchange.rank, error), error
 
 
-def _raise_first(replies: list[bytes], own: Exception | None) -> None:
-    """Raise the failure of the lowest failed rank; the rank itself raises its own exception."""
+def _is_replaced(reply: bytes) -> bool:
+    """Whether a reply says that the checkpoint was replaced while it was read."""
+    if not reply.startswith(_FAILED):
+        return False
+    failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
+    return failure.class_name == CheckpointReplacedError.__name__
+
+
+def _raise_first(replies: list[bytes], own: BaseException | None) -> None:
+    """Raise the failure of the lowest failed rank; the rank itself raises its own exception.
+
+    If any rank says that the checkpoint was replaced, all ranks raise that: the caller then begins
+    anew, which all ranks must do together. Only Ctrl-C and the like are raised in any case.
+    """
+    replaced = next(filter(_is_replaced, replies), None)
+    is_final = isinstance(own, CheckpointReplacedError) or not isinstance(own, Exception | None)
+    if replaced is not None and not is_final:
+        raise decode_failure(replaced) from own
     if own is not None:
         raise own
     for reply in replies:
@@ -146,7 +186,7 @@ def run_on_all(exchange: Exchange, action: Callable[[], bytes]) -> list[bytes]:
 
 def run_on_one(exchange: Exchange, action: Callable[[], bytes]) -> bytes:
     """Run a step on rank 0 only and give every rank its result; an error is raised everywhere."""
-    own: Exception | None = None
+    own: BaseException | None = None
     reply: bytes | None = None
     if exchange.rank == 0:
         reply, own = _attempt(exchange, action)
@@ -179,15 +219,19 @@ def run_joined(
     replies = exchange.gather(reply)
     answers: list[bytes] | None = None
     if replies is not None:
-        failed = next((data for data in replies if data.startswith(_FAILED)), None)
+        failures = [data for data in replies if data.startswith(_FAILED)]
+        failed = next(filter(_is_replaced, failures), failures[0] if failures else None)
         if failed is None:
             arrived = [data[1:] for data in replies]
             try:
                 answers = [_OK + share for share in join(arrived)]
-            except Exception as error:  # noqa: BLE001 - every rank raises it below
+            except BaseException as error:  # noqa: BLE001 - every rank raises it below
                 own, failed = error, encode_failure(exchange.rank, error)
         elif undo is not None:
-            undo()
+            try:
+                undo()
+            except BaseException as error:  # noqa: BLE001 - raised below, once the others know
+                own = own or error
         if failed is not None:
             answers = [failed] * exchange.world_size
     answer = exchange.scatter(answers)

@@ -7,19 +7,25 @@ next one disturbs nobody who still reads.
 
 A meeting that can no longer become complete must not hang: it fails on every rank that waits as
 soon as somebody aborts the group, which a runner of rank-threads does when one of them ends, and
-at the latest when the time is up. Ranks that call different operations are told so.
+at the latest when the time is up. Before that, the lowest rank that waits warns of those that have
+not come. Ranks that call different operations are told so.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from remesh.errors import ExchangeError
+from remesh.exchange.lateness import describe_absent
 from remesh.exchange.protocol import Bytes
+
+_LOGGER = logging.getLogger("remesh")
 
 _Contribution = list[bytes]
 
@@ -37,11 +43,14 @@ class ThreadGroup:
     Args:
         world_size: Number of ranks.
         timeout: Seconds that a rank waits for the others in one call.
+        warn_after: Seconds after which one of the waiting ranks logs a warning with those that have
+            not come; each next one comes after twice the time.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, timeout: float = 60.0, warn_after: float = 10.0) -> None:
         self.world_size = world_size
         self._timeout = timeout
+        self._warn_after = warn_after
         self._condition = threading.Condition()
         self._meeting = _Meeting()
         self._failure: str | None = None
@@ -71,14 +80,43 @@ class ThreadGroup:
                 meeting.contributions[rank] = contribution
                 if len(meeting.operations) == self.world_size:
                     self._close(meeting)
-                elif not self._condition.wait_for(
-                    lambda: meeting.complete or self._failure is not None, self._timeout
-                ):
+                elif not self._wait(meeting, rank):
                     self._failure = self._describe_absence(meeting)
                     self._condition.notify_all()
             if not meeting.complete:
                 raise ExchangeError(f"{operation} failed on rank {rank}: {self._failure}")
         return [meeting.contributions[index] for index in range(self.world_size)]
+
+    def _wait(self, meeting: _Meeting, rank: int) -> bool:
+        """Wait until a meeting has ended, well or not; False if the time is up before."""
+        began = time.monotonic()
+        waited, next_warning = 0.0, self._warn_after
+        while waited < self._timeout:
+            if self._condition.wait_for(
+                lambda: meeting.complete or self._failure is not None,
+                min(self._timeout, next_warning) - waited,
+            ):
+                return True
+            waited = time.monotonic() - began
+            if waited >= next_warning:
+                next_warning = 2 * waited
+                if rank == min(meeting.operations):
+                    self._warn(meeting, rank, waited)
+        return False
+
+    def _warn(self, meeting: _Meeting, rank: int, waited: float) -> None:
+        _LOGGER.warning(
+            "%s on rank %d has waited %.0f s: %s; every rank must make this call (it fails after "
+            "%g s)",
+            meeting.operations[rank],
+            rank,
+            waited,
+            describe_absent(self._absent_from(meeting), range(self.world_size)),
+            self._timeout,
+        )
+
+    def _absent_from(self, meeting: _Meeting) -> list[int]:
+        return sorted(set(range(self.world_size)) - set(meeting.operations))
 
     def _close(self, meeting: _Meeting) -> None:
         if len(set(meeting.operations.values())) > 1:
@@ -93,9 +131,9 @@ class ThreadGroup:
         self._condition.notify_all()
 
     def _describe_absence(self, meeting: _Meeting) -> str:
-        absent = sorted(set(range(self.world_size)) - set(meeting.operations))
         return (
-            f"ranks {absent} did not come within {self._timeout:g} seconds; see what they wait for"
+            f"ranks {self._absent_from(meeting)} did not come within {self._timeout:g} seconds; "
+            "see what they wait for"
         )
 
 

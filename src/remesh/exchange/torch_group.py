@@ -13,19 +13,30 @@ the group's backend that is current when the group is made. Use a group that has
 (`cpu:gloo,cuda:nccl`) where possible: NCCL takes device memory and stands in the queue behind the
 trainer's kernels.
 
+Every wait has a deadline. Collectives are waited for in slices, between which the rank looks who is
+late (see `remesh.exchange.lateness`); a message between two ranks is waited for at once, since gloo
+closes the connection if such a wait ends without it. Under NCCL the host polls, for NCCL's own wait
+holds up the stream and not the host; only the first call of an NCCL group, which connects it, is
+bounded by the group's timeout alone.
+
 Ranks here are ranks in the group. Torch's own calls name peers by global rank; the translation is
 made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from remesh.errors import ExchangeError
+from remesh.exchange.lateness import Limits, Marks, SlowCall
 from remesh.exchange.protocol import Bytes
 
 _BLOCK = 64 << 20
@@ -33,6 +44,12 @@ _BLOCK = 64 << 20
 
 _PADDED = 64 << 10
 """Largest contribution, in bytes, to an all-gather that pads."""
+
+_LONGEST_WAIT = 3600.0
+"""Seconds that a call waits if the caller gives no limit and the group's own is longer."""
+
+_LONGEST_POLL = 0.01
+"""Seconds between two looks at a device's work."""
 
 
 class TorchGroup:
@@ -43,12 +60,23 @@ class TorchGroup:
 
     Args:
         group: The group, or None for the default group.
+        timeout: Seconds that a call waits for other ranks before it fails, naming those that have
+            not come. By default the group's own timeout, at most an hour. A longer limit than the
+            group's has no effect on most calls.
+        warn_after: Seconds after which one of the waiting ranks, rank 0 if it waits, logs a warning
+            with the ranks that have not come.
 
     Raises:
         ExchangeError: If there is no default group, or this process is not in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float | None = None,
+        warn_after: float = 10.0,
+    ) -> None:
         if not dist.is_initialized():
             raise ExchangeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group "
@@ -63,6 +91,10 @@ class TorchGroup:
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self._device = _message_device(self._group)
+        seconds = _default_timeout(self._group, self._device) if timeout is None else timeout
+        self._limits = Limits(seconds, warn_after)
+        self._marks = Marks(_store_of(self._group), self._rank, self._global_ranks)
+        self._operation = ""
 
     @property
     def rank(self) -> int:
@@ -132,22 +164,18 @@ class TorchGroup:
             if outgoing[rank].size
         }
         with self._explained("swap"):
-            operations = [
-                dist.P2POp(direction, message, self._global_ranks[rank], self._group)
-                for direction, messages in ((dist.irecv, arriving), (dist.isend, leaving))
-                for rank, message in messages.items()
-            ]
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+            self._transfer({dist.irecv: arriving, dist.isend: leaving})
         for rank, message in arriving.items():
             if self._device.type != "cpu":
                 incoming[rank][:] = message.cpu().numpy()
 
     @contextmanager
     def _explained(self, operation: str) -> Iterator[None]:
+        self._operation = operation
         try:
             yield
         except RuntimeError as error:
+            self._marks.report_failure(f"rank {self._rank}: {error}")
             raise ExchangeError(
                 f"{operation} failed on rank {self._rank} of {self.world_size} (global rank "
                 f"{self._global_ranks[self._rank]}): {error}; look for the first rank that died "
@@ -157,12 +185,12 @@ class TorchGroup:
     def _all_sizes(self, size: int) -> list[int]:
         own = torch.tensor([size], dtype=torch.int64, device=self._device)
         sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(sizes, own, group=self._group)
+        self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
         return [int(item) for item in torch.cat(sizes).cpu()]
 
     def _broadcast_sizes(self, sizes: list[int]) -> list[int]:
         message = torch.tensor(sizes, dtype=torch.int64, device=self._device)
-        dist.broadcast(message, self._global_ranks[0], group=self._group)
+        self._broadcast_tensor(message)
         return [int(item) for item in message.cpu()]
 
     def _all_gather_padded(self, data: bytes, sizes: list[int]) -> list[bytes]:
@@ -171,7 +199,7 @@ class TorchGroup:
             return [b""] * self.world_size
         own = self._to_tensor(data.ljust(largest, b"\0"))
         padded = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(padded, own, group=self._group)
+        self._finish(dist.all_gather(padded, own, group=self._group, async_op=True))
         return [_to_bytes(item)[:size] for item, size in zip(padded, sizes, strict=True)]
 
     def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
@@ -189,29 +217,90 @@ class TorchGroup:
                 message = self._to_tensor(data[start:stop])
             else:
                 message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            dist.broadcast(message, self._global_ranks[0], group=self._group)
+            self._broadcast_tensor(message)
             if self._rank != 0:
                 blocks.append(_to_bytes(message))
         return data if self._rank == 0 else b"".join(blocks)
 
     def _send(self, data: bytes, *, target: int) -> None:
         for start, stop in _blocks(len(data)):
-            self._transfer(dist.isend, self._to_tensor(data[start:stop]), target)
+            self._transfer({dist.isend: {target: self._to_tensor(data[start:stop])}})
 
     def _receive(self, size: int, *, source: int) -> bytes:
         blocks = []
         for start, stop in _blocks(size):
             message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            self._transfer(dist.irecv, message, source)
+            self._transfer({dist.irecv: {source: message}})
             blocks.append(_to_bytes(message))
         return b"".join(blocks)
 
-    def _transfer(self, direction: Callable[..., object], message: torch.Tensor, peer: int) -> None:
-        # A batch of one: under NCCL a batch uses the group's own connections, where a single send
-        # would build a new pair of ranks for each peer.
-        operation = dist.P2POp(direction, message, self._global_ranks[peer], self._group)
-        for work in dist.batch_isend_irecv([operation]):
+    def _transfer(
+        self, messages: Mapping[Callable[..., object], Mapping[int, torch.Tensor]]
+    ) -> None:
+        """Send and receive messages: direction → rank → tensor."""
+        # A batch even of one: under NCCL a batch uses the group's own connections, where a single
+        # send would build a new pair of ranks for each peer.
+        operations = {
+            (direction, rank): dist.P2POp(direction, message, self._global_ranks[rank], self._group)
+            for direction, of_ranks in messages.items()
+            for rank, message in of_ranks.items()
+        }
+        if not operations:
+            return
+        works = dist.batch_isend_irecv(list(operations.values()))
+        # NCCL makes one piece of work of the whole batch.
+        peers = [rank for _, rank in operations] if len(works) == len(operations) else None
+        until = time.monotonic() + self._limits.timeout
+        for index, work in enumerate(works):
+            left = until - time.monotonic()
+            try:
+                self._finish_message(work, left)
+            except RuntimeError as error:
+                if peers is None:
+                    raise
+                raise RuntimeError(f"message to or from rank {peers[index]}: {error}") from error
+
+    def _finish_message(self, work: dist.Work, seconds: float) -> None:
+        if self._device.type == "cpu":
+            work.wait(_milliseconds(seconds))
+        elif not _poll(work, seconds):
+            raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")
+
+    def _broadcast_tensor(self, message: torch.Tensor) -> None:
+        source = self._global_ranks[0]
+        self._finish(
+            dist.broadcast(message, source, group=self._group, async_op=True), of_first=True
+        )
+
+    def _finish(self, work: dist.Work | None, *, of_first: bool = False) -> None:
+        """Wait for a collective, within the limits.
+
+        Args:
+            work: The collective.
+            of_first: Whether the other ranks wait for rank 0 only.
+        """
+        assert work is not None  # this process is in the group
+        began = time.monotonic()
+        if self._is_done(work, self._limits.mark_after):
+            return
+        awaited = range(1) if of_first and self._rank != 0 else range(self.world_size)
+        call = SlowCall(self._operation, self._marks, awaited, self._limits)
+        while not self._is_done(work, call.look(time.monotonic() - began)):
+            pass
+        call.end()
+
+    def _is_done(self, work: dist.Work, seconds: float) -> bool:
+        """Whether a collective ends within some seconds."""
+        if self._device.type != "cpu":
+            return _poll(work, seconds)
+        try:
+            work.wait(_milliseconds(seconds))
+        except RuntimeError:
+            # A wait whose time is up raises the same as a collective that failed.
+            if not work.is_completed():
+                return False
             work.wait()
+        return True
 
     def _to_tensor(self, data: bytes) -> torch.Tensor:
         # The copy is what torch asks for: a tensor over immutable bytes is not allowed.
@@ -228,6 +317,42 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     # the user chose it, and not when a message is sent.
     module = torch.get_device_module(devices[0])
     return torch.device(devices[0], module.current_device())
+
+
+def _default_timeout(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Seconds that a call waits if the caller does not say."""
+    assert group is not None
+    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001 - no other way
+    timeout = getattr(options, "_timeout", None)
+    if timeout is None:
+        return _LONGEST_WAIT
+    # A little less than the group's, for the error that names the ranks is better than torch's.
+    return min(0.95 * float(timeout.total_seconds()), _LONGEST_WAIT)
+
+
+def _store_of(group: dist.ProcessGroup | None) -> distributed_c10d.Store | None:
+    """The store over which the ranks of a group have met, with a prefix of its own."""
+    assert group is not None
+    store: distributed_c10d.Store | None = distributed_c10d._get_process_group_store(group)  # noqa: SLF001
+    return store
+
+
+def _milliseconds(seconds: float) -> timedelta:
+    """A time limit as torch takes it, in whole milliseconds; zero would mean none."""
+    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
+
+
+def _poll(work: dist.Work, seconds: float) -> bool:
+    """Whether the work of a device ends within some seconds; raises its error if it failed."""
+    until = time.monotonic() + seconds
+    pause = 20e-6
+    while not work.is_completed():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL)
+    work.wait()
+    return True
 
 
 def _to_bytes(message: torch.Tensor) -> bytes:

@@ -18,16 +18,17 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
 from remesh.dtypes import BY_NAME
-from remesh.errors import CorruptCheckpointError, FormatVersionError
-from remesh.formats import restricted_pickle
-from remesh.formats.restricted_pickle import ArchivedTensor
+from remesh.errors import CorruptCheckpointError, FormatVersionError, RemeshError
+from remesh.formats import pickle_reader, restricted_pickle
+from remesh.formats.pickle_records import Pickled
+from remesh.formats.pickle_values import ArchivedTensor
 from remesh.geometry import IntArray, strides_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue, decode, encode
@@ -84,13 +85,21 @@ class Archive:
 
     Attributes:
         where: What to call it in messages.
-        root: What was saved, with `ArchivedTensor`s and `Record`s in it.
+        pickled: What was saved, as data.
         storages: Position in the file and size in bytes of each storage.
+        allow: Names that the user allows its pickle.
     """
 
     where: str
-    root: Any
+    pickled: Pickled
     storages: Mapping[str, tuple[int, int]]
+    allow: Collection[str] = ()
+
+    def value(self, tensor_of: Callable[[ArchivedTensor], object] | None = None) -> Any:
+        """What was saved; see `restricted_pickle.resolved`."""
+        return restricted_pickle.resolved(
+            self.pickled, self.where, allow=self.allow, tensor_of=tensor_of
+        )
 
     def position(self, tensor: ArchivedTensor) -> int:
         """The byte of the file at which a tensor begins.
@@ -134,13 +143,11 @@ def read_archive(
 ) -> Archive:
     """Read what an archive describes; the storages stay where they are.
 
-    What its pickle may not name stands in it as `restricted_pickle.Refused`.
-
     Args:
         file: The archive.
         where: What to call it in messages.
         base: Byte of the outer file at which the archive begins.
-        allow: See `restricted_pickle.loads`.
+        allow: See `restricted_pickle.resolved`.
 
     Raises:
         CorruptCheckpointError: If it is not such an archive.
@@ -149,7 +156,9 @@ def read_archive(
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+    except RemeshError:
+        raise
+    except Exception as error:  # zipfile raises whatever comes of damaged numbers
         file.seek(0)
         if file.read(2) in {b"\x80\x02", b"\x80\x03", b"\x80\x04"}:
             raise FormatVersionError(
@@ -157,10 +166,11 @@ def read_archive(
                 "and save it again with a later torch"
             ) from error
         raise CorruptCheckpointError(
-            f"{where}: not an archive of torch.save, or cut short ({error}). Load another "
+            f"{where}: not an archive of torch.save, or cut short ({error!s:.80}). Load another "
             "checkpoint, or restore this file from a copy."
         ) from error
-    names = {entry.filename: entry for entry in entries}
+    size = file.seek(0, io.SEEK_END)
+    names = {entry.filename: _Entry(file, entry, size, where) for entry in entries}
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CorruptCheckpointError(
@@ -169,37 +179,62 @@ def read_archive(
     root = pickles[0].removesuffix("data.pkl")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise FormatVersionError(f"{where}: compressed; save it again without compression")
-    if (
-        f"{root}byteorder" in names
-        and _content(file, names[f"{root}byteorder"], where) != b"little"
-    ):
+    if f"{root}byteorder" in names and names[f"{root}byteorder"].content() != b"little":
         raise FormatVersionError(f"{where}: written on a big-endian machine; convert it there")
     storages = {
-        name.removeprefix(f"{root}data/"): (base + _data_start(file, entry, where), entry.file_size)
+        name.removeprefix(f"{root}data/"): (base + entry.start(), entry.size)
         for name, entry in names.items()
         if name.startswith(f"{root}data/")
     }
-    data = _content(file, names[pickles[0]], where)
-    saved = restricted_pickle.loads(data, where, allow=allow, lenient=True)
-    return Archive(where, saved, storages)
+    pickled = pickle_reader.parse(names[pickles[0]].content(), where)
+    return Archive(where, pickled, storages, allow)
 
 
-def _data_start(file: IO[bytes], entry: zipfile.ZipInfo, where: str) -> int:
-    """Where the bytes of an entry begin."""
-    file.seek(entry.header_offset)
-    header = file.read(LOCAL_HEADER.size)
-    if len(header) < LOCAL_HEADER.size or not header.startswith(LOCAL_MAGIC):
-        raise CorruptCheckpointError(f"{where}: the archive's entry {entry.filename} is damaged")
-    *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
-    return int(entry.header_offset + LOCAL_HEADER.size + name_length + extra_length)
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of an archive of so many bytes, as the archive's directory has it."""
 
+    file: IO[bytes]
+    info: zipfile.ZipInfo
+    num_bytes: int
+    where: str
 
-def _content(file: IO[bytes], entry: zipfile.ZipInfo, where: str) -> bytes:
-    file.seek(_data_start(file, entry, where))
-    data = file.read(entry.file_size)
-    if len(data) < entry.file_size:
-        raise CorruptCheckpointError(f"{where}: ends in its entry {entry.filename}")
-    return data
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.info.file_size
+
+    def start(self) -> int:
+        """Where its bytes begin.
+
+        Raises:
+            CorruptCheckpointError: If they are not in the archive.
+        """
+        header = b""
+        if 0 <= self.info.header_offset < self.num_bytes:
+            self.file.seek(self.info.header_offset)
+            header = self.file.read(LOCAL_HEADER.size)
+        if len(header) < LOCAL_HEADER.size or not header.startswith(LOCAL_MAGIC):
+            raise self._damaged("is damaged")
+        *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
+        start = self.info.header_offset + LOCAL_HEADER.size + name_length + extra_length
+        if not start <= start + self.size <= self.num_bytes:
+            raise self._damaged("leaves it; the file was cut short or is damaged")
+        return int(start)
+
+    def content(self) -> bytes:
+        """Its bytes."""
+        start = self.start()
+        self.file.seek(start)
+        data = self.file.read(self.size)
+        if len(data) < self.size:
+            raise self._damaged("was cut short")
+        return data
+
+    def _damaged(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self.where}: the archive's entry {self.info.filename!r:.200} {what}"
+        )
 
 
 def scan_head(head: bytes) -> tuple[bytes, int] | None:

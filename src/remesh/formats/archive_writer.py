@@ -23,8 +23,8 @@ from remesh import values
 from remesh.dtypes import DType
 from remesh.errors import UnsupportedValueError
 from remesh.formats.archive import LOCAL_HEADER, LOCAL_MAGIC
+from remesh.formats.pickle_values import LEGACY_STORAGES
 from remesh.formats.pickle_writer import Call, Global, PersistentId, dumps
-from remesh.formats.restricted_pickle import LEGACY_STORAGES
 from remesh.geometry import strides_of
 
 ALIGNMENT = 64

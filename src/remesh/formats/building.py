@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,16 +22,18 @@ from remesh.dtypes import BY_NAME
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatVersionError,
     NameCollisionError,
-    PickleRefusedError,
     UnsupportedValueError,
 )
 from remesh.formats.archive import Archive, is_row_major, row_major_pieces
+from remesh.formats.checks import check_name, check_path, check_shape, damaged, shown
 from remesh.formats.native import ObjectElement, ValuesDocument
-from remesh.formats.restricted_pickle import ArchivedTensor, resolved
+from remesh.formats.nested import take_apart
+from remesh.formats.pickle_values import ArchivedTensor
 from remesh.geometry import Box, IntArray, pad_dims
 from remesh.index import BoxTable, Index, StoredFile, TensorTable, checked
-from remesh.state import Path, Rebuild, Walk
+from remesh.state import Path
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
 
@@ -40,8 +41,13 @@ NUM_THREADS = 16
 """Requests at a time: the ranges are small, so what counts is how long a request takes."""
 GAP_BYTES = 32 << 10
 """Bytes between two ranges that are read rather than skipped."""
+MIN_SINGLE_PIECES = 1 << 16
+"""Pieces of strided tensors in a checkpoint, besides one for each byte of its files."""
 MAX_READ_BYTES = 8 << 20
 """Bytes of a request that unites several ranges."""
+
+MIN_PIECES = 1 << 16
+"""Pieces that a checkpoint may have, however small it is; more only as many as it has bytes."""
 
 Range = tuple[str, int, int]
 """A file, the first byte and one past the last."""
@@ -109,6 +115,7 @@ class IndexBuilder:
     _extents: list[Sequence[int]] = field(default_factory=list)
     _file: list[int] = field(default_factory=list)
     _position: list[int] = field(default_factory=list)
+    _num_single: int = 0
     _strided: list[tuple[int, int, int, IntArray, tuple[int, ...], IntArray]] = field(
         default_factory=list
     )
@@ -117,10 +124,15 @@ class IndexBuilder:
         """Add a tensor; returns its row.
 
         Raises:
-            CorruptCheckpointError: If there is one of this name.
+            CorruptCheckpointError: If there is one of this name, or no tensor can have this name,
+                dtype or shape.
         """
-        if name in self._names:
-            raise CorruptCheckpointError(f"{self.storage.url}: two tensors are called {name}")
+        url = self.storage.url
+        if check_name(name, url) in self._names:
+            raise CorruptCheckpointError(f"{url}: two tensors are called {name}")
+        if dtype not in BY_NAME:
+            raise damaged(f"{url}: {name}", f"{shown(dtype)} is not a dtype")
+        check_shape(shape, BY_NAME[dtype].itemsize, f"{url}: {name}")
         self._names.add(name)
         self._tensors.append((name, dtype, tuple(shape)))
         return len(self._tensors) - 1
@@ -132,6 +144,11 @@ class IndexBuilder:
             CorruptCheckpointError: If it is missing.
         """
         return self._sizes[self._file_row(path)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of the checkpoint that were named so far."""
+        return sum(self._sizes)
 
     def _file_row(self, path: str) -> int:
         row = self._files.get(path)
@@ -147,13 +164,27 @@ class IndexBuilder:
         return row
 
     def add_piece(self, row: int, box: Box, path: str, position: int) -> None:
-        """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none."""
+        """Add a box of a tensor that lies row by row at a byte of a file; empty ones are none.
+
+        Raises:
+            CorruptCheckpointError: If the box leaves the tensor, or its bytes leave the file.
+        """
         if box.size:
+            self._check_piece(row, box, path, position, box.size)
             self._tensor.append(row)
             self._offsets.append(box.offset)
             self._extents.append(box.shape)
             self._file.append(self._file_row(path))
             self._position.append(position)
+
+    def _check_piece(self, row: int, box: Box, path: str, position: int, num_elements: int) -> None:
+        name, dtype, shape = self._tensors[row]
+        where = f"{self.storage.url}/{path}: {name}"
+        if box.ndim != len(shape) or not Box.whole(shape).contains(box):
+            raise damaged(where, f"the box {shown(box)} does not lie in shape {shown(shape)}")
+        stop = position + num_elements * BY_NAME[dtype].itemsize
+        if not 0 <= position <= stop <= self.size_of(path):
+            raise damaged(where, f"bytes {position}:{stop} do not lie in the file")
 
     def add_strided(
         self, row: int, box: Box, path: str, position: int, strides: Sequence[int]
@@ -161,16 +192,34 @@ class IndexBuilder:
         """Add a box of a tensor whose elements lie with strides.
 
         Raises:
+            CorruptCheckpointError: If the box leaves the tensor, or its bytes leave the file.
             FormatVersionError: If they lie almost singly.
         """
         if not box.size or is_row_major(box.shape, strides):
             self.add_piece(row, box, path, position)
             return
+        self._check_piece(row, box, path, position, 0)
         name, dtype, _ = self._tensors[row]
+        self._file_row(path)
         offsets, shape, starts = row_major_pieces(box.shape, strides, name)
+        self._num_single += len(starts)
+        most = MIN_SINGLE_PIECES + self.num_bytes
+        if self._num_single > most:
+            raise FormatVersionError(
+                f"{self.storage.url}: {name}: its elements, and those of other tensors, lie with "
+                f"strides {tuple(strides)!r:.80}, in more pieces than its files have bytes; save "
+                "it again after contiguous()"
+            )
         starts = position + starts * BY_NAME[dtype].itemsize
         offsets = offsets + np.array(box.offset, dtype=np.int64)
         self._strided.append((row, self._file_row(path), len(starts), offsets, shape, starts))
+        # A tensor that was expanded has many pieces in few bytes, and does not grow with the file.
+        num_pieces = len(self._tensor) + sum(count for _, _, count, *_ in self._strided)
+        if num_pieces > MIN_PIECES + sum(self._sizes):
+            raise FormatVersionError(
+                f"{self.storage.url}/{path}: {name} and others lie in {num_pieces} pieces, more "
+                "than the files have bytes (expanded tensors?); save it again after contiguous()"
+            )
 
     def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive, path: str) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""
@@ -180,6 +229,7 @@ class IndexBuilder:
 
     def add_value(self, name: str, value: object) -> None:
         """Add an opaque value; one without an encoding is kept as its own error."""
+        check_name(name, self.storage.url)
         self.document.values[name] = msgspec.Raw(encoded(value, f"{self.storage.url}: {name}"))
 
     def add_leaf(self, name: str, path: Path, value: object) -> None:
@@ -187,9 +237,10 @@ class IndexBuilder:
 
         The names of an optimizer's parameters are a list that ranks know parts of.
         """
-        is_names = type(value) is list and all(type(item) is str for item in value)
-        if is_names and path[-3:-2] == ("param_groups",) and path[-1] == "params":
-            self.document.lists[name] = [str(item) for item in value]  # type: ignore[attr-defined]
+        names = value if isinstance(value, list) and all(map(_is_name, value)) else None
+        is_params = path[-3:-2] == ("param_groups",) and path[-1] == "params"
+        if names is not None and is_params:
+            self.document.lists[name] = list(names)
         else:
             self.add_value(name, value)
 
@@ -197,6 +248,7 @@ class IndexBuilder:
         self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], value: object
     ) -> None:
         """Add an element of a grid of values."""
+        check_name(name, self.storage.url)
         unique = f"{name}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
         raw = msgspec.Raw(encoded(value, f"{self.storage.url}: {unique}"))
         self.document.objects[unique] = ObjectElement(name, shape, offset, raw)
@@ -210,32 +262,22 @@ class IndexBuilder:
             archive: What was saved.
             file: The file in which the archive is.
         """
-        tensors: list[tuple[str, ArchivedTensor]] = []
-
-        def describe_leaf(walk: Walk, at: Path, node: Any) -> Rebuild | None:
-            if isinstance(node, ArchivedTensor):
-                tensors.append((walk.claim(at), node))
-            elif _is_container(node, at):
-                return None
-            else:
-                self.add_leaf(walk.claim(at), at, node)
-            return lambda _loaded: node
-
-        try:
-            root = resolved(archive.root, archive.where)
-        except PickleRefusedError as error:
-            root = refused(error.type_name, str(error))
-        walk = Walk(root, describe_leaf, None)
-        # What is not a dict has no names of its own.
-        walk.visit(path if path or isinstance(root, dict) else ("value",), root)
-        for name, tensor in tensors:
+        found = take_apart(archive.value(), path, archive.where, archive.pickled.num_bytes)
+        for name, tensor in found.tensors.items():
             self.add_archived(name, tensor, archive, file)
-        for name, at in walk.description.paths.items():
+        for name, value in found.leaves.items():
+            self.add_leaf(name, found.paths[name], value)
+        for name, at in found.paths.items():
             self.set_path(name, at)
-        self.set_sequences(walk.description.sequences)
+        self.set_sequences(found.sequences)
 
     def set_path(self, name: str, path: Path) -> None:
-        """Record the place of a name."""
+        """Record the place of a name.
+
+        Raises:
+            CorruptCheckpointError: If it is no place in a state.
+        """
+        check_path(path, f"{self.storage.url}: {name}")
         self.document.set_path(name, path)
 
     def set_sequences(self, sequences: Mapping[Path, str]) -> None:
@@ -284,12 +326,11 @@ class IndexBuilder:
         )
 
 
-def _is_container(node: object, path: Path) -> bool:
-    """Whether the walk of a state takes this apart."""
-    if isinstance(node, Mapping):
-        is_path = all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
-        return is_path and bool(node or not path)
-    return isinstance(node, list | tuple) and bool(node) and not values.is_plain(node)
+def _is_name(item: object) -> bool:
+    """Whether it is text, in Unicode."""
+    if type(item) is not str:
+        return False
+    return item.isascii() or not any("\ud800" <= character <= "\udfff" for character in item)
 
 
 def encoded(value: object, where: str) -> bytes:
@@ -297,7 +338,9 @@ def encoded(value: object, where: str) -> bytes:
     try:
         return values.encode_object(value, where)
     except (UnsupportedValueError, TypeError) as error:
-        return values.encode(refused(type(value).__qualname__, str(error)))
+        # The message may quote text that is not Unicode.
+        why = str(error).encode("utf8", "backslashreplace").decode()
+        return values.encode(refused(type(value).__qualname__, why))
 
 
 def refused(type_name: str, why: str) -> UnresolvedValue:

@@ -25,12 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.checks import check_name, check_shape, damaged, decode_json, integers, shown
 from remesh.formats.contents import Contents
 from remesh.geometry import boxes_of_flat_range
 from remesh.safetensors_file import decode_header, header_length
@@ -45,8 +44,10 @@ OPTIMIZER_META = "optim_meta"
 BUFFERS = "buffers"
 VERSION = 1
 
-_FILE = re.compile(r"(flat_param|flat_meta|optim_param)\.(\d+)-(\d+)")
-_DTYPE_OF_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES if not dtype.pairs}
+_FILE = re.compile(r"(flat_param|flat_meta|optim_param)\.([0-9]{5,9})-([0-9]{5,9})")
+_DTYPE_OF_CODE = {
+    dtype.safetensors: dtype.name for dtype in DTYPES if not (dtype.pairs or dtype.is_opaque)
+}
 _PICKLE = b"\x80"
 _NOT_OPTIONS = frozenset({"params_names", "params_ep_size"})
 
@@ -101,7 +102,7 @@ def _family(storage: Storage, files: Sequence[str], family: str) -> list[str]:
     found = [match for path in files if (match := _FILE.fullmatch(path)) and match[1] == family]
     ranks = sorted(int(match[2]) for match in found)
     sizes = {int(match[3]) for match in found}
-    if found and (len(sizes) > 1 or ranks != list(range(*sizes))):
+    if found and (sizes != {len(ranks)} or ranks != list(range(len(ranks)))):
         raise CorruptCheckpointError(
             f"{storage.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}; some "
             "are missing, or several checkpoints were saved here"
@@ -187,29 +188,33 @@ def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[st
         FormatVersionError: If the rank held experts of its own.
     """
     where = f"{storage.url}/{path}"
-    document = _plain(storage, path, allow)
-    try:
-        if any("expert_ranks" in unit for unit in document.get("flat_param_meta", {}).values()):
-            raise FormatVersionError(
-                f"{where}: the checkpoint was saved with expert parallelism, in which ranks have "
-                "different tensors of one name; this is not read"
-            )
-        return {
-            name: ParameterSlice(
-                _shape(meta["param_shapes"]),
-                str(meta["striped_fsdp_name"]),
-                *map(int, meta["param_offsets"]),
-            )
-            for name, meta in document.get("param_meta", document).items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{where}: not a flat meta file: {error!r}") from error
+    document = _mapping(_plain(storage, path, allow), where)
+    units = _mapping(document.get("flat_param_meta", {}), where)
+    if any("expert_ranks" in _mapping(unit, where) for unit in units.values()):
+        raise FormatVersionError(
+            f"{where}: the checkpoint was saved with expert parallelism, in which ranks have "
+            "different tensors of one name; this is not read"
+        )
+    slices = _mapping(document.get("param_meta", document), where)
+    return {check_name(name, where): _slice_of(meta, where) for name, meta in slices.items()}
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    """A shape; pickled ones are of a class of torch, which may not be there."""
-    numbers: Any = value.payload if isinstance(value, UnresolvedValue) else value
-    return tuple(map(int, numbers))
+def _slice_of(value: Any, where: str) -> ParameterSlice:
+    meta = _mapping(value, where)
+    shape, offsets = meta.get("param_shapes"), meta.get("param_offsets")
+    # Pickled shapes are of a class of torch, which may not be there.
+    numbers = shape.payload if isinstance(shape, UnresolvedValue) else shape
+    bounds = integers(offsets, where, "the range of a slice")
+    if len(bounds) != 2:
+        raise damaged(where, f"{shown(offsets)} is not the range of a slice")
+    unit = check_name(meta.get("striped_fsdp_name"), where)
+    return ParameterSlice(integers(numbers, where, "a shape"), unit, *bounds)
+
+
+def _mapping(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise damaged(where, f"not a flat meta file: {shown(value)} is no dict")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------
@@ -252,15 +257,23 @@ def _add_optimizer(
         raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: not a list of groups")
     for number, group in enumerate(groups):
         for option, value in group.items():
+            check_name(option, f"{storage.url}/{OPTIMIZER_META}")
             place = ("optimizer", "param_groups", number, option)
             if option == "params":
-                builder.document.lists[name_of(place)] = [str(name) for name in value]
+                builder.document.lists[name_of(place)] = _names(value, storage)
             elif option not in _NOT_OPTIONS:
                 builder.add_value(name_of(place), value)
             else:
                 continue
             builder.set_path(name_of(place), place)
     builder.set_sequences({("optimizer", "param_groups"): "list"})
+
+
+def _names(value: Any, storage: Storage) -> list[str]:
+    where = f"{storage.url}/{OPTIMIZER_META}"
+    if not isinstance(value, list | tuple):
+        raise damaged(where, f"the parameters of a group are {shown(value)}")
+    return [check_name(name if isinstance(name, str) else str(name), where) for name in value]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -315,6 +328,7 @@ def _arrays_of(storage: Storage, path: str) -> dict[str, _Array]:
         if entry.dtype not in _DTYPE_OF_CODE:
             raise FormatVersionError(f"{where}: {name}: element type {entry.dtype} is not known")
         start, stop = entry.data_offsets
+        check_shape(entry.shape, BY_NAME[_DTYPE_OF_CODE[entry.dtype]].itemsize, f"{where}: {name}")
         array = _Array(
             path, header.data_start + start, tuple(entry.shape), _DTYPE_OF_CODE[entry.dtype]
         )
@@ -370,8 +384,6 @@ def _plain(storage: Storage, path: str, allow: Collection[str]) -> Any:
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(f"{where}: missing") from None
     if data[:1] == _PICKLE:
-        return restricted_pickle.resolved(restricted_pickle.loads(data, where, allow=allow), where)
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{where}: neither a pickle nor JSON: {error}") from error
+        pickled = restricted_pickle.loads(data, where, allow=allow)
+        return restricted_pickle.resolved(pickled, where, allow=allow)
+    return decode_json(data, where, object)

@@ -23,9 +23,11 @@ Numbered rules for implementers are in `docs/format.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -33,11 +35,14 @@ import numpy as np
 from remesh import safetensors_file, values
 from remesh.dtypes import DTYPES
 from remesh.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     DivergedReplicaError,
     FormatVersionError,
     NameCollisionError,
+    StorageError,
 )
 from remesh.geometry import IntArray
 from remesh.index import BoxTable, Index, StoredFile
@@ -49,12 +54,17 @@ from remesh.integrity import (
     hex_digest,
     names_in_range,
 )
-from remesh.state import Path
+from remesh.state import MAX_PATH, Path, cut_name
 from remesh.storage import Storage
 
 FORMAT_NAME = "remesh"
 FORMAT_VERSION = 1
 RECORD_NAME = "remesh.json"
+
+NUM_BEGINNINGS = 10
+"""How often reading begins if the checkpoint is replaced each time before the reading ends."""
+
+_Result = TypeVar("_Result")
 
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what was asked for."""
@@ -185,6 +195,8 @@ class ValuesDocument(msgspec.Struct):
         paths: Path of each stored name that is not simply the name cut at its dots.
         sequences: Paths of containers that are a `list` or a `tuple`.
         aliases: Further names of tensors.
+        unchecked: Names of tensors and values that a repair has taken over although no digest
+            proves that they are what was saved; stored if there are any.
     """
 
     values: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
@@ -193,6 +205,7 @@ class ValuesDocument(msgspec.Struct):
     paths: dict[str, list[str | int]] = msgspec.field(default_factory=dict)
     sequences: list[tuple[list[str | int], str]] = msgspec.field(default_factory=list)
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    unchecked: list[str] | msgspec.UnsetType = msgspec.UNSET
 
     def encode(self) -> bytes:
         """The stored form, equal for equal documents."""
@@ -206,18 +219,29 @@ class ValuesDocument(msgspec.Struct):
             CorruptCheckpointError: If the bytes are no such document.
         """
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            document = msgspec.msgpack.decode(data, type=cls)
         except _MALFORMED as error:
             raise CorruptCheckpointError(f"{where}: not a values file: {error}") from error
+        if any(not 0 < len(at) <= MAX_PATH for at in document.paths.values()):
+            raise CorruptCheckpointError(f"{where}: a path of no keys, or of too many")
+        for at, kind in document.sequences:
+            if len(at) > MAX_PATH or kind not in {"list", "tuple"}:
+                raise CorruptCheckpointError(f"{where}: {at[:8]} is no list or tuple, but {kind!r}")
+        return document
+
+    @property
+    def unchecked_names(self) -> tuple[str, ...]:
+        """`unchecked`, or nothing."""
+        return () if isinstance(self.unchecked, msgspec.UnsetType) else tuple(self.unchecked)
 
     def path_of(self, name: str) -> Path:
         """The path of a stored name."""
         path = self.paths.get(name)
-        return tuple(name.split(".")) if path is None else tuple(path)
+        return cut_name(name) if path is None else tuple(path)
 
     def set_path(self, name: str, path: Path) -> None:
         """Record a path, if it is not what `path_of` would say anyway."""
-        if path != tuple(name.split(".")):
+        if path != cut_name(name):
             self.paths[name] = list(path)
 
 
@@ -364,6 +388,8 @@ def build_index(
 
 def file_digests(index: Index) -> list[str]:
     """The digest of each data file of an index."""
+    if not index.block_size:
+        return [""] * len(index.files)
     bounds = index.first_block.tolist()
     return [digest_of_digests(index.digests[a:b]) for a, b in pairwise(bounds)]
 
@@ -418,10 +444,86 @@ def read_small_files(storage: Storage) -> NativeFiles:
     Raises:
         CheckpointError: If there is no checkpoint or one of the files was damaged.
     """
-    record = read_record(storage)
-    return NativeFiles(
-        record, _read_checked(storage, record.index), _read_checked(storage, record.values)
-    )
+
+    def read() -> NativeFiles:
+        record = read_record(storage)
+        with unless_replaced(storage, identity_of(record)):
+            index = _read_checked(storage, record.index)
+            return NativeFiles(record, index, _read_checked(storage, record.values))
+
+    return begin_anew(read)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading what another save may replace meanwhile
+# ---------------------------------------------------------------------------------------------
+
+
+def identity_of(record: CommitRecord) -> str:
+    """What tells a commit record from every other one."""
+    return hex_digest(msgspec.json.encode(record))
+
+
+def check_current(storage: Storage, identity: str) -> None:
+    """Check that the commit record is the one that was read before.
+
+    Args:
+        storage: Where the checkpoint is.
+        identity: The record that was read; "" for formats without one, of which nothing is said.
+
+    Raises:
+        CheckpointReplacedError: If another record is there now, or none.
+    """
+    if not identity:
+        return
+    try:
+        found = identity_of(read_record(storage))
+    except CheckpointNotFoundError:
+        found = ""
+    except (CheckpointError, StorageError):
+        return  # that the record cannot be read now does not mean that it is another one
+    if found != identity:
+        what = "replaced by another save" if found else "removed"
+        raise CheckpointReplacedError(
+            f"{storage.url}: the checkpoint was {what} while it was being read. Open it again; "
+            "if this happens again and again, save every checkpoint to a path of its own."
+        )
+
+
+@contextmanager
+def unless_replaced(storage: Storage, identity: str) -> Iterator[None]:
+    """Read what a record refers to; a failure is explained by the record if that has changed.
+
+    The files of a replaced checkpoint are removed, so that what is missing or cannot be read may
+    be in perfect order.
+
+    Args:
+        storage: Where the checkpoint is.
+        identity: The record that was read; "" for formats without one.
+
+    Raises:
+        CheckpointReplacedError: If reading failed and the record is not the same any more.
+    """
+    try:
+        yield
+    except (CheckpointError, StorageError) as error:
+        try:
+            check_current(storage, identity)
+        except CheckpointReplacedError as replaced:
+            raise replaced from error
+        raise
+
+
+def begin_anew(read: Callable[[], _Result]) -> _Result:
+    """Read a checkpoint from its record on, again if it was replaced meanwhile.
+
+    Raises:
+        CheckpointReplacedError: If it was replaced each of `NUM_BEGINNINGS` times.
+    """
+    for _ in range(NUM_BEGINNINGS - 1):
+        with suppress(CheckpointReplacedError):
+            return read()
+    return read()
 
 
 def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
@@ -462,9 +564,20 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
 
 
 def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Damage]:
-    """Check, without reading them, that the data files are there and belong to the index."""
+    """Check, without reading them, that the data files are there and belong to the index.
+
+    Raises:
+        CorruptCheckpointError: If index and record speak of different files.
+    """
     damages = []
-    digests = dict(zip((file.path for file in index.files), file_digests(index), strict=True))
+    told = zip(index.files, file_digests(index), strict=True)
+    indexed = [(file.path, file.num_bytes, digest) for file, digest in told]
+    recorded = [(file.path, file.num_bytes, file.digest) for file in record.files]
+    if indexed != recorded:
+        raise CorruptCheckpointError(
+            f"{storage.url}: the index and {RECORD_NAME} disagree about the data files; they "
+            "belong to different saves. Load another checkpoint."
+        )
     for number, file in enumerate(record.files):
         try:
             size = storage.size(file.path)
@@ -474,11 +587,6 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
             start, stop = sorted((size, file.num_bytes))
             names = names_in_range(index, number, start, stop)
             damages.append(Damage(file.path, start, stop, tuple(names)))
-        if digests.get(file.path) != file.digest:
-            raise CorruptCheckpointError(
-                f"{storage.url}: the index and {RECORD_NAME} disagree about {file.path}; they "
-                "belong to different saves. Load another checkpoint."
-            )
     return damages
 
 

@@ -19,6 +19,7 @@ bfloat16 is stored as uint16; the metadata says what it is.
 
 from __future__ import annotations
 
+import codecs
 import pickletools
 import re
 import struct
@@ -28,11 +29,18 @@ from typing import Any
 
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PickleRefusedError,
+    RemeshError,
+)
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder
+from remesh.formats.checks import check_name, check_path, damaged, integers, shown
 from remesh.formats.contents import Contents
-from remesh.formats.restricted_pickle import Record, record_type
+from remesh.formats.pickle_records import Record
+from remesh.formats.pickle_values import numbers, numpy_dtype
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.storage import Storage
 
@@ -50,6 +58,8 @@ _NOT_TENSORS = frozenset({"StructuredToParameterName@@"})
 _SPAN = struct.Struct("<QQ")
 _BYTES_OPCODES = {b"B", b"C", b"\x8e"}
 _READ_AT_ONCE = 1 << 16
+# pickletools imports this codec when a file first has such a text; no file causes an import.
+codecs.lookup("raw_unicode_escape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,59 +138,70 @@ def read_metadata(storage: Storage, path: str, *, allow: Collection[str] = ()) -
     """
     where = f"{storage.url}/{path}"
     kinds = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
-    also = {f"{home}.{kind}": record_type(f"{home}.{kind}") for home in _HOMES for kind in kinds}
-    found = restricted_pickle.loads(storage.read(path), where, allow=allow, also=also)
+    also = {f"{home}.{kind}" for home in _HOMES for kind in kinds}
+    found = restricted_pickle.loads(storage.read(path), where, allow=allow, also=also).root
     try:
         return Metadata(
             {
-                str(key): [_box_of(record) for record in records]
+                check_name(key, where): [_box_of(record, where) for record in records]
                 for key, records in found.field("state_dict_metadata").items()
             },
             {
-                _index_of(record): str(file)
+                _index_of(record, where): check_name(file, where)
                 for record, file in found.field("storage_metadata").items()
             },
             {
-                str(name): tuple(map(str, keys))
+                check_name(name, where): tuple(map(str, check_path(keys, where)))
                 for name, keys in (found.field("flat_mapping") or {}).items()
             },
         )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{where}: not metadata of Paddle: {error}") from error
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(where, f"not metadata of Paddle: {error}") from error
 
 
-def _box_of(record: Record) -> LocalTensorMetadata:
-    return LocalTensorMetadata(
-        tuple(map(int, record.field("global_offset"))),
-        tuple(map(int, record.field("local_shape"))),
-        str(record.field("dtype")).rpartition(".")[2],
-        _numbers(record.field("global_shape")),
+def _box_of(record: Record, where: str) -> LocalTensorMetadata:
+    offset, shape = record.field("global_offset"), record.field("local_shape")
+    box = LocalTensorMetadata(
+        integers(offset, where, "the offset of a box"),
+        integers(shape, where, "the shape of a box"),
+        check_name(record.field("dtype"), where).rpartition(".")[2],
+        _numbers(record.field("global_shape"), where),
         bool(record.field("is_flattened")),
-        _range(record.field("flattened_range")),
+        _range(record.field("flattened_range"), where),
     )
+    if len(box.global_offset) != len(box.local_shape):
+        raise damaged(where, f"a box at {shown(offset)} of shape {shown(shape)}")
+    return box
 
 
-def _index_of(record: Record) -> LocalTensorIndex:
+def _index_of(record: Record, where: str) -> LocalTensorIndex:
     replica = record.field("replica_id")
-    return LocalTensorIndex(
-        str(record.field("tensor_key")),
-        tuple(map(int, record.field("global_offset"))),
+    offset, shape = record.field("global_offset"), _numbers(record.field("local_shape"), where)
+    index = LocalTensorIndex(
+        check_name(record.field("tensor_key"), where),
+        integers(offset, where, "the offset of a box"),
         bool(record.field("is_flattened")),
-        _range(record.field("flattened_range")),
-        None if replica is None else int(replica),
-        _numbers(record.field("local_shape")),
+        _range(record.field("flattened_range"), where),
+        None if replica is None else integers((replica,), where, "the number of a copy")[0],
+        shape,
     )
+    if shape is not None and len(shape) != len(index.global_offset):
+        raise damaged(where, f"a box at {shown(offset)} of shape {shown(shape)}")
+    return index
 
 
-def _numbers(value: Any) -> tuple[int, ...] | None:
-    return None if value is None else tuple(map(int, value))
+def _numbers(value: Any, where: str) -> tuple[int, ...] | None:
+    return None if value is None else integers(value, where, "a shape")
 
 
-def _range(value: Any) -> tuple[int, int] | None:
+def _range(value: Any, where: str) -> tuple[int, int] | None:
     if value is None:
         return None
-    start, stop = (value.start, value.stop) if isinstance(value, slice) else value
-    return int(start), int(stop)
+    is_slice = type(value) is Record and value.name == "builtins.slice"
+    bounds = integers(value.args[:2] if is_slice else value, where, "a range")
+    if len(bounds) != 2:
+        raise damaged(where, f"{shown(bounds)} is not a range")
+    return bounds[0], bounds[1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,11 +239,11 @@ def find_arrays(
         CorruptCheckpointError: If it is no such file.
     """
     where = f"{storage.url}/{path}"
-    found = restricted_pickle.loads(_skeleton(storage, path), where, allow=allow)
-    if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{where}: not a data file of Paddle: it holds no dict")
+    found = restricted_pickle.loads(_skeleton(storage, path), where, allow=allow).root
+    if not isinstance(found, dict) or not all(type(name) is str for name in found):
+        raise damaged(where, "not a data file of Paddle: it holds no dict of names")
     return {
-        str(name): _stored_array(array, f"{where}: {name}")
+        check_name(name, where): _stored_array(array, f"{where}: {name:.200}")
         for name, array in found.items()
         if name not in _NOT_TENSORS
     }
@@ -232,14 +253,16 @@ def _stored_array(array: Any, where: str) -> StoredArray:
     try:
         _, shape, dtype, is_fortran, span = array.state
         position, num_bytes = _SPAN.unpack(span)
-        numpy_dtype = dtype.resolve()
+        extents, element = numbers(shape), numpy_dtype(dtype)
+    except PickleRefusedError as error:
+        raise restricted_pickle.refusal(error.type_name, where) from error
     except (AttributeError, TypeError, ValueError, struct.error) as error:
-        raise CorruptCheckpointError(f"{where}: not an array: {error}") from error
-    if is_fortran or numpy_dtype.byteorder == ">":
+        raise CorruptCheckpointError(f"{where}: not an array: {error!s:.80}") from error
+    if is_fortran or element.byteorder == ">":
         raise CorruptCheckpointError(
-            f"{where}: an array of shape {shape} is not row-major and little-endian"
+            f"{where}: an array of shape {extents} is not row-major and little-endian"
         )
-    return StoredArray(position, num_bytes, numpy_dtype.itemsize)
+    return StoredArray(position, num_bytes, element.itemsize)
 
 
 def _skeleton(storage: Storage, path: str) -> bytes:
@@ -262,8 +285,10 @@ def _skeleton(storage: Storage, path: str) -> bytes:
                 )
             elif opcode.name != "FRAME":
                 copied.append(raw)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{storage.url}/{path}: not a pickle: {error}") from error
+    except RemeshError:
+        raise
+    except Exception as error:  # damaged numbers and texts raise whatever comes of them
+        raise damaged(f"{storage.url}/{path}", f"not a pickle: {error!s:.80}") from error
     return b"".join(copied)
 
 
@@ -310,7 +335,9 @@ class _Reader:
 
     def readline(self) -> bytes:
         """The next line; names in old pickles are lines."""
-        line, newline, _ = self._peek(_READ_AT_ONCE).partition(b"\n")
+        known = self._block[self._position - self._start :]
+        block = known if b"\n" in known else self._peek(_READ_AT_ONCE)
+        line, newline, _ = block.partition(b"\n")
         self._advance(line + newline)
         return line + newline
 

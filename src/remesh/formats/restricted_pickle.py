@@ -1,509 +1,344 @@
-"""Reading pickles of other systems without running what they ask for.
+"""What foreign pickles stand for: values of a closed set of types, and nothing that runs.
 
-A pickle is a program: it names functions and calls them. Here every name is looked up in a table of
-stand-ins, and a name that is not in it is refused before anything is called. A stand-in for a class
-is a `Record`: it keeps what it was called with and the state that it was given, and does nothing.
-Stand-ins cannot be changed by the pickle either: their types refuse attributes, so that a program
-cannot replace a method of one. When the program has ended, records are turned into the values that
-they stand for. What needs torch becomes torch's own only in a program that has imported torch, as
-everywhere in remesh.
+`pickle_reader` gives a pickle as data, with a `Record` for each call and each object. Here records
+become values. The name of a record is looked up in one closed table (`pickle_values.MAKERS`) of
+functions of our own, each of which builds one kind of value from arguments that are values
+themselves. No name of a file is imported, or looked up in a module, and what a file names is never
+called. What a maker gives is checked against the closed set of types of values. A name that is not
+in the table gives an `UnresolvedValue` that says why.
 
-A user may allow further names. Those are imported and called as the pickle says, so they must be as
-trustworthy as the checkpoint.
+A user may allow further names. Those are imported and called as the pickle says: that is running
+code by the user's decision, so the checkpoint must be as trustworthy as the user's own code.
 
-The form of the pickles of numpy and torch was read off their own pickles; the idea of an unpickler
-with a list of what is allowed is in Python's documentation of the `pickle` module.
+Pickles share parts, so a few hundred bytes can describe a value that has more parts than there is
+memory. Therefore the parts of each node are counted first, as often as they appear, each node of
+the pickle being visited once and without recursion. What has too many parts for the length of its
+pickle, is nested too deeply or holds itself becomes an `UnresolvedValue` as well. What is left is
+built, from the inside out.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import datetime as dt
+import functools
 import importlib
-import io
-import pathlib
-import pickle
-import sys
-import types
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-
-from remesh.dtypes import BY_NAME
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
+from remesh.formats.pickle_reader import describe as describe_error
+from remesh.formats.pickle_reader import parse
+from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
+from remesh.formats.pickle_values import (
+    ATOMS,
+    KNOWN,
+    MAKERS,
+    ArchivedTensor,
+    archived_storage,
+    checked_keys,
+    constant,
+    is_value,
+)
 from remesh.values import UnresolvedValue
 
-
-class _Immutable(type):
-    """The type of types whose attributes a pickle cannot set."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise TypeError(f"{cls.__name__}.{name} cannot be set")
-
-
-class Record(metaclass=_Immutable):
-    """A stand-in for an object of a class: what it was made with, and its state.
-
-    Attributes:
-        type_name: Qualified name of the class.
-        args: What the class was called with.
-        state: What the object was given after that; None if nothing.
-    """
-
-    __slots__ = ("args", "state")
-
-    type_name: ClassVar[str] = ""
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> Self:
-        """An object of the class, whatever it is called with."""
-        self = object.__new__(cls)
-        self.args = args
-        self.state = None
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def field(self, name: str) -> Any:
-        """An attribute of the object, by its state; None if it has none of this name."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-    def resolve(self) -> object:
-        """The value that this stands for."""
-        return self
-
-
-def record_type(type_name: str, base: type[Record] = Record) -> type[Record]:
-    """A stand-in for a class."""
-    made: Any = _Immutable(
-        type_name.rpartition(".")[2], (base,), {"__slots__": (), "type_name": type_name}
-    )
-    found: type[Record] = made
-    return found
-
-
-def _refuse_state(self: object, _state: object) -> None:
-    # Without this, frozen dataclasses take a state from a pickle and are no longer frozen.
-    raise TypeError(f"{type(self).__name__} takes no state")
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A stand-in for a function, or for a class that is only ever called."""
-
-    call: Callable[..., Any]
-    __setstate__ = _refuse_state
-
-    def __call__(self, *args: Any) -> Any:
-        """What the function that is stood for would return, or a stand-in for it."""
-        return self.call(*args)
-
-
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A class of torch storages: the dtype of their elements, or None for bytes."""
-
-    dtype: str | None
-    __setstate__ = _refuse_state
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedStorage:
-    """A storage that lies beside the pickle in its archive.
-
-    Attributes:
-        key: Its name there.
-        dtype: Its element type, or None for bytes.
-    """
-
-    key: str
-    dtype: str | None
-    __setstate__ = _refuse_state
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedTensor:
-    """A tensor whose elements lie in a storage of the archive.
-
-    Attributes:
-        key: The storage's name in the archive.
-        dtype: Name of the element type.
-        offset: Element of the storage at which the tensor begins.
-        shape: Its shape.
-        strides: Elements of the storage between neighbours, dim by dim.
-    """
-
-    key: str
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    __setstate__ = _refuse_state
-
-
-class _Namespace(Record):
-    __slots__ = ()
-
-    def resolve(self) -> object:
-        is_argparse = self.type_name == "argparse.Namespace"
-        found = argparse.Namespace() if is_argparse else types.SimpleNamespace()
-        vars(found).update({str(name): item for name, item in (self.state or {}).items()})
-        return found
-
-
-class _Stream(Record):
-    """An `io.BytesIO`: its state is content, position and attributes."""
-
-    __slots__ = ()
-
-    def resolve(self) -> object:
-        return io.BytesIO(_as_bytes(self.state[0] if self.state else b""))
-
-
-class _NumpyDType(Record):
-    """`numpy.dtype(text, align, copy)`, and a state whose second item is the byte order."""
-
-    __slots__ = ()
-
-    def resolve(self) -> np.dtype[Any]:
-        text = self.args[0]
-        order = self.state[1] if self.state else "|"
-        found = np.dtype(text if isinstance(text, str) else "V0")
-        if found.kind not in "biufcSU" or found.names or order not in {"<", ">", "|", "="}:
-            raise PickleRefusedError(f"numpy elements of type {text!r}", f"numpy.dtype[{text}]")
-        return found.newbyteorder(order)  # type: ignore[arg-type]
-
-
-class _NumpyArray(Record):
-    """What numpy reconstructs an array from: version, shape, dtype, order and bytes."""
-
-    __slots__ = ()
-
-    def resolve(self) -> object:
-        if self.state is None:  # numpy's protocol 5 calls with everything at once
-            data, dtype, shape, order = self.args
-            is_fortran = order == "F"
-        else:
-            _, shape, dtype, is_fortran, data = self.state
-        flat = np.frombuffer(_as_bytes(data), dtype.resolve())
-        return flat.reshape(shape, order="F" if is_fortran else "C").copy()
-
-
-def _as_bytes(data: object) -> bytes:
-    if isinstance(data, bytes | bytearray):
-        return bytes(data)
-    raise PickleRefusedError("an array of objects", "numpy.ndarray")
-
-
-class _NumpyScalar(Record):
-    __slots__ = ()
-
-    def resolve(self) -> object:
-        dtype, data = self.args
-        return np.frombuffer(_as_bytes(data), dtype.resolve())[0]
-
-
-def _constant(kind: str, name: str) -> object:
-    """A constant of torch, in the same form as a stored value of it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return UnresolvedValue(kind, kind, name)
-    return vars(torch)[name.removeprefix("torch.")]
-
-
-def _size(items: tuple[int, ...] = ()) -> object:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return UnresolvedValue("torch.Size", "torch.Size", [int(n) for n in items])
-    return torch.Size(items)
-
-
-def _device(kind: str, number: int | None = None) -> object:
-    torch = sys.modules.get("torch")
-    text = kind if number is None else f"{kind}:{int(number)}"
-    if torch is None:
-        return UnresolvedValue("torch.device", "torch.device", text)
-    return torch.device(text)
-
-
-def _layout(name: str) -> object:
-    if not name.startswith("torch.") or "." in name.removeprefix("torch."):
-        raise ValueError(f"layout {name!r}")
-    return _constant("torch.layout", name)
-
-
-def _tensor(
-    storage: object,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    *more: Any,
-) -> ArchivedTensor:
-    """What torch rebuilds a tensor from; `more` has the dtype where the storage is of bytes."""
-    if not isinstance(storage, ArchivedStorage):
-        raise TypeError(f"a tensor over {storage!r}")
-    dtype = storage.dtype or _dtype_name(more[2] if len(more) > 2 else None)
-    return ArchivedTensor(
-        storage.key,
-        dtype,
-        int(offset),
-        tuple(int(n) for n in shape),
-        tuple(int(n) for n in strides),
-    )
-
-
-def _dtype_name(dtype: object) -> str:
-    text = dtype.payload if isinstance(dtype, UnresolvedValue) else dtype
-    name = str(text).removeprefix("torch.")
-    if name not in BY_NAME:
-        raise PickleRefusedError(f"tensor elements of type {text}", str(text))
-    return name
-
-
-def _from_type(_function: object, _kind: object, args: tuple[Any, ...], _state: object) -> object:
-    """A tensor with attributes of its own, or of a type derived from it: only the tensor."""
-    return _tensor(*args)
-
-
-LEGACY_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-
-
-class Refused(Record):
-    """A stand-in for what may not be named, where the rest of the pickle is wanted all the same."""
-
-    __slots__ = ()
-
-    def append(self, item: object) -> None:
-        """What a pickle does to a list."""
-
-    def extend(self, items: object) -> None:
-        """What a pickle does to a list."""
-
-    def __setitem__(self, key: object, item: object) -> None:
-        """What a pickle does to a dict."""
-
-
-def _stand_ins() -> dict[str, object]:
-    """What may be named without asking the user."""
-    array = record_type("numpy.ndarray", _NumpyArray)
-    scalar = record_type("numpy.generic", _NumpyScalar)
-    table: dict[str, object] = {
-        "collections.OrderedDict": collections.OrderedDict,
-        "collections.defaultdict": collections.defaultdict,
-        "_codecs.encode": Function(lambda text, encoding: text.encode(_latin1(encoding))),
-        "argparse.Namespace": record_type("argparse.Namespace", _Namespace),
-        "types.SimpleNamespace": record_type("types.SimpleNamespace", _Namespace),
-        "_io.BytesIO": record_type("_io.BytesIO", _Stream),
-        "numpy.dtype": record_type("numpy.dtype", _NumpyDType),
-        "numpy.ndarray": array,
-        "torch.Size": Function(_size),
-        "torch.device": Function(_device),
-        "torch.serialization._get_layout": Function(_layout),
-        "torch.storage.UntypedStorage": StorageType(None),
-        "torch.UntypedStorage": StorageType(None),
-        "torch._utils._rebuild_tensor": Function(_tensor),
-        "torch._utils._rebuild_tensor_v2": Function(_tensor),
-        "torch._utils._rebuild_tensor_v3": Function(_tensor),
-        "torch._utils._rebuild_parameter": Function(lambda data, *_: data),
-        "torch._utils._rebuild_parameter_with_state": Function(lambda data, *_: data),
-        "torch._tensor._rebuild_from_type_v2": Function(_from_type),
-        "torch.Tensor": record_type("torch.Tensor"),
-        "torch.nn.parameter.Parameter": record_type("torch.nn.parameter.Parameter"),
-        "torch.nn.parameter.Buffer": record_type("torch.nn.parameter.Buffer"),
-    }
-    for kind in (set, frozenset, complex, slice, int, float, bool, str, list, tuple, dict):
-        table[f"builtins.{kind.__name__}"] = table[f"__builtin__.{kind.__name__}"] = kind
-    table["__builtin__.long"] = int
-    for module in ("builtins", "__builtin__"):
-        table[f"{module}.bytes"] = Function(_bytes)
-        table[f"{module}.bytearray"] = Function(lambda *args: bytearray(_bytes(*args)))
-    for moment in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
-        table[f"datetime.{moment.__name__}"] = moment
-    for path in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath"):
-        table[f"pathlib.{path}"] = Function(lambda *parts: pathlib.Path(*map(str, parts)))
-    for package in ("numpy.core", "numpy._core"):
-        table[f"{package}.multiarray._reconstruct"] = Function(lambda *_: array())
-        table[f"{package}.multiarray.scalar"] = scalar
-        table[f"{package}.numeric._frombuffer"] = array
-    for name, dtype in LEGACY_STORAGES.items():
-        table[f"torch.{name}"] = StorageType(dtype)
-    return table
-
-
-def _bytes(data: bytes | str = b"", encoding: str = "latin1") -> bytes:
-    return data.encode(_latin1(encoding)) if isinstance(data, str) else _as_bytes(data)
-
-
-def _latin1(encoding: str) -> str:
-    if encoding not in {"latin1", "latin-1"}:
-        raise ValueError(f"encoding {encoding!r}")
-    return encoding
-
-
-_STAND_INS: Mapping[str, object] = types.MappingProxyType(_stand_ins())
-
-
-class _Unpickler(pickle.Unpickler):
-    """Python's own machine with our table of names."""
-
-    def __init__(
-        self, data: bytes, allow: Collection[str], also: Mapping[str, object], lenient: bool
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._allow = allow
-        self._also = also
-        self._lenient = lenient
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        for table in (self._also, _STAND_INS):
-            if full in table:
-                return table[full]
-        if module == "torch" and name in BY_NAME:
-            return _constant("torch.dtype", full)
-        if full in self._allow:
-            found: Any = importlib.import_module(module)
-            for attribute in name.split("."):
-                found = getattr(found, attribute)
-            return found
-        if self._lenient:
-            return record_type(full, Refused)
-        raise PickleRefusedError(f"the pickle asks for {full}", full)
-
-    def persistent_load(self, pid: Any) -> ArchivedStorage:
-        kind, storage_type, key, _location, _num_elements = pid
-        if kind != "storage" or not isinstance(storage_type, StorageType):
-            raise ValueError(f"persistent id {pid!r}")
-        return ArchivedStorage(str(key), storage_type.dtype)
+MAX_DEPTH = 100
+"""How deep a value may be nested, calls and their arguments counted as levels."""
+MIN_PARTS = 1 << 16
+PARTS_PER_BYTE = 8
+_TEXT_PART = 16
+"""Characters that count as one part."""
+_CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
 
 
 def loads(
-    data: bytes,
-    where: str,
-    *,
-    allow: Collection[str] = (),
-    also: Mapping[str, object] = types.MappingProxyType({}),
-    lenient: bool = False,
-) -> Any:
-    """Read a pickle.
+    data: bytes, where: str, *, also: Collection[str] = (), allow: Collection[str] = ()
+) -> Pickled:
+    """Read a pickle as data, if it only names what is known.
 
     Args:
         data: The pickle.
         where: The file, for error messages.
-        allow: Qualified names that are imported and used as the pickle says.
-        also: Further stand-ins, by qualified name.
-        lenient: Put a `Refused` in the place of what is not allowed, instead of an error.
-
-    Returns:
-        What was pickled, with `Record`s where stand-ins were made (see `resolved`).
+        also: Names that are known besides those of plain values, tensors and numpy arrays.
+        allow: Names that the user allows.
 
     Raises:
-        PickleRefusedError: If it asks for a name that is not allowed; nothing was called.
+        PickleRefusedError: If it names anything else.
         CorruptCheckpointError: If it is not a pickle.
     """
-    try:
-        return _Unpickler(data, allow, also, lenient).load()
-    except Exception as error:
-        raise _explained(error, where) from error
+    pickled = parse(data, where)
+    for name in sorted(pickled.names):
+        if not (name in KNOWN or name in also or name in allow):
+            raise refusal(name, where)
+    return pickled
 
 
 def resolved(
-    value: Any, where: str, tensor_of: Callable[[ArchivedTensor], object] | None = None
+    pickled: Pickled,
+    where: str,
+    *,
+    allow: Collection[str] = (),
+    tensor_of: Callable[[ArchivedTensor], object] | None = None,
 ) -> Any:
-    """What was pickled, with each record replaced by the value that it stands for.
+    """The value that a pickle describes; what appears in it twice is made once.
 
     Args:
-        value: What `loads` returned.
+        pickled: What `loads` or `pickle_reader.parse` gave.
         where: The file, for error messages.
+        allow: Qualified names that are imported and called as the pickle says.
         tensor_of: What an archived tensor becomes; by default it stays as it is.
 
+    Returns:
+        The value, with an `UnresolvedValue` of kind `pickle` for each part that cannot be had.
+
     Raises:
-        PickleRefusedError: If a record stands for nothing that can be had.
-        CorruptCheckpointError: If a record cannot be what it says.
+        CorruptCheckpointError: If something cannot be what the pickle says that it is.
     """
+    resolver = _Resolver(where, frozenset(allow), tensor_of, pickled.num_bytes)
     try:
-        return _Resolver(where, tensor_of, {}).resolve(value)
-    except Exception as error:
-        raise _explained(error, where) from error
+        return resolver.value_of(pickled.root)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a malformed record may raise anything
+        raise CorruptCheckpointError(
+            f"{where}: its pickle is malformed ({describe_error(error)}). Load another "
+            "checkpoint, or restore this file from a copy."
+        ) from error
 
 
-def _explained(error: Exception, where: str) -> CheckpointError:
-    """What to tell the user; a malformed program may raise anything."""
-    if isinstance(error, PickleRefusedError):
-        return refusal(error.type_name, where)
-    if isinstance(error, CheckpointError):
-        return error
-    return CorruptCheckpointError(
-        f"{where}: not a pickle that can be read ({error!r}). Load another checkpoint, or restore "
-        "this file from a copy."
-    )
+def max_parts(num_bytes: int) -> int:
+    """How many parts may come of a pickle of so many bytes."""
+    return MIN_PARTS + PARTS_PER_BYTE * num_bytes
 
 
 def refusal(type_name: str, where: str) -> PickleRefusedError:
     """What to tell the user about a name that is not allowed."""
     return PickleRefusedError(
-        f"{where}: a pickled {type_name} is not read. If you trust this checkpoint as much as your "
-        f"own code, allow it: remesh.Source(path, allow=[{type_name!r}]).",
+        f"{where}: a pickled {type_name[:80]} is not read. If you trust this checkpoint as much as "
+        f"your own code, allow it: remesh.Source(path, allow=[{type_name[:200]!r}]).",
         type_name,
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Resolver:
-    """One walk over what was pickled; containers that appear twice stay one."""
+    """One pickle while its value is built.
+
+    Attributes:
+        where: The file.
+        allow: Names that the user allows.
+        tensor_of: What an archived tensor becomes.
+        num_bytes: Length of the pickle.
+        refused: Why a node has no value, by its id.
+        made: The values of nodes, by id.
+        unknown: What stands for the names that are not known.
+    """
 
     where: str
+    allow: frozenset[str]
     tensor_of: Callable[[ArchivedTensor], object] | None
-    done: dict[int, object]
+    num_bytes: int
+    refused: dict[int, UnresolvedValue] = field(default_factory=dict)
+    made: dict[int, object] = field(default_factory=dict)
+    unknown: dict[str, UnresolvedValue] = field(default_factory=dict)
 
-    def resolve(self, value: Any) -> Any:
-        if isinstance(value, ArchivedTensor):
-            return value if self.tensor_of is None else self.tensor_of(value)
-        if isinstance(value, Refused) or (isinstance(value, type) and issubclass(value, Refused)):
-            why = str(refusal(value.type_name, self.where))
-            return UnresolvedValue("pickle", value.type_name, why)
-        if isinstance(value, Record):
-            found = self.done.get(id(value))
-            if found is None:
-                if isinstance(value.state, dict):
-                    self._resolve_mapping(value.state)
-                found = self.done[id(value)] = value.resolve()
-            return found
-        if isinstance(value, dict):
-            return self._resolve_mapping(value)
-        if type(value) is list:
-            if id(value) not in self.done:
-                self.done[id(value)] = value
-                value[:] = [self.resolve(item) for item in value]
-            return value
-        if type(value) in {tuple, set, frozenset}:
-            return type(value)(self.resolve(item) for item in value)
-        return value
+    def value_of(self, root: Any) -> object:
+        """The value of a node and all that is in it."""
+        self._measure(root)
+        for node in _post_order(root, self._children):
+            self.made[id(node)] = self._make(node)
+        return self._of(root)
 
-    def _resolve_mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        if id(value) in self.done:
-            return value
-        self.done[id(value)] = value
-        items = [(self.resolve(key), self.resolve(item)) for key, item in value.items()]
-        value.clear()
-        for item in items:  # not update(), which adds in a Counter
-            value.__setitem__(*item)
-        return value
+    def _children(self, node: Any) -> Iterable[Any]:
+        """What a node is made of; nothing if it has no value."""
+        if id(node) in self.refused:
+            return ()
+        kind = type(node)
+        if kind is list or kind is tuple:
+            return node  # type: ignore[no-any-return]
+        if kind is dict:
+            return (*node, *node.values())
+        if kind is Items:
+            return node.items  # type: ignore[no-any-return]
+        if kind is Key:
+            return (node.node,)
+        if node.name in MAKERS or node.name in self.allow:
+            return (node.args, node.state, node.items, node.pairs, node.kwargs)
+        return ()
+
+    def _measure(self, root: Any) -> None:
+        """Find what is too large, too deep or holds itself."""
+        sizes: dict[int, tuple[int, int]] = {}
+        most = max_parts(self.num_bytes)
+        for node in _post_order(root, self._children):
+            parts, depth = 1, 0
+            for child in self._children(node):
+                kind = type(child)
+                if kind not in _CONTAINERS:
+                    is_text = kind is str or kind is bytes or kind is bytearray
+                    parts += 1 + len(child) // _TEXT_PART if is_text else 1
+                    continue
+                inner = sizes.get(id(child))
+                if inner is None:  # it comes later, so it is on the way to this node
+                    self._refuse(node, "it holds itself")
+                    break
+                parts += inner[0]
+                depth = max(depth, inner[1])
+            depth += 1
+            if parts > most:
+                self._refuse(node, f"it has more than {most} parts, which its file only repeats")
+            if depth > MAX_DEPTH:
+                self._refuse(node, f"it is nested more than {MAX_DEPTH} deep")
+            sizes[id(node)] = (1, 0) if id(node) in self.refused else (parts, depth)
+
+    def _refuse(self, node: Any, why: str) -> None:
+        name = node.name if type(node) is Record else type(node).__name__.lower()
+        self.refused[id(node)] = UnresolvedValue("pickle", name, f"{self.where}: {why}")
+
+    def _of(self, node: Any) -> Any:
+        """The value of a node whose parts are made."""
+        kind = type(node)
+        if kind in ATOMS:
+            return node
+        if kind in _CONTAINERS:
+            return self.made[id(node)]
+        if kind is Name:
+            found = constant(node.full)
+            if found is None and node.full in self.allow:
+                return imported(node.full)
+            return self._unknown(node.full) if found is None else found
+        if kind is PersistentId:
+            return archived_storage(node.pid)
+        raise TypeError(f"a {kind.__name__} in a pickle")
+
+    def _unknown(self, name: str) -> UnresolvedValue:
+        if name not in self.unknown:
+            why = str(refusal(name, self.where))
+            self.unknown[name] = UnresolvedValue("pickle", name, why)
+        return self.unknown[name]
+
+    def _make(self, node: Any) -> object:
+        """The value of a container, from the values of what is in it."""
+        if id(node) in self.refused:
+            return self.refused[id(node)]
+        kind = type(node)
+        if kind is list:
+            return [self._of(item) for item in node]
+        if kind is tuple:
+            return tuple([self._of(item) for item in node])
+        if kind is Key:
+            return self._of(node.node)
+        if kind is Record:
+            return self._make_record(node)
+        try:
+            if kind is dict:
+                items = [self._of(item) for item in node.values()]
+                return dict(zip(checked_keys(map(self._of, node)), items, strict=True))
+            found = checked_keys(map(self._of, node.items))
+        except TypeError:  # what stands for a value that cannot be had need not have a hash
+            self._refuse(node, "it has keys that cannot be had here")
+            return self.refused[id(node)]
+        return frozenset(found) if node.is_frozen else set(found)
+
+    def _make_record(self, node: Record) -> object:
+        maker = MAKERS.get(node.name)
+        if maker is None:
+            allowed = node.name in self.allow
+            return called(self._with_values(node)) if allowed else self._unknown(node.name)
+        record = self._with_values(node)
+        try:
+            made = maker(record)
+        except PickleRefusedError as error:
+            return self._unknown(error.type_name)
+        except Exception:
+            # What is made of something that cannot be had cannot be had either.
+            missing = next(filter(_is_missing, (*record.args, *_items(record.state))), None)
+            if missing is None:
+                raise
+            return missing
+        if not is_value(made):
+            raise TypeError(f"{node.name} gave a {type(made).__qualname__}")
+        if isinstance(made, ArchivedTensor) and self.tensor_of is not None:
+            return self.tensor_of(made)
+        return made
+
+    def _with_values(self, node: Record) -> Record:
+        """A record with values in the place of nodes."""
+        found = Record(node.name, self._of(node.args), node.is_new)
+        found.state, found.kwargs = self._of(node.state), self._of(node.kwargs)
+        found.items, found.pairs = self._of(node.items), self._of(node.pairs)
+        return found
+
+
+def _post_order(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Containers below and including a node, each once, after those in it.
+
+    In a cycle, the one that was met first comes last.
+    """
+    if type(root) not in _CONTAINERS:
+        return
+    seen = {id(root)}
+    stack = [(root, iter(children(root)))]
+    while stack:
+        node, left = stack[-1]
+        for child in left:
+            if type(child) in _CONTAINERS and id(child) not in seen:
+                seen.add(id(child))
+                stack.append((child, iter(children(child))))
+                break
+        else:
+            stack.pop()
+            yield node
+
+
+def _items(state: object) -> tuple[Any, ...]:
+    return state if type(state) is tuple else (state,)
+
+
+def _is_missing(value: object) -> bool:
+    return isinstance(value, UnresolvedValue) and value.kind == "pickle"
+
+
+# -- what a user allows: this runs code of the user's choice --------------------------------------
+
+
+def imported(name: str) -> Any:
+    """The class or function of a name that the user allows.
+
+    Raises:
+        PickleRefusedError: If there is none.
+    """
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:cut]))
+            return functools.reduce(getattr, parts[cut:], module)
+        except (ImportError, AttributeError):
+            continue
+    raise PickleRefusedError(f"{name} is allowed, but it cannot be imported here", name)
+
+
+def called(record: Record) -> object:
+    """What the call of a record gives. Only for names that the user allows."""
+    made = imported(record.name)
+    if record.is_new:
+        made = made.__new__(made, *record.args, **(record.kwargs or {}))
+    else:
+        made = made(*record.args)
+    if record.state is not None:
+        _set_state(made, record.state)
+    if record.items is not None:
+        made.extend(record.items)
+    for key, item in (record.pairs or {}).items():
+        made[key] = item
+    return made
+
+
+def _set_state(made: Any, state: Any) -> None:
+    """What a pickle's state means for an object (see `object.__reduce__` in Python's docs)."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    vars(made).update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)

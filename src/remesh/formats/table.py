@@ -194,8 +194,10 @@ def _read_native(storage: Storage) -> Contents:
     )
 
 
-def read_encoded(place: Place) -> tuple[bytes, bytes]:
-    """Index and values document of a place in stored form, to be sent to other ranks.
+def read_encoded(place: Place) -> tuple[bytes, bytes, str]:
+    """Index, values document and identity of a place in stored form, to be sent to other ranks.
+
+    The identity is that of the commit record (`native.identity_of`); "" where there is none.
 
     Raises:
         CheckpointError: As `read_contents`.
@@ -204,6 +206,6 @@ def read_encoded(place: Place) -> tuple[bytes, bytes]:
     row = format_at(place)
     if row.name == native.FORMAT_NAME:
         files = native.read_small_files(place.storage)
-        return files.index_bytes, files.values_bytes
+        return files.index_bytes, files.values_bytes, native.identity_of(files.record)
     contents = row.read(place)
-    return contents.index.encode(), contents.document.encode()
+    return contents.index.encode(), contents.document.encode(), ""

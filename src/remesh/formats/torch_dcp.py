@@ -27,17 +27,15 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remesh import safetensors_file
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.dtypes import BY_NAME
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
-    PickleRefusedError,
 )
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import (
@@ -49,8 +47,10 @@ from remesh.formats.archive import (
     tensor_value,
 )
 from remesh.formats.building import IndexBuilder, Range, exists, read_ranges, refused
+from remesh.formats.checks import check_name, check_path, damaged, integers, shown
 from remesh.formats.contents import Contents
-from remesh.formats.restricted_pickle import ArchivedTensor, Function, Record, record_type
+from remesh.formats.pickle_records import Name, Record
+from remesh.formats.pickle_values import ArchivedTensor
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.state import Path
 from remesh.storage import Storage
@@ -63,7 +63,11 @@ LOOKS_FOR = f"{METADATA_NAME} (torch.distributed.checkpoint, Megatron torch_dist
 HEAD_BYTES = 1024
 """Bytes of an archive that show where its only storage begins, whatever torch wrote it."""
 
-_OBJECT = re.compile(r"(.*)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)", re.DOTALL)
+MIN_OPAQUE_BYTES = 1 << 20
+"""Bytes of tensors inside of opaque values, besides two for each byte that is stored."""
+_OBJECT = re.compile(
+    r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)", re.DOTALL
+)
 _DCP = "torch.distributed.checkpoint"
 _MCORE = "megatron.core.dist_checkpointing.strategies"
 
@@ -92,20 +96,6 @@ METADATA_CLASSES: tuple[str, ...] = (
 """The classes that `.metadata` is made of. They only hold what they are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DTypeName:
-    name: str
-
-
-def _metadata_stand_ins() -> Mapping[str, object]:
-    """What the pickle of `.metadata` may name, besides what any pickle may."""
-    table: dict[str, object] = {name: record_type(name) for name in METADATA_CLASSES}
-    table["torch.Size"] = Function(tuple)
-    table["torch.serialization._get_layout"] = Function(str)
-    table |= {f"torch.{dtype.name}": _DTypeName(dtype.name) for dtype in DTYPES}
-    return MappingProxyType(table)
-
-
 def recognise(storage: Storage) -> bool:
     """Whether a place holds such a checkpoint."""
     return exists(storage, METADATA_NAME)
@@ -120,26 +110,26 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
         FormatVersionError: If something in it is of a kind that cannot be read in place.
         PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
     """
-    reader = _Reader(storage, allow, _read_metadata(storage))
+    reader = _Reader(storage, allow, read_metadata(storage))
     reader.read_tensors()
     reader.read_values()
     reader.read_common()
     return Contents(NAME, reader.builder.build(), reader.builder.document)
 
 
-def _read_metadata(storage: Storage) -> Record:
+def read_metadata(storage: Storage) -> Record:
+    """The record of `.metadata`.
+
+    Raises:
+        CorruptCheckpointError: If it is damaged.
+        PickleRefusedError: If it names a class that no such checkpoint has.
+    """
     where = f"{storage.url}/{METADATA_NAME}"
     data = storage.read(METADATA_NAME)
-    metadata = restricted_pickle.loads(data, where, also=_STAND_INS)
+    metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES).root
     if not isinstance(metadata, Record) or not isinstance(metadata.field("storage_data"), dict):
-        raise _damaged(where, "not the metadata of a checkpoint")
+        raise damaged(where, "not the metadata of a checkpoint")
     return metadata
-
-
-def _damaged(where: str, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{where}: {what}. Load another checkpoint, or restore this file from a copy."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +162,15 @@ class _Reader:
     builder: IndexBuilder = field(init=False)
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = field(init=False)
     flat_shapes: Mapping[str, Any] = field(init=False)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tensors: dict[bytes, object] = field(default_factory=dict)
+    num_bytes_read: int = 0
 
     def __post_init__(self) -> None:
         self.builder = IndexBuilder(self.storage)
         self.places = self._places()
-        self.flat_shapes = self.metadata.field("mcore_data") or {}
+        flat_shapes = self.metadata.field("mcore_data")
+        self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
 
     @property
     def entries(self) -> Mapping[str, Record]:
@@ -192,42 +186,51 @@ class _Reader:
         found = self.metadata.field("planner_data")
         return found if isinstance(found, dict) else {}
 
+    @property
+    def where(self) -> str:
+        """What to call the metadata in messages."""
+        return f"{self.storage.url}/{METADATA_NAME}"
+
     def _malformed(self) -> CorruptCheckpointError:
-        return _damaged(f"{self.storage.url}/{METADATA_NAME}", "not the metadata of a checkpoint")
+        return damaged(self.where, "not the metadata of a checkpoint")
+
+    def _path_of(self, name: str) -> Path:
+        return check_path(self.paths.get(name, (name,)), f"{self.where}: {name}")
 
     def _places(self) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
         places = {}
         for key, info in self.metadata.field("storage_data").items():
             if not isinstance(key, Record) or not isinstance(info, Record):
                 raise self._malformed()
-            name, path = key.field("fqn"), info.field("relative_path")
+            name, path = check_name(key.field("fqn"), self.where), info.field("relative_path")
             start, num_bytes = info.field("offset"), info.field("length")
-            if info.field("transform_descriptors"):
+            extensions = info.field("transform_descriptors")
+            if extensions:
                 raise FormatVersionError(
                     f"{self.storage.url}: {name} was written through the extensions "
-                    f"{info.field('transform_descriptors')} (compression, say), so it has no bytes "
-                    "that can be read in place; load it with torch and save it without them"
+                    f"{shown(extensions)} (compression, say), so it has no bytes that can be read "
+                    "in place; load it with torch and save it without them"
                 )
-            if not (
-                isinstance(path, str) and isinstance(start, int) and isinstance(num_bytes, int)
-            ):
-                raise self._malformed()
-            place = _Place(path, start, num_bytes)
+            integers((start, num_bytes), f"{self.where}: {name}", "where an archive lies")
+            place = _Place(check_name(path, self.where), start, num_bytes)
             size = self.builder.size_of(path)
             if not 0 <= start <= start + num_bytes <= size:
-                raise _damaged(
+                raise damaged(
                     f"{self.storage.url}/{path}",
                     f"has {size} bytes, but {name} lies at {start}:{start + num_bytes}: the file "
                     "was cut short",
                 )
-            places[name, key.field("offset")] = place
+            offset = key.field("offset")
+            if offset is not None:
+                offset = integers(size_of(offset), f"{self.where}: {name}", "the offset of a chunk")
+            places[name, offset] = place
         return places
 
     def _place(self, name: str, offset: tuple[int, ...] | None) -> _Place:
         place = self.places.get((name, offset))
         if place is None:
             at = "" if offset is None else f" at {offset}"
-            raise _damaged(
+            raise damaged(
                 f"{self.storage.url}/{METADATA_NAME}", f"does not say where {name}{at} lies"
             )
         return place
@@ -238,17 +241,20 @@ class _Reader:
         """Add all tensors and their pieces."""
         chunks = []
         for name, entry in self.entries.items():
-            if _kind(entry) != "TensorStorageMetadata":
+            if kind_of(entry) != "TensorStorageMetadata":
                 continue
-            dtype, size = _dtype_of(entry), entry.field("size")
-            if dtype is None or not _is_shape(size):
-                raise self._malformed()
+            where = f"{self.where}: {check_name(name, self.where)}"
+            dtype, size = dtype_of(entry), integers(size_of(entry.field("size")), where, "a shape")
+            if dtype is None:
+                raise damaged(where, "its dtype is not known")
             row = self.builder.add_tensor(name, dtype, self._true_shape(name, size))
+            self.sizes[name] = size
             self._set_path(name)
-            for chunk in entry.field("chunks"):
-                offset, shape = chunk.field("offsets"), chunk.field("sizes")
-                if not (_is_shape(offset) and _is_shape(shape)) or len(offset) != len(shape):
-                    raise self._malformed()
+            for record in _records(entry.field("chunks"), where):
+                offset = integers(size_of(record.field("offsets")), where, "the offset of a chunk")
+                shape = integers(size_of(record.field("sizes")), where, "the shape of a chunk")
+                if not len(offset) == len(shape) == len(size):
+                    raise damaged(where, f"a chunk at {offset} of shape {shape} in shape {size}")
                 if 0 not in shape:
                     place = self._place(name, offset)
                     chunks.append(_Chunk(name, row, dtype, Box(offset, shape), place))
@@ -264,7 +270,7 @@ class _Reader:
         return place.path, place.start, place.start + HEAD_BYTES
 
     def _set_path(self, name: str) -> None:
-        path = tuple(self.paths.get(name, (name,)))
+        path = self._path_of(name)
         self.builder.set_path(name, path)
         self._set_lists(path)
 
@@ -285,14 +291,14 @@ class _Reader:
         shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
         if shape is None:
             return size
-        shape = tuple(shape)
+        shape = integers(size_of(shape), f"{self.where}: {name}", "a shape")
         grid = size[:-1]
         if (
             len(grid) != len(shape)
             or any(not n or whole % n for whole, n in zip(shape, grid, strict=True))
             or math.prod(shape) != math.prod(size)
         ):
-            raise _damaged(
+            raise damaged(
                 f"{self.storage.url}/{METADATA_NAME}",
                 f"{name} is stored flattened as {size}, which does not fit its shape {shape}",
             )
@@ -304,18 +310,19 @@ class _Reader:
         start, num_bytes = chunk.place.start, chunk.place.num_bytes
         found = scan_head(head)
         if found is None:
+            self._count(num_bytes, where)
             archive = self._archive(chunk.place, where)
-            tensor = archive.root
+            tensor = archive.value()
             position = archive.position(tensor) if isinstance(tensor, ArchivedTensor) else 0
         else:
-            tensor = restricted_pickle.loads(found[0], where)
+            tensor = self._tensor_of(found[0], where)
             position = start + found[1]
             if isinstance(tensor, ArchivedTensor):
                 position += check_extent(tensor, num_bytes - found[1], where)
         if not isinstance(tensor, ArchivedTensor):
-            raise _damaged(where, "no plain tensor is stored there")
+            raise damaged(where, "no plain tensor is stored there")
         if (tensor.shape, tensor.dtype) != (chunk.box.shape, chunk.dtype):
-            raise _damaged(
+            raise damaged(
                 where,
                 f"{tensor.dtype} {tensor.shape} is stored there, and {chunk.dtype} "
                 f"{chunk.box.shape} was expected",
@@ -327,21 +334,37 @@ class _Reader:
                 chunk.row, chunk.box, chunk.place.path, position, tensor.strides
             )
 
+    def _tensor_of(self, pickled: bytes, where: str) -> object:
+        """What the pickle of a chunk says; most chunks have one of a few shapes."""
+        if pickled not in self.tensors:
+            self.tensors[pickled] = restricted_pickle.resolved(
+                restricted_pickle.loads(pickled, where), where
+            )
+        return self.tensors[pickled]
+
+    def _count(self, num_bytes: int, where: str) -> None:
+        """Count bytes that are read whole; each of them is read once in a real checkpoint."""
+        self.num_bytes_read += num_bytes
+        if self.num_bytes_read > self.builder.num_bytes:
+            raise damaged(where, "its metadata say that several values lie in the same bytes")
+
     def _is_flat(self, chunk: _Chunk) -> bool:
-        size: tuple[int, ...] = self.entries[chunk.name].field("size")
+        size = self.sizes[chunk.name]
         return self._true_shape(chunk.name, size) != size
 
     def _add_flat(self, chunk: _Chunk, tensor: ArchivedTensor, position: int, where: str) -> None:
         """Add the boxes of a range of a flattened chunk: each lies row by row in the range."""
-        size = self.entries[chunk.name].field("size")
+        size = self.sizes[chunk.name]
         shape = self._true_shape(chunk.name, size)
         local = tuple(whole // n for whole, n in zip(shape, size[:-1], strict=True))
         *numbers, start = chunk.box.offset
-        if math.prod(chunk.box.shape[:-1]) != 1 or tensor.strides[-1:] != (1,):
-            raise _damaged(where, "a flattened chunk that is not one range")
+        stop = start + chunk.box.shape[-1]
+        is_range = math.prod(chunk.box.shape[:-1]) == 1 and tensor.strides[-1:] == (1,)
+        if not is_range or stop > math.prod(local):
+            raise damaged(where, f"{chunk.box} is not a range of a chunk of shape {local}")
         corner = [number * extent for number, extent in zip(numbers, local, strict=True)]
         itemsize = BY_NAME[chunk.dtype].itemsize
-        for box in boxes_of_flat_range(local, start, start + chunk.box.shape[-1]):
+        for box in boxes_of_flat_range(local, start, stop):
             self.builder.add_piece(chunk.row, box.shift(corner), chunk.place.path, position)
             position += box.size * itemsize
 
@@ -355,23 +378,29 @@ class _Reader:
         if header is None:
             prefix = self.storage.read(path, start, start + 8)
             length = safetensors_file.header_length(prefix, where)
+            self._count(8 + length, where)
             data = self.storage.read(path, start, start + 8 + length)
             header = headers[path, start] = safetensors_file.decode_header(data, where)
         entry = header.entries.get(chunk.name)
         dtype = BY_NAME[chunk.dtype]
         if entry is None or tuple(entry.shape) != chunk.box.shape:
-            raise _damaged(where, f"it does not hold the chunk {chunk.box} of {chunk.name}")
+            raise damaged(where, f"it does not hold the chunk {chunk.box} of {chunk.name}")
         if entry.dtype != dtype.safetensors or dtype.pairs:
-            raise _damaged(where, f"{chunk.name} has elements {entry.dtype}, not {chunk.dtype}")
-        position = start + header.data_start + entry.data_offsets[0]
+            raise damaged(where, f"{chunk.name} has elements {entry.dtype}, not {chunk.dtype}")
+        begin, end = entry.data_offsets
+        if end - begin != chunk.box.size * dtype.itemsize:
+            raise damaged(where, f"{end - begin} bytes are stored for {chunk.box} of {chunk.name}")
+        position = start + header.data_start + begin
         self.builder.add_piece(chunk.row, chunk.box, path, position)
 
     # -- values -----------------------------------------------------------------------------
 
     def read_values(self) -> None:
         """Add what is not a tensor."""
-        names = [n for n, entry in self.entries.items() if _kind(entry) == "BytesStorageMetadata"]
-        places = [self._place(name, None) for name in names]
+        names = [n for n, entry in self.entries.items() if kind_of(entry) == "BytesStorageMetadata"]
+        places = [self._place(check_name(name, self.where), None) for name in names]
+        for place in places:
+            self._count(place.num_bytes, f"{self.storage.url}/{place.path}")
         ranges = [(place.path, place.start, place.start + place.num_bytes) for place in places]
         for name, place, data in zip(names, places, read_ranges(self.storage, ranges), strict=True):
             self._add_value(name, place, data)
@@ -383,8 +412,11 @@ class _Reader:
         element = _OBJECT.fullmatch(name)
         if name == COMMON_KEY:
             # A list of one item, as every object of Megatron's.
-            (common,) = archive.root
-            self.builder.add_nested((), Archive(where, common, archive.storages), place.path)
+            found = archive.pickled.root
+            if not isinstance(found, list) or len(found) != 1:
+                raise damaged(where, "not a list of one item, as Megatron's objects are")
+            common = replace(archive, pickled=replace(archive.pickled, root=found[0]))
+            self.builder.add_nested((), common, place.path)
         elif element is not None:
             key, offset, shape = element.groups()
             value = opaque(archive, data, place.start)
@@ -392,7 +424,7 @@ class _Reader:
                 value = value[0]
             self.builder.add_object(key, _numbers(shape), _numbers(offset), value)
         else:
-            path = tuple(self.paths.get(name, (name,)))
+            path = self._path_of(name)
             self._set_lists(path)
             self.builder.add_nested(path, archive, place.path)
 
@@ -422,33 +454,45 @@ def opaque(archive: Archive, data: bytes, base: int) -> object:
         data: Its bytes.
         base: Byte of the file at which they begin.
     """
+    num_bytes = 0
 
     def tensor_of(tensor: ArchivedTensor) -> object:
-        return tensor_value(tensor, data, archive.position(tensor) - base)
+        nonlocal num_bytes
+        position = archive.position(tensor) - base
+        num_bytes += math.prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
+        if num_bytes > MIN_OPAQUE_BYTES + 2 * len(data):
+            return refused("torch.Tensor", f"{archive.where}: its tensors repeat their elements")
+        return tensor_value(tensor, data, position)
 
-    try:
-        return restricted_pickle.resolved(archive.root, archive.where, tensor_of)
-    except PickleRefusedError as error:
-        return refused(error.type_name, str(error))
-
-
-def _kind(entry: object) -> str:
-    return type(entry).__name__ if isinstance(entry, Record) else ""
+    return archive.value(tensor_of)
 
 
-def _dtype_of(entry: Record) -> str | None:
+def kind_of(entry: object) -> str:
+    """Which class of DCP a record is of; empty if it is none."""
+    return entry.name.rpartition(".")[2] if isinstance(entry, Record) else ""
+
+
+def dtype_of(entry: Record) -> str | None:
+    """Name of the element type of a tensor's metadata; None if it is not known."""
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, Record) else None
-    dtype = state.get("dtype") if isinstance(state, dict) else (state or (None,))[0]
-    return dtype.name if isinstance(dtype, _DTypeName) else None
+    items = state if isinstance(state, tuple) and state else (None,)
+    dtype = state.get("dtype") if isinstance(state, dict) else items[0]
+    name = dtype.full.removeprefix("torch.") if isinstance(dtype, Name) else ""
+    return name if name in BY_NAME else None
 
 
-def _is_shape(numbers: object) -> bool:
-    return isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)
+def size_of(value: object) -> object:
+    """The numbers of a `torch.Size`; anything else as it is."""
+    is_size = isinstance(value, Record) and value.name == "torch.Size" and len(value.args) == 1
+    return value.args[0] if is_size else value  # type: ignore[attr-defined]
+
+
+def _records(value: object, where: str) -> list[Record]:
+    if isinstance(value, list | tuple) and all(isinstance(item, Record) for item in value):
+        return list(value)
+    raise damaged(where, f"{shown(value)} are not the chunks of a tensor")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split("."))
-
-
-_STAND_INS = _metadata_stand_ins()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from remesh.errors import (
 )
 from remesh.formats.archive_writer import archive_of
 from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents
 from remesh.formats.framing import Frame, FramedPiece, Saved, SmallFile, Writer
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
@@ -51,7 +52,9 @@ LOOKS_FOR = f"{CONFIG_NAME} with sharded_backend zarr (Megatron)"
 MAX_CHUNKS = 1 << 16
 """Chunk files of one tensor that are written at most."""
 
-_OBJECT = re.compile(r"(.*)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)\.pt", re.DOTALL)
+_OBJECT = re.compile(
+    r"(.*)/shard_([0-9]{1,18}(?:\.[0-9]{1,18})*)_([0-9]{1,18}(?:\.[0-9]{1,18})*)\.pt", re.DOTALL
+)
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -70,7 +73,7 @@ class _Array(msgspec.Struct):
     filters: object = None
     order: str = "C"
     fill_value: object = None
-    dimension_separator: str = "."
+    dimension_separator: Literal[".", "/"] = "."
 
 
 def recognise(storage: Storage) -> bool:
@@ -79,7 +82,7 @@ def recognise(storage: Storage) -> bool:
         return False
     try:
         config = msgspec.json.decode(storage.read(CONFIG_NAME), type=_Config)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return False
     return config.sharded_backend == NAME
 
@@ -120,12 +123,7 @@ def _add_array(builder: IndexBuilder, name: str, sizes: Mapping[str, int]) -> No
     """Add a tensor and its chunks."""
     storage = builder.storage
     where = f"{storage.url}/{name}/{ARRAY_NAME}"
-    try:
-        array = msgspec.json.decode(storage.read(f"{name}/{ARRAY_NAME}"), type=_Array)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(
-            f"{where}: not the description of an array: {error}"
-        ) from error
+    array = decode_json(storage.read(f"{name}/{ARRAY_NAME}"), where, _Array)
     dtype = _dtype_of(array.dtype, where)
     if array.zarr_format != 2 or len(array.chunks) != len(array.shape):
         raise FormatVersionError(f"{where}: not an array of zarr version 2; write it as version 2")

@@ -10,6 +10,7 @@ regions is taken out of the columns at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,9 @@ class Want:
 Place = Callable[[int], Want]
 """Where the regions of a plan go, by `LoadPlan.want`."""
 
+Writing = AbstractContextManager[object]
+"""What a thread enters to write into wanted memory, as a `WriteGate`; several may be inside."""
+
 
 def read_runs(
     storage: Storage,
@@ -49,6 +53,7 @@ def read_runs(
     plan: LoadPlan,
     wants: Sequence[Want],
     on_run: Callable[[int], None],
+    writing: Writing = nullcontext(),  # noqa: B008 - it has no state
 ) -> None:
     """Execute a load plan.
 
@@ -59,6 +64,7 @@ def read_runs(
         wants: Where each wanted box of the plan goes.
         on_run: Called after each run, in the thread that read it, with its size in bytes. What it
             raises ends the reading.
+        writing: What each thread enters to write into wanted memory.
 
     Raises:
         CorruptCheckpointError: If a file is missing, too short, or its bytes are not what was
@@ -67,7 +73,8 @@ def read_runs(
     """
 
     def read(run: int, buffer: Buffer) -> None:
-        on_run(read_run(storage, index, plan, run, place=wants.__getitem__, buffer=buffer))
+        place = wants.__getitem__
+        on_run(read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing))
 
     num_threads = NUM_REMOTE_THREADS if is_remote(storage) else NUM_THREADS
     run_workers(num_threads, plan.num_runs, longest_run(plan), read)
@@ -79,7 +86,14 @@ def longest_run(plan: LoadPlan) -> int:
 
 
 def read_run(
-    storage: Storage, index: Index, plan: LoadPlan, run: int, *, place: Place, buffer: Buffer
+    storage: Storage,
+    index: Index,
+    plan: LoadPlan,
+    run: int,
+    *,
+    place: Place,
+    buffer: Buffer,
+    writing: Writing,
 ) -> int:
     """Read, check and distribute one run; returns its size.
 
@@ -90,17 +104,25 @@ def read_run(
         run: Number of the run.
         place: Where the regions go.
         buffer: At least as long as the run.
+        writing: What is entered to write into wanted memory.
 
     Raises:
         CorruptCheckpointError: As `read_runs`.
         StorageError: If the storage fails.
     """
-    rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
     start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
-    pieces = plan.piece[rows]
-    file = int(index.file[pieces[0]])
     data = buffer[: stop - start]
+    file = int(index.file[plan.piece[plan.run_first[run]]])
     _read_checked(storage, index, file, start, data)
+    with writing:
+        _distribute(index, plan, run, place, data)
+    return len(data)
+
+
+def _distribute(index: Index, plan: LoadPlan, run: int, place: Place, data: Buffer) -> None:
+    """Copy the regions of a run that has been read to where they go."""
+    rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
+    start, pieces = int(plan.run_start[run]), plan.piece[rows]
     boxes, raw = index.boxes, data.data
     tensors = boxes.tensor[pieces]
     dtypes = boxes.tensors.dtypes[tensors]
@@ -121,25 +143,25 @@ def read_run(
         # The padding of the offset ends with the shorter one.
         corner = tuple(o - w for o, w in zip(offset, want.offset, strict=False))
         want.memory.copy_in(Box(corner, shape), region)
-    return len(data)
 
 
 def _read_checked(storage: Storage, index: Index, file: int, start: int, data: Buffer) -> None:
     """Fill a buffer with bytes of a data file that are as they were written."""
     path = index.files[file].path
+    where = f"{storage.url}/{path}"
     try:
         num_read = storage.read_into(path, start, data)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
-            f"{path}: missing, though the commit record names it. Load another checkpoint, or "
+            f"{where}: missing, though the commit record names it. Load another checkpoint, or "
             "restore this file from a copy."
         ) from None
     if num_read < len(data):
         raise CorruptCheckpointError(
-            f"{path}: ends at byte {start + num_read}, but its index has bytes up to "
+            f"{where}: ends at byte {start + num_read}, but its index has bytes up to "
             f"{start + len(data)}; the file was cut short. Load another checkpoint, or restore "
             "this file from a copy."
         )
     damages = find_damage(index, file, start, data)
     if damages:
-        raise CorruptCheckpointError(str(damages[0]))
+        raise CorruptCheckpointError(f"{storage.url}/{damages[0]}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, decode_columns, encode_columns
 from remesh.memory import HostMemory, Memory
 from remesh.pipeline.read import Want
+from remesh.pipeline.watch import WriteGate
 from remesh.planner import LoadPlan
 from remesh.storage import Buffer, aligned_buffer
 
@@ -289,6 +291,7 @@ def deliver(
     rank, world_size = exchange.rank, exchange.world_size
     outgoing, incoming = routes.buffers
     none = np.zeros(0, np.uint8)
+    writing = WriteGate()
 
     def pack(turn: int) -> None:
         shift, number = routes.turns[turn]
@@ -302,12 +305,14 @@ def deliver(
         messages = routes.incoming[(rank - shift) % world_size]
         for copy in messages[number] if number < len(messages) else ():
             memory = wants[copy.row].memory
-            memory.copy_in(copy.box, _view(incoming[turn % SLOTS], copy, memory))
+            with writing:
+                memory.copy_in(copy.box, _view(incoming[turn % SLOTS], copy, memory))
 
-    with ThreadPoolExecutor(SLOTS, thread_name_prefix="remesh-reshard") as pool:
+    # When this ends early, by Ctrl-C say, copies that have not begun are not made any more.
+    with ThreadPoolExecutor(SLOTS, "remesh-reshard") as pool, closing(writing):
         done: list[Future[None]] = [pool.submit(pack, 0)] if routes.turns else []
         packed, unpacked = done[:1], list[Future[None]]()
-        done.append(pool.submit(_copy_here, routes.local, sources, wants))
+        done.append(pool.submit(_copy_here, routes.local, sources, wants, writing))
         for turn, (shift, number) in enumerate(routes.turns):
             wait(packed)
             if turn + 1 < len(routes.turns):
@@ -335,7 +340,10 @@ def _view(message: Buffer, copy: _Copy, memory: Memory) -> Any:
 
 
 def _copy_here(
-    local: Iterable[tuple[_Copy, _Copy]], sources: Sequence[Memory], wants: Sequence[Want]
+    local: Iterable[tuple[_Copy, _Copy]],
+    sources: Sequence[Memory],
+    wants: Sequence[Want],
+    writing: WriteGate,
 ) -> None:
     """Copy what this rank has itself."""
     for source, target in local:
@@ -346,4 +354,5 @@ def _copy_here(
         else:
             values = np.empty(source.box.shape, memory.carrier)
             memory.copy_out(source.box, values)
-        wants[target.row].memory.copy_in(target.box, values)
+        with writing:
+            wants[target.row].memory.copy_in(target.box, values)

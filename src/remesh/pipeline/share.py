@@ -35,7 +35,14 @@ from remesh.geometry import Box, IntArray, row_products
 from remesh.index import Index, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline.dealing import Dealer, Share, Touched
-from remesh.pipeline.read import NUM_REMOTE_THREADS, Want, longest_run, read_run, read_runs
+from remesh.pipeline.read import (
+    NUM_REMOTE_THREADS,
+    Want,
+    Writing,
+    longest_run,
+    read_run,
+    read_runs,
+)
 from remesh.pipeline.watch import Patience, Reading
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, plan_regions, windows_of
@@ -128,13 +135,13 @@ def read_watched(
     Args and errors are those of `read_together`.
     """
     reading = Reading(
-        lambda count: read_runs(storage, index, plan, wants, count),
+        lambda count: read_runs(storage, index, plan, wants, count, reading.gate),
         on_run,
         num_bytes=plan.bytes_read,
         patience=patience,
     )
-    reading.start()
     try:
+        reading.start()
         reading.wait_for_all(exchange)
     finally:
         reading.give_up()
@@ -450,7 +457,7 @@ class _Rounds:
 
         def read(count: Callable[[int], None]) -> None:
             def work(task: int, buffer: Buffer) -> None:
-                self._read_run(task, buffer, gate, count)
+                self._read_run(task, buffer, gate, count, reading.gate)
 
             try:
                 run_workers(num_threads, len(self._order), longest_run(self._plan), work)
@@ -459,9 +466,9 @@ class _Rounds:
                 raise
 
         reading = Reading(read, on_run, num_bytes=self._plan.bytes_read, patience=patience)
-        reading.start()
         problem: Exception | None = None
         try:
+            reading.start()
             for number in range(self.share.num_rounds):
                 if problem is None:
                     problem = self._wait(gate, number, reading)
@@ -497,7 +504,12 @@ class _Rounds:
         return None
 
     def _read_run(
-        self, task: int, buffer: Buffer, gate: _Gate, count: Callable[[int], None]
+        self,
+        task: int,
+        buffer: Buffer,
+        gate: _Gate,
+        count: Callable[[int], None],
+        writing: Writing,
     ) -> None:
         """Read a run; fill what is this rank's, and pack what is not."""
         run, number = int(self._order[task]), int(self._round[task])
@@ -511,7 +523,8 @@ class _Rounds:
             request = int(np.searchsorted(self._first_foreign, row, side="right")) - 1
             return self._place_in_message(request, row - self._first_foreign[request], number)
 
-        count(read_run(self.storage, self.index, self._plan, run, place=place, buffer=buffer))
+        found = (self.storage, self.index, self._plan, run)
+        count(read_run(*found, place=place, buffer=buffer, writing=writing))
         if is_shared:
             gate.leave(number)
 

@@ -7,7 +7,9 @@ costs one small message, and of a slow one rank 0 logs which rank the others wai
 messages carry the news that time is up, so that all ranks give up together.
 
 A rank that gives up does not wait for its reading threads, which may hang in a system call. Each of
-them ends with the run that it is reading.
+them ends with the run that it is reading. They write into the tensors of the caller only through a
+`WriteGate`, which is closed before the call ends, whatever ends it: the time limit, Ctrl-C, or the
+failure of another rank. Afterwards the tensors are the caller's again.
 """
 
 from __future__ import annotations
@@ -39,8 +41,45 @@ class Patience:
     timeout: float | None = None
 
 
-class _GivenUpError(Exception):
-    """Ends a reading that nobody waits for; nobody sees it."""
+class GivenUpError(Exception):
+    """Ends a thread whose work is not needed any more; it is raised and caught in that thread."""
+
+
+class WriteGate:
+    """Lets threads write into memory of the caller, until it is closed.
+
+    A thread enters the gate as a context for each copy. Many threads may be inside at once.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise GivenUpError
+            self._num_inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let no thread in any more, and wait until those that are inside have left.
+
+        That takes as long as the copy of a run or message: some milliseconds.
+        """
+        self._closed = True  # first of all, so that Ctrl-C in the wait leaves it closed
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_inside)
 
 
 class Reading:
@@ -51,6 +90,10 @@ class Reading:
         on_run: Is told of each run too.
         num_bytes: How much is going to be read.
         patience: How long that may take.
+
+    Attributes:
+        gate: What `read` enters whenever it writes into memory of the caller.
+        error: What ended it, if it failed.
     """
 
     def __init__(
@@ -68,7 +111,7 @@ class Reading:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._num_read = 0
-        self._given_up = False
+        self.gate = WriteGate()
         self._finished = threading.Event()
         self.error: BaseException | None = None
 
@@ -78,8 +121,8 @@ class Reading:
         threading.Thread(target=self._work, name="remesh-read", daemon=True).start()
 
     def give_up(self) -> None:
-        """Read no more than is being read."""
-        self._given_up = True
+        """Read no more than is being read, and write nothing into memory of the caller any more."""
+        self.gate.close()
 
     @property
     def seconds(self) -> float:
@@ -146,7 +189,7 @@ class Reading:
     def _work(self) -> None:
         try:
             self._read(self._count)
-        except _GivenUpError:
+        except GivenUpError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self.error = error
@@ -154,8 +197,8 @@ class Reading:
             self._finished.set()
 
     def _count(self, size: int) -> None:
-        if self._given_up:
-            raise _GivenUpError
+        if self.gate.is_closed:
+            raise GivenUpError
         with self._lock:
             self._num_read += size
         self._on_run(size)

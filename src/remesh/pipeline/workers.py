@@ -16,6 +16,8 @@ def run_threads(
 ) -> None:
     """Do the same work in a few threads; the first error is raised when all have ended.
 
+    If the system gives fewer threads, fewer do the work: they share it, so all of it is done.
+
     Args:
         num_threads: How many; a single one is the caller's own, unless that has something else
             to do.
@@ -36,20 +38,33 @@ def run_threads(
     if num_threads <= 1 and meanwhile is None:
         attempt(work)
     else:
-        # Threads inherit whether the interpreter waits for them at its exit.
-        threads = [threading.Thread(target=attempt, args=(work,)) for _ in range(num_threads)]
+        threads: list[threading.Thread] = []
         try:
-            for thread in threads:
-                thread.start()
+            _start(threads, num_threads, lambda: attempt(work))
             if meanwhile is not None:
                 attempt(meanwhile)
-            for thread in threads:
-                thread.join()
-        except BaseException:
+            if not threads:
+                attempt(work)
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised below
+            errors.append(error)
             stop()
-            raise
+        # Also after Ctrl-C: what the caller does next must not meet threads that still work.
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
+
+
+def _start(threads: list[threading.Thread], num_threads: int, work: Callable[[], None]) -> None:
+    """Start threads, as many as the system gives, and put each that runs into the list."""
+    for _ in range(num_threads):
+        # Threads inherit whether the interpreter waits for them at its exit.
+        thread = threading.Thread(target=work)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            return
+        threads.append(thread)
 
 
 def run_workers(

@@ -14,6 +14,7 @@ from remesh.planner.loading import (
     windows_of,
 )
 from remesh.planner.saving import (
+    Copies,
     Holdings,
     SavePlan,
     choose_writers,
@@ -22,6 +23,7 @@ from remesh.planner.saving import (
 )
 
 __all__ = [
+    "Copies",
     "Holdings",
     "LoadPlan",
     "ReadLimits",

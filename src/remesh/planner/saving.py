@@ -9,9 +9,10 @@ to write so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from remesh.coverage import MAX_SHOWN, check_coverage
 from remesh.errors import CoverageError, StateError
@@ -28,6 +29,30 @@ class Holdings:
     roles: IntArray
 
 
+def _no_rows() -> IntArray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Boxes that several ranks hold, one row for each of these ranks, sorted by box and rank.
+
+    Attributes:
+        box: Row of the box in the plan.
+        rank: The rank that holds it.
+        row: Its row in that rank's holdings.
+    """
+
+    box: IntArray = field(default_factory=_no_rows)
+    rank: IntArray = field(default_factory=_no_rows)
+    row: IntArray = field(default_factory=_no_rows)
+
+    def rows_of(self, rank: int) -> IntArray:
+        """Rows of a rank's holdings that other ranks hold as well."""
+        rows: IntArray = self.row[self.rank == rank]
+        return rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
     """Which rank writes which box.
@@ -36,11 +61,13 @@ class SavePlan:
         boxes: The distinct boxes to store, sorted by tensor.
         writer: Rank that writes each box.
         row: Row of each box in its writer's holdings.
+        copies: Boxes that several ranks hold.
     """
 
     boxes: BoxTable
     writer: IntArray
     row: IntArray
+    copies: Copies = field(default_factory=Copies)
 
     def assignments(self, world_size: int) -> list[IntArray]:
         """Rows of this plan that each rank writes, in the order of its file.
@@ -104,8 +131,14 @@ def plan_save(holdings: Sequence[Holdings]) -> SavePlan:
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)
-    chosen = choose_writers(boxes.num_bytes, rank, first, len(holdings))
-    return SavePlan(boxes, rank[chosen], row[chosen])
+    counts_of = np.diff(first)
+    copied = np.repeat(counts_of > 1, counts_of)
+    copies = Copies(np.repeat(np.arange(len(boxes)), counts_of)[copied], rank[copied], row[copied])
+    by_first = np.zeros(len(boxes), np.bool_)
+    if len(boxes):
+        by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
+    chosen = choose_writers(boxes.num_bytes, rank, first, len(holdings), by_first)
+    return SavePlan(boxes, rank[chosen], row[chosen], copies)
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntArray]]:
@@ -201,12 +234,26 @@ def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArr
 
 
 def choose_writers(
-    num_bytes: IntArray, rank: IntArray, first: IntArray, world_size: int
+    num_bytes: IntArray,
+    rank: IntArray,
+    first: IntArray,
+    world_size: int,
+    by_first: npt.NDArray[np.bool_] | None = None,
 ) -> IntArray:
-    """For each distinct box, which of its holders (rows of `rank`) writes it."""
+    """For each distinct box, which of its holders (rows of `rank`) writes it.
+
+    Args:
+        num_bytes: Bytes of each box.
+        rank: Rank of each holder, sorted by box and rank.
+        first: First row of each box's holders, and the end.
+        world_size: Number of ranks.
+        by_first: Boxes that the first of their holders must write; by default none.
+    """
     num_holders = np.diff(first)
     chosen: IntArray = first[:-1].copy()
     alone = num_holders == 1
+    if by_first is not None:
+        alone |= by_first
     loads = np.zeros(world_size, dtype=np.int64)
     np.add.at(loads, rank[chosen[alone]], num_bytes[alone])
     shared = np.flatnonzero(~alone)

@@ -5,6 +5,7 @@ with forward slashes. It knows nothing of tensors. What it promises:
 
 * `put` is atomic: a reader sees the old content, the new content or, before the first put, no
   file; never a part of it. With `overwrite=False` at most one of several writers succeeds.
+* A call of `read` or `read_into` gives bytes of one file, even if another takes its name meanwhile.
 * `create` makes a file of known size that is written by ranges, from several threads. It need not
   be visible, and has no promised content, before `Writer.finish` returns; afterwards it is
   durable.
@@ -24,6 +25,7 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
 from remesh.storage.paths import check_path
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
+from remesh.storage.shown import shown_url
 from remesh.storage.sizes import (
     Directory,
     DirectoryListing,
@@ -50,5 +52,6 @@ __all__ = [
     "list_sizes",
     "map_memory",
     "open_storage",
+    "shown_url",
     "touch",
 ]

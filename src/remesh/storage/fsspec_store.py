@@ -15,7 +15,6 @@ Buckets of S3, Google Cloud and Azure have a storage with stronger promises
 from __future__ import annotations
 
 import datetime as dt
-import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,11 +25,11 @@ import fsspec
 import numpy as np
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, RemeshError, StorageError
-from remesh.storage import protocol
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import explain
+from remesh.storage.shown import hide_secrets, shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
 PART_BYTES = 16 << 20
@@ -44,7 +43,7 @@ class FsspecStorage:
     """Files below a path of an fsspec file system; safe to use from several threads.
 
     Args:
-        url: What the user calls the path; a password in it is not shown.
+        url: What the user calls the path; secrets in it are not shown.
         file_system: The `fsspec.AbstractFileSystem`.
         root: The path in it.
         part_bytes: Bytes given to the file system at a time.
@@ -53,7 +52,7 @@ class FsspecStorage:
     def __init__(
         self, url: str, file_system: Any, root: str, *, part_bytes: int = PART_BYTES
     ) -> None:
-        self._url = re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", url).rstrip("/")
+        self._url = shown_url(url).rstrip("/")
         self._files = file_system
         self._root = root.rstrip("/")
         self._part_bytes = part_bytes
@@ -124,7 +123,17 @@ class FsspecStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        return protocol.read_range(self, path, start, stop)
+        assert start >= 0
+        assert stop is None or stop >= 0
+        place = self._path(path)
+        if stop is not None and stop <= start:
+            self.size(path)  # raises if there is no such file
+            return b""
+        try:
+            self._files.invalidate_cache()
+            return bytes(self._files.cat_file(place, start=start, end=stop))
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            return self._nothing_behind(path, start, error).tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
@@ -135,11 +144,7 @@ class FsspecStorage:
         try:
             found = self._files.cat_file(place, start=start, end=start + buffer.size)
         except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            problem = self._cannot("read", path, error)
-            # Some refuse a range that begins behind the end.
-            if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
-                raise problem from None
-            return 0
+            return self._nothing_behind(path, start, error).size
         data = np.frombuffer(found, np.uint8)
         buffer[: data.size] = data
         return len(data)
@@ -255,6 +260,16 @@ class FsspecStorage:
         finally:
             self._remove(marker)
 
+    def _nothing_behind(self, path: str, start: int, error: Exception) -> Buffer:
+        """What a failed read from `start` on gives: nothing, if the file ends before.
+
+        Some file systems refuse a range that begins behind the end.
+        """
+        problem = self._cannot("read", path, error)
+        if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
+            raise problem from None
+        return np.empty(0, np.uint8)
+
     def _cannot(self, action: str, path: str, error: Exception) -> RemeshError:
         if isinstance(error, NotADirectoryError):
             error = FileNotFoundError(str(error))
@@ -273,16 +288,17 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
     """
     if scheme not in fsspec.available_protocols():
         raise StorageError(
-            f"{url!r}: the scheme {scheme!r} is not supported; give a local path, a file:// URL, "
-            "s3://, gs:// or az://, the URL of anything else that fsspec knows, or an object with "
-            "the methods of remesh.storage.Storage"
+            f"{shown_url(url)!r}: the scheme {scheme!r} is not supported; give a local path, a "
+            "file:// URL, s3://, gs:// or az://, the URL of anything else that fsspec knows, or an "
+            "object with the methods of remesh.storage.Storage"
         )
     try:
         file_system, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
         raise StorageError(
-            f"{url!r}: fsspec lacks a library for the scheme {scheme!r} ({error}); install it"
-        ) from error
+            f"{shown_url(url)!r}: fsspec lacks a library for the scheme {scheme!r} "
+            f"({hide_secrets(str(error), url)}); install it"
+        ) from None
     except Exception as error:  # noqa: BLE001 - file systems raise what they like
         raise explain("open", url, error) from None
     return FsspecStorage(url, file_system, root)

@@ -7,7 +7,10 @@ How it keeps the promises of `remesh.storage`:
   to be the only one. Where there are no hard links, a marker file that only one can make stands in
   for them. A crash may leave hidden files behind; they are never listed.
 * `create` reserves the whole file, so a full disk is found before anything is written.
-* Every directory that got an entry is remembered, and `sync` makes it durable.
+* Every directory that got an entry is remembered, and `sync` makes it durable. Directories that
+  exist already may have been made a moment ago by a save that was killed before it could make them
+  durable, so the first `sync` includes every directory above, up to the root of the mount or the
+  first in which this user could not have made one.
 
 Symbolic links to files are followed, for model hubs keep their files that way; links to
 directories are not searched by `list`.
@@ -18,8 +21,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,11 +32,19 @@ from remesh.errors import (
     RemeshError,
     StorageError,
 )
-from remesh.storage import protocol
-from remesh.storage.local_io import LocalWriter, explain, read_range, sync_directory, write_file
+from remesh.host_memory import available_memory
+from remesh.storage.local_io import (
+    LocalWriter,
+    explain,
+    file_size,
+    read_file,
+    read_range,
+    sync_directory,
+    write_file,
+)
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
-from remesh.storage.room import room_identity
+from remesh.storage.room import is_in_memory, room_identity
 
 _HIDDEN = ".remesh-put-"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -55,6 +66,7 @@ class LocalStorage:
         self._direct = direct_io
         self._lock = threading.Lock()
         self._unsynced: set[Path] = set()
+        self._known: set[Path] = set()  # directories whose parents have been synced, or will be
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
@@ -82,16 +94,23 @@ class LocalStorage:
         """See `Storage.size`."""
         file = self._file(path)
         try:
-            status = file.stat()
+            return file_size(file, file.stat())
+        except StorageError:
+            raise
         except OSError as error:
             raise _cannot_read(file, error) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise StorageError(f"cannot read {file}: it is not a file; check the path")
-        return status.st_size
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        return protocol.read_range(self, path, start, stop)
+        assert start >= 0
+        assert stop is None or stop >= 0
+        file = self._file(path)
+        try:
+            return read_file(file, start, stop)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise _cannot_read(file, error) from error
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
@@ -166,23 +185,33 @@ class LocalStorage:
             while not directory.exists():
                 directory = directory.parent
             room = os.statvfs(directory)
-            device = directory.stat().st_dev
+            status = directory.stat()
         except OSError as error:
             raise explain("look at", directory, error) from error
-        return FileSystemSpace(room_identity(device), room.f_bavail * room.f_frsize)
+        free_bytes = room.f_bavail * room.f_frsize
+        # What is written there counts as memory of the container, which may be limited to less.
+        available = available_memory() if is_in_memory(status.st_dev) else None
+        if available is not None:
+            free_bytes = min(free_bytes, available)
+        room_name = room_identity(status.st_dev)
+        place = f"{room_name}:{status.st_ino}:{self._root.relative_to(directory)}"
+        return FileSystemSpace(room_name, free_bytes, place)
 
     def _file(self, path: str) -> Path:
         return self._root / check_path(path)
 
     def _make_parents(self, file: Path) -> None:
-        """Make the file's directory, remembering every directory that gets an entry."""
+        """Make the file's directory, remembering every directory that gets or may lack an entry."""
         directory = file.parent
         changed = {directory}
         try:
             while not directory.exists():
+                # Before it is made: another thread that finds it then also syncs what is above.
+                self._known.discard(directory)
                 directory = directory.parent
                 changed.add(directory)
             file.parent.mkdir(parents=True, exist_ok=True)
+            changed.update(self._not_known(file.parent))
         except FileExistsError as error:
             raise StorageError(
                 f"cannot write {file}: {file.parent} is not a directory; remove it or choose "
@@ -192,6 +221,21 @@ class LocalStorage:
             raise explain("make", file.parent, error) from error
         with self._lock:
             self._unsynced |= changed
+            self._known |= changed
+
+    def _not_known(self, directory: Path) -> Iterator[Path]:
+        """The directories above one that exists whose entries may not be durable yet.
+
+        Raises:
+            OSError: If the system fails.
+        """
+        while directory not in self._known and not directory.is_mount():
+            directory = directory.parent
+            # No save of this user makes entries where the user may not write, and a directory
+            # that may not be read cannot be synced.
+            if not os.access(directory, os.R_OK | os.W_OK):
+                return
+            yield directory
 
 
 def _cannot_read(file: Path, error: OSError) -> RemeshError:

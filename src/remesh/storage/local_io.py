@@ -4,7 +4,9 @@ Direct I/O (`O_DIRECT`) moves bytes between the device and our buffer without th
 second copy, no memory taken from the trainer, no burst of write-back later. It wants the address,
 the position and the length aligned, and not every file system knows it (tmpfs, some network and
 overlay file systems refuse it when the file is opened, others only when it is used). So each file
-has a buffered descriptor, and a direct one if the system gives it. A range goes:
+that is written has a buffered descriptor, and a direct one if the system gives it. A read has one
+descriptor, so that all its bytes come from one file even while another file takes its name; its
+flag for direct I/O is cleared where a buffered part begins. A range goes:
 
 * directly, as far as it consists of whole units, if it begins at a unit and its buffer is aligned;
 * buffered otherwise, and for what is left at the end;
@@ -19,11 +21,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from remesh.errors import NoSpaceError, StorageError
 from remesh.storage.buffers import ALIGNMENT
@@ -174,32 +180,55 @@ class LocalWriter:
 
 
 def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
-    """Fill a buffer from a file; how many bytes there were.
+    """Fill a buffer from a file, opening it once; how many bytes there were.
 
     Raises:
         OSError: If the system refuses.
     """
-    done = 0
     num_direct = num_direct_bytes(start, buffer) if direct else 0
-    if num_direct:
-        descriptor = open_direct(path, os.O_RDONLY)
-        if descriptor is not None:
-            try:
-                done = _read_directly(descriptor, start, buffer[:num_direct])
-            finally:
-                os.close(descriptor)
-    if done == buffer.size:
-        return done
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_direct(path, os.O_RDONLY) if num_direct else None
+    is_direct = descriptor is not None
+    if descriptor is None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while done < buffer.size:
-            num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
-            if num_bytes == 0:
-                break
-            done += num_bytes
+        done = 0
+        if is_direct:
+            done = _read_directly(descriptor, start, buffer[:num_direct])
+            if done < buffer.size:
+                flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return done + _read_buffered(descriptor, start + done, buffer[done:])
     finally:
         os.close(descriptor)
-    return done
+
+
+def read_file(path: Path, start: int, stop: int | None) -> bytes:
+    """Bytes [start, stop) of a file, opening it once; fewer if it ends before.
+
+    Raises:
+        StorageError: If the path is not that of a file.
+        OSError: If the system refuses.
+    """
+    # A pipe is not waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        size = file_size(path, os.fstat(descriptor))
+        end = size if stop is None else min(stop, size)
+        buffer = np.empty(max(end - start, 0), np.uint8)
+        return buffer[: _read_buffered(descriptor, start, buffer)].tobytes()
+    finally:
+        os.close(descriptor)
+
+
+def file_size(path: Path, status: os.stat_result) -> int:
+    """Bytes of a file.
+
+    Raises:
+        StorageError: If it is something else, such as a directory.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"cannot read {path}: it is not a file; check the path")
+    return status.st_size
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -243,6 +272,17 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _read_buffered(descriptor: int, start: int, buffer: Buffer) -> int:
+    """Fill a buffer; fewer bytes if the file ends."""
+    done = 0
+    while done < buffer.size:
+        num_bytes = os.preadv(descriptor, [buffer[done:].data], start + done)
+        if num_bytes == 0:
+            break
+        done += num_bytes
+    return done
 
 
 def _read_directly(descriptor: int, start: int, buffer: Buffer) -> int:

@@ -6,6 +6,10 @@ How it keeps the promises of `remesh.storage`:
   (`If-None-Match: *`), so that the store itself lets one writer win. A request whose answer got
   lost may be repeated and then meets its own object; a token among the object's metadata tells
   that from somebody else's.
+* Some stores ignore the condition and let every writer succeed. So a hidden object is put twice
+  before the first conditional `put` of an `ObjectStorage`. Where the second succeeds, a writer
+  announces itself by a hidden object of its own, and gives up if it then finds another writer's, or
+  the file. Of two writers the one that looks later finds the other, if listings are consistent.
 * `create` is a multipart upload that is fed while the file is written (see `remesh.storage.parts`);
   a file of one part is a conditional put. Nothing is visible before the upload is completed, and
   giving up removes its parts. A process that is killed leaves invisible parts behind: let a
@@ -22,11 +26,13 @@ into a message.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import obstore
@@ -34,14 +40,15 @@ from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from remesh.storage import protocol
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.remote_errors import explain
+from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 PART_BYTES = 16 << 20
@@ -57,7 +64,20 @@ READ_BYTES = 16 << 20
 """Bytes asked for at a time, so that the timeout of a request holds for any file."""
 
 _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
+_HIDDEN = ".remesh-put-"
+_LOGGER = logging.getLogger("remesh")
+_BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs"})
 _FAILURES = (BaseError, OSError, ValueError)
+
+NUM_BEGINNINGS = 10
+"""How often reading an object begins if another one takes its name each time meanwhile."""
+
+_Result = TypeVar("_Result")
+
+
+class _ChangedError(Exception):
+    """An object was replaced between two requests; nobody outside sees it."""
+
 
 RETRIES: RetryConfig = {
     "max_retries": 10,
@@ -83,17 +103,18 @@ class ObjectStorage:
     """Objects below a prefix of a bucket; safe to use from several threads.
 
     Args:
-        url: What the user calls the prefix.
+        url: What the user calls the prefix; secrets in it are not shown.
         store: The obstore store, rooted at the prefix.
         part_bytes: Size of the parts of an upload.
     """
 
     def __init__(self, url: str, store: ObjectStore, *, part_bytes: int = PART_BYTES) -> None:
-        self._url = url.rstrip("/")
+        self._url = shown_url(url).rstrip("/")
         self._store = store
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
+        self._honours_conditions: bool | None = None
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self._url!r})"
@@ -114,11 +135,10 @@ class ObjectStorage:
             found = obstore.list(self._store, directory or None).collect()
         except _FAILURES as error:
             raise explain("list", self._name(prefix), error) from None
-        # Consoles make empty objects for folders; that of the root itself has no relative path.
         return {
             entry["path"]: entry["size"]
             for entry in found
-            if entry["path"] and entry["path"].startswith(prefix)
+            if entry["path"].startswith(prefix) and not _is_hidden(entry["path"])
         }
 
     def list_directory(self, path: str = "") -> Directory:
@@ -150,20 +170,22 @@ class ObjectStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        return protocol.read_range(self, path, start, stop)
+        assert start >= 0
+        assert stop is None or stop >= 0
+
+        def read_once() -> bytes:
+            size = self.size(path)
+            end = size if stop is None else min(stop, size)
+            buffer = np.empty(max(end - start, 0), np.uint8)
+            return buffer[: self._read_object(path, start, buffer, size=size)].tobytes()
+
+        return self._read_unchanged(path, read_once)
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
         assert start >= 0
         check_path(path)
-        num_read = 0
-        while num_read < buffer.size:
-            target = buffer[num_read : num_read + READ_BYTES]
-            found = self._read_range(path, start + num_read, target)
-            num_read += found
-            if found < target.size:
-                break
-        return num_read
+        return self._read_unchanged(path, lambda: self._read_object(path, start, buffer))
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         """See `Storage.put`."""
@@ -171,7 +193,7 @@ class ObjectStorage:
         try:
             if overwrite:
                 obstore.put(self._store, path, data, use_multipart=False)
-            elif path in self._unfinished or not self._put_first(path, data):
+            elif path in self._unfinished or not self._put_exclusively(path, data):
                 raise CheckpointExistsError(
                     f"{self._name(path)} exists already; choose another place or remove it first"
                 )
@@ -236,19 +258,110 @@ class ObjectStorage:
             return False
         return True
 
-    def _read_range(self, path: str, start: int, target: Buffer) -> int:
-        """Fill a buffer that is not empty, by one request; returns how many bytes there were."""
+    def _read_unchanged(self, path: str, read: Callable[[], _Result]) -> _Result:
+        """Read one object by several requests; begin anew if another one took its name."""
+        for _ in range(NUM_BEGINNINGS):
+            with suppress(_ChangedError):
+                return read()
+        raise StorageError(
+            f"cannot read {self._name(path)}: it was replaced {NUM_BEGINNINGS} times while it was "
+            "being read; see who writes it"
+        )
+
+    def _read_object(
+        self, path: str, start: int, buffer: Buffer, *, size: int | None = None
+    ) -> int:
+        """Fill a buffer from one object; returns how many bytes there were.
+
+        Args:
+            path: The object.
+            start: Where to begin in it.
+            buffer: What to fill.
+            size: Its size, if that was asked for before.
+
+        Raises:
+            _ChangedError: If the object is not the same in all requests.
+        """
+        tag: str | None = None
+        num_read = 0
+        while num_read < buffer.size:
+            target = buffer[num_read : num_read + READ_BYTES]
+            found, meta = self._read_range(path, start + num_read, target)
+            if meta is None:
+                if size is not None and start + num_read < size:
+                    raise _ChangedError
+                break
+            is_other = num_read > 0 and tag != meta["e_tag"]
+            if is_other or (size is not None and size != meta["size"]):
+                raise _ChangedError
+            tag, size = meta["e_tag"], meta["size"]
+            num_read += found
+            if found < target.size:
+                break
+        return num_read
+
+    def _read_range(self, path: str, start: int, target: Buffer) -> tuple[int, ObjectMeta | None]:
+        """Fill a buffer that is not empty, by one request.
+
+        Returns:
+            How many bytes there were; and of which object, None if the range begins behind its end.
+        """
         try:
-            found = obstore.get_range(self._store, path, start=start, end=start + target.size)
+            found = obstore.get(self._store, path, options={"range": (start, start + target.size)})
+            data = np.frombuffer(memoryview(found.bytes()), np.uint8)
         except _FAILURES as error:
             # A range that begins behind the end is an error of no class of its own.
             problem = explain("read", self._name(path), error)
             if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
                 raise problem from None
-            return 0
-        data = np.frombuffer(memoryview(found), np.uint8)
+            return 0, None
         target[: data.size] = data
-        return len(data)
+        return len(data), found.meta
+
+    def _put_exclusively(self, path: str, data: bytes) -> bool:
+        """Put an object unless there is one, whatever the store does about conditions.
+
+        Returns:
+            Whether it is ours that is there now.
+
+        Raises:
+            CheckpointExistsError: If another writer is at it.
+        """
+        if self._store_honours_conditions():
+            return self._put_first(path, data)
+        folder, _, name = path.rpartition("/")
+        claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
+        mine = claims + secrets.token_hex(8)
+        obstore.put(self._store, mine, b"", use_multipart=False)
+        try:
+            found = obstore.list(self._store, folder or None).collect()
+            others = {entry["path"] for entry in found if entry["path"].startswith(claims)} - {mine}
+            if others:
+                raise CheckpointExistsError(
+                    f"{self._name(path)} is being written by another process; if no such process "
+                    f"lives, remove {self._name(min(others))}"
+                )
+            return not self._exists(path) and self._put_first(path, data)
+        finally:
+            self.delete(mine)
+
+    def _store_honours_conditions(self) -> bool:
+        """Whether the store refuses a conditional put of an object that exists."""
+        if self._honours_conditions is None:
+            probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
+            try:
+                for _ in range(2):
+                    obstore.put(self._store, probe, b"", mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                self._honours_conditions = True
+            else:
+                self._honours_conditions = False
+                text = "%s: the store ignores If-None-Match; writers announce themselves instead"
+                _LOGGER.warning(text, self._url)
+            # Without the right to remove objects a save works all the same.
+            with suppress(StorageError):
+                self.delete(probe)
+        return self._honours_conditions
 
     def _put_first(self, path: str, data: bytes | memoryview) -> bool:
         """Put an object unless there is one; returns whether it is ours that is there now."""
@@ -306,7 +419,12 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
     bucket, _, key = rest.partition("/")
     prefix = key.strip("/") or None
     if not bucket:
-        raise StorageError(f"{url!r} names no bucket; write {scheme}://bucket/path")
+        raise StorageError(f"{shown_url(url)!r} names no bucket; write {scheme}://bucket/path")
+    if scheme in _BUCKET_SCHEMES and "***@" in shown_url(url):
+        raise StorageError(
+            f"{shown_url(url)!r}: user information in the URL of a bucket is not used; write "
+            f"{scheme}://bucket/path and set the credentials in the environment"
+        )
     try:
         if scheme in {"s3", "s3a"}:
             store: ObjectStore = stores.S3Store(
@@ -321,6 +439,14 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
     except _FAILURES as error:
         raise explain("open", url, error) from None
     return ObjectStorage(url, store)
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether a path is not that of a file: of a writer's mark, or of a folder that a console made.
+
+    Consoles make empty objects for folders; that of the root itself has no relative path.
+    """
+    return not path or path.rpartition("/")[2].startswith(_HIDDEN)
 
 
 def _rounded_up(num_bytes: int) -> int:

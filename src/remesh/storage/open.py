@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from remesh.errors import StorageError
 from remesh.storage.local import LocalStorage
 from remesh.storage.protocol import Storage
+from remesh.storage.shown import shown_url
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 """Schemes of URLs that are opened through obstore."""
@@ -62,14 +63,14 @@ def _open_file(url: str, rest: str) -> LocalStorage:
     host, slash, path = rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise StorageError(
-            f"{url!r} is not the URL of a local file; write file:///absolute/path, with three "
-            "slashes"
+            f"{shown_url(url)!r} is not the URL of a local file; write file:///absolute/path, with "
+            "three slashes"
         )
     return LocalStorage(slash + unquote(path))
 
 
 def _not_installed(url: str, library: str, extra: str, error: ImportError) -> StorageError:
     return StorageError(
-        f"{url!r} needs the library {library}, which cannot be imported ({error}); install it "
-        f"with: pip install 'remesh[{extra}]'"
+        f"{shown_url(url)!r} needs the library {library}, which cannot be imported ({error}); "
+        f"install it with: pip install 'remesh[{extra}]'"
     )

@@ -19,10 +19,13 @@ class FileSystemSpace:
     Attributes:
         identity: Equal for storages, on any rank, that share this room.
         free_bytes: What may still be written.
+        directory: Equal on ranks that reach the same directory under the name of the root; empty
+            if that is not known.
     """
 
     identity: str
     free_bytes: int
+    directory: str = ""
 
 
 class Writer(Protocol):
@@ -106,12 +109,3 @@ class Storage(Protocol):
     def space(self) -> FileSystemSpace | None:
         """Room that is left, or None if the storage has no such limit."""
         ...
-
-
-def read_range(storage: Storage, path: str, start: int, stop: int | None) -> bytes:
-    """What `Storage.read` returns, by `size` and `read_into`."""
-    assert stop is None or stop >= 0
-    size = storage.size(path)
-    end = size if stop is None else min(stop, size)
-    buffer = np.empty(max(end - start, 0), np.uint8)
-    return buffer[: storage.read_into(path, start, buffer)].tobytes()

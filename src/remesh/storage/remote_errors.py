@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from remesh.errors import CheckpointNotFoundError, RemeshError, StorageError
+from remesh.storage.shown import hide_secrets, shown_url
 
 _LONGEST = 400
 
@@ -47,10 +48,11 @@ def explain(action: str, name: str, error: Exception) -> RemeshError:
 
     Args:
         action: What was tried, as a verb ("write").
-        name: URL of the file.
+        name: URL of the file; its secrets are not shown.
         error: What the library raised.
     """
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, hide_secrets(str(error), name)
+    name = shown_url(name)
     known = f"{kind} {text}"
     remedy = next((words for pattern, words in _REMEDIES.items() if re.search(pattern, known)), "")
     no_bucket = remedy == _NO_BUCKET

@@ -15,6 +15,8 @@ from pathlib import Path
 
 _NETWORK = frozenset({"beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3"})
 
+_IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+
 
 def room_identity(device: int) -> str:
     """The name of the room of a device.
@@ -34,13 +36,24 @@ def network_mount(mountinfo: str, device: int) -> str | None:
         mountinfo: Content of `/proc/self/mountinfo`.
         device: The device's number.
     """
+    kind, source = _kind_and_source(mountinfo, device)
+    return f"{kind}:{source}" if kind in _NETWORK else None
+
+
+def _kind_and_source(mountinfo: str, device: int) -> tuple[str, str]:
+    """The kind of a device's file system and what was mounted; empty if it is not mounted."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mountinfo.splitlines():
         mount, _, file_system = line.partition(" - ")
         if mount.split()[2:3] == [number]:
             kind, source = file_system.split()[:2]
-            return f"{kind}:{source}" if kind in _NETWORK else None
-    return None
+            return kind, source
+    return "", ""
+
+
+def is_in_memory(device: int) -> bool:
+    """Whether what lies on a device, as in `os.stat_result.st_dev`, takes memory."""
+    return _kind_and_source(_read("/proc/self/mountinfo"), device)[0] in _IN_MEMORY
 
 
 def is_network_device(device: int) -> bool:

@@ -60,12 +60,12 @@ class DirectoryListing(Protocol):
         ...
 
 
-def list_sizes(storage: Storage) -> dict[str, int]:
-    """Relative path → bytes of all files of a storage.
+def list_sizes(storage: Storage, prefix: str = "") -> dict[str, int]:
+    """Relative path → bytes of all files of a storage that begin with `prefix`.
 
     Raises:
         StorageError: If the storage fails.
     """
     if isinstance(storage, SizedListing):
-        return storage.list_sizes()
-    return {path: storage.size(path) for path in storage.list()}
+        return storage.list_sizes(prefix)
+    return {path: storage.size(path) for path in storage.list(prefix)}

@@ -18,10 +18,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from remesh.training.catalog import CheckpointInfo as CheckpointInfo
-    from remesh.training.catalog import hold as hold
-    from remesh.training.catalog import pin as pin
-    from remesh.training.catalog import unpin as unpin
+    from remesh.catalog import CheckpointInfo as CheckpointInfo
+    from remesh.catalog import TrackerRun as TrackerRun
+    from remesh.catalog import hold as hold
+    from remesh.catalog import pin as pin
+    from remesh.catalog import unpin as unpin
     from remesh.training.export import ExportReport as ExportReport
     from remesh.training.export import export_weights as export_weights
     from remesh.training.manager import Manager as Manager
@@ -44,27 +45,31 @@ if TYPE_CHECKING:
     from remesh.training.scaling import decide_scaling as decide_scaling
     from remesh.training.steps import GlobalBatch as GlobalBatch
     from remesh.training.steps import convert_step as convert_step
-    from remesh.training.trackers import TrackerRun as TrackerRun
     from remesh.training.trackers import resume_arguments as resume_arguments
     from remesh.training.trackers import run_id_of as run_id_of
     from remesh.training.wrapping import PerRankState as PerRankState
     from remesh.training.wrapping import resumable as resumable
 
 _HOMES = {
-    "catalog": ("CheckpointInfo", "hold", "pin", "unpin"),
-    "export": ("ExportReport", "export_weights"),
-    "manager": ("Manager",),
-    "policies": ("EverySeconds", "EverySteps", "OnRequest", "OnSignals"),
-    "resuming": ("Resumed",),
-    "retention": ("KeepBest", "KeepEvery", "KeepLast"),
-    "rng": ("Randomness", "role_in"),
-    "sampling": ("ResumableBatchSampler", "ResumableSampler", "SampleOrder", "SkipBatchSampler"),
-    "scaling": ("ScalingDecision", "apply_scaling", "decide_scaling"),
-    "steps": ("GlobalBatch", "convert_step"),
-    "trackers": ("TrackerRun", "resume_arguments", "run_id_of"),
-    "wrapping": ("PerRankState", "resumable"),
+    "remesh.catalog": ("CheckpointInfo", "TrackerRun", "hold", "pin", "unpin"),
+    "remesh.training.export": ("ExportReport", "export_weights"),
+    "remesh.training.manager": ("Manager",),
+    "remesh.training.policies": ("EverySeconds", "EverySteps", "OnRequest", "OnSignals"),
+    "remesh.training.resuming": ("Resumed",),
+    "remesh.training.retention": ("KeepBest", "KeepEvery", "KeepLast"),
+    "remesh.training.rng": ("Randomness", "role_in"),
+    "remesh.training.sampling": (
+        "ResumableBatchSampler",
+        "ResumableSampler",
+        "SampleOrder",
+        "SkipBatchSampler",
+    ),
+    "remesh.training.scaling": ("ScalingDecision", "apply_scaling", "decide_scaling"),
+    "remesh.training.steps": ("GlobalBatch", "convert_step"),
+    "remesh.training.trackers": ("resume_arguments", "run_id_of"),
+    "remesh.training.wrapping": ("PerRankState", "resumable"),
 }
-_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the names are in the table above
 

@@ -37,8 +37,9 @@ from remesh.adapters.memory import torch_dtype
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import describe_local, exchange_of, split_aliases
+from remesh.checkpoint.sharing import check_arrived, check_same_place
 from remesh.dtypes import BY_NAME
-from remesh.errors import StateError
+from remesh.errors import StateError, UnsupportedValueError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.table import Source
 from remesh.geometry import boxes_of_flat_range
@@ -172,7 +173,8 @@ def export_weights(
     try:
         job.begin(numbers[exchange.rank])
         job.write(numbers, fetch)
-        job.publish(_small_files(format, name, config, files, called), name, _SUFFIX[format])
+        small_files = _small_files(format, name, config, files, called)
+        job.publish(numbers, small_files, name, _SUFFIX[format])
     except BaseException:
         job.abort()
         raise
@@ -294,6 +296,11 @@ def _choose(
                         "let `names` give them different names, or leave one out by None"
                     )
         if called:
+            if BY_NAME[weight.dtype].is_opaque:
+                raise UnsupportedValueError(
+                    f"{weight.name}: weight files have no name for elements of type "
+                    f"{weight.dtype}; leave it out of the files: let `names` give None for it"
+                )
             is_float = torch_dtype(weight.dtype).is_floating_point
             kind = dtype if dtype is not None and is_float else weight.dtype
             tensors.append(FileTensor(tuple(called), weight.name, kind, weight.shape))
@@ -360,6 +367,9 @@ class _Job:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Create this rank's files, which reserves their room."""
+        check_same_place(
+            [url.decode() for url in run_on_all(self.exchange, self.storage.url.encode)]
+        )
 
         def create() -> bytes:
             for number in numbers:
@@ -391,9 +401,28 @@ class _Job:
 
             run_on_all(self.exchange, append)
 
-    def publish(self, small_files: Mapping[str, bytes], name: str, suffix: str) -> None:
+    def publish(
+        self,
+        numbers: Sequence[Sequence[int]],
+        small_files: Mapping[str, bytes],
+        name: str,
+        suffix: str,
+    ) -> None:
         """Give all files their names; the small ones, whose last is the index, come last."""
-        run_on_all(self.exchange, self._finish)
+        tags = [tag.decode() for tag in run_on_all(self.exchange, self._finish)]
+
+        def see() -> bytes:
+            check_arrived(
+                self.storage,
+                "",
+                (
+                    (rank, self._written_name(number, tag), self.contents[number].num_bytes)
+                    for rank, (tag, own) in enumerate(zip(tags, numbers, strict=True))
+                    for number in own
+                ),
+            )
+            return b""
+
         index = f"{name}{suffix}.index.json"
 
         def make_way() -> bytes:
@@ -413,6 +442,8 @@ class _Job:
                     self.storage.delete(file)
             return b""
 
+        if self.exchange.world_size > 1:
+            run_on_one(self.exchange, see)
         run_on_one(self.exchange, make_way)
         run_on_all(self.exchange, self._rename)
         run_on_one(self.exchange, complete)
@@ -425,10 +456,10 @@ class _Job:
                 if self._written_name(number) != self.called[number]:
                     self.storage.delete(self._written_name(number))
 
-    def _written_name(self, number: int) -> str:
-        """The name under which a file is written."""
-        name = self.called[number]
-        return f"{_TEMPORARY}{name}-{self.tag}" if isinstance(self.storage, LocalStorage) else name
+    def _written_name(self, number: int, tag: str = "") -> str:
+        """The name under which a file is written, by this rank or by that of another tag."""
+        name, tag = self.called[number], tag or self.tag
+        return f"{_TEMPORARY}{name}-{tag}" if isinstance(self.storage, LocalStorage) else name
 
     def _room_for(self, span: Span) -> torch.Tensor:
         dtype = torch_dtype(self.files[span.file][span.tensor].dtype)
@@ -471,7 +502,7 @@ class _Job:
         for stream in self.streams.values():
             stream.finish()
         self.storage.sync()
-        return b""
+        return self.tag.encode()
 
     def _rename(self) -> bytes:
         if isinstance(self.storage, LocalStorage):

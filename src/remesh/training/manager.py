@@ -20,10 +20,9 @@ Snapshots. With `memory_every` the same is kept in the memory of the nodes as we
 often than storage could take it. A restarted job resumes from there if that is as new as any
 checkpoint, and saves the state to storage at once, since what is in memory depends on the nodes.
 
-Resuming. Rank 0 lists and everybody follows. A checkpoint that turns out damaged is passed over,
-with the reason in the log and in the result; one that has failed `MAX_FAILURES` times, also in
-earlier processes, is not tried any more. A mismatch, a newer format or a storage that fails is
-raised: going back would hide it.
+Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
+and result; one that has failed `MAX_FAILURES` times, also in earlier processes, is not tried again.
+A mismatch, a newer format or a failing storage is raised: going back would hide it.
 """
 
 from __future__ import annotations
@@ -39,22 +38,23 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from remesh.checkpoint import SaveHandle, Saver
+from remesh import catalog
+from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
+from remesh.checkpoint import Buffers, SaveHandle, Saver
 from remesh.checkpoint.local import exchange_of
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
 from remesh.storage import LocalStorage, open_storage
-from remesh.training import catalog, policies, resuming, retention, rng
-from remesh.training.catalog import CheckpointInfo, ManagerNote
+from remesh.training import policies, resuming, retention, rng
 from remesh.training.memory import Memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.provenance import digest_of, new_run, provenance
 from remesh.training.resuming import Resumed, Source
 from remesh.training.retention import Fate, KeepPolicy
 from remesh.training.rng import Randomness
-from remesh.training.trackers import TrackerRun, runs_of
+from remesh.training.trackers import runs_of
 from remesh.training.watch import Watch
 from remesh.transform import Transform
 
@@ -77,19 +77,19 @@ class Manager:
         root: Directory or URL of the run's checkpoints; each gets a directory `step_<step>` there.
         every: When to save: a number of steps, or policies (`remesh.training.policies`). None for
             saves by `save` and requests only.
-        keep: What to keep: a number of checkpoints, or policies (`remesh.training.retention`),
-            united. None keeps everything.
+        keep: Number of checkpoints to keep, or policies (`remesh.training.retention`). None: all.
         randomness: What decides the random numbers of this process.
         config: The job's configuration, a plain value; its digest is recorded.
         memory_every: Steps between two snapshots in the memory of the nodes, from which the job
             resumes after a crash of processes; None for none. It needs `remesh run`, and as much
             memory as two copies of what the ranks of a node save.
-        memory_replicas: On how many further nodes each snapshot's files lie, so that so many may
-            be lost at once; each takes as much memory again.
+        memory_replicas: On how many further nodes each snapshot lies; each needs as much memory.
         background: Write beside the training. Otherwise a save returns when it is durable.
         group: See `remesh.save`.
         arena_bytes: See `remesh.Saver`.
         deadline: See `remesh.Saver`.
+        buffers: See `remesh.save`; also for snapshots in memory.
+        verify_replicas: See `remesh.save`.
         on_event: See `remesh.save`. Also called from background threads.
 
     Attributes:
@@ -115,6 +115,8 @@ class Manager:
         group: Any = None,
         arena_bytes: int | None = None,
         deadline: float = 1800.0,
+        buffers: Buffers | None = None,
+        verify_replicas: bool = False,
         on_event: OnEvent = ignore,
     ) -> None:
         self._root = root
@@ -123,19 +125,19 @@ class Manager:
         self._keep = retention.keep_policies(keep)
         self._randomness = randomness or Randomness()
         self._config_digest = "" if config is None else digest_of(config)
-        self._background = background
+        self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
-        self._on_event = on_event
         self._saver = Saver(
             group=self._exchange,
             arena_bytes=arena_bytes,
             deadline=deadline,
             at_exit="abort",
+            buffers=buffers,
+            verify_replicas=verify_replicas,
             on_event=self._hear,
         )
         self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
         self._run = run_on_one(self._exchange, lambda: new_run().encode()).decode()
-        self._parent = ""
         self._saved_trackers: dict[str, TrackerRun] = {}
         self.trackers: dict[str, object] = {}
         # Steps of this run that are there and of no use: a save there takes their place.
@@ -147,15 +149,16 @@ class Manager:
         self._last_save = time.monotonic()
         self._last_look: int | None = None
         self._next_look: int | None = None
-        self._should_stop = False
+        self._parent, self._should_stop = "", False
         self._is_cold = background and bool(self._every)
-        self._watch = Watch(self._every, run_info().heartbeat_file)
+        self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._memory = open_memory(
             self._exchange,
             run_info().snapshot_dir,
             self._storage.url if isinstance(self._storage, LocalStorage) else str(root),
             every=memory_every,
             num_replicas=memory_replicas,
+            buffers=buffers,
             on_event=on_event,
         )
 
@@ -187,7 +190,7 @@ class Manager:
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The newest of them that is not known to be damaged, or None. Not collective."""
+        """The newest that is not known to be damaged, or None. Not collective."""
         return retention.newest_of([info for info in self.checkpoints if not info.problem])
 
     def fates(self) -> list[Fate]:
@@ -212,34 +215,37 @@ class Manager:
             step: Steps done, the same on every rank; it grows from call to call.
             state: See `remesh.save`: what the rest of the run depends on, by name.
             metrics: Numbers by which checkpoints are compared; those of rank 0 count.
-            own_seconds: How long this rank's own work of the step took, without waiting for other
-                ranks. It is what tells a slow rank from those that wait for it; the whole step,
-                which is reported by default, takes equally long on all.
+            own_seconds: Time of this rank's own work of the step, without waiting for other ranks.
+                It shows which rank is slow. The whole step, the default, takes as long on all.
 
         Returns:
             Whether a save was begun.
 
         Raises:
-            RemeshError: As `remesh.save`; also why an earlier save failed in the background. It is
-                raised once, on every rank, and the training may go on.
+            RemeshError: As `remesh.save`; also, once on every rank, why a save in the background
+                failed. The training may go on.
+            AgentLostError: If the agent of this process has ended.
         """
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
             self._warm(state)
-        reason, stop = policies.due_by_step(self._every, step), False
+        reason, stop, hold = policies.due_by_step(self._every, step), False, False
         if self._next_look is None or step >= self._next_look:
             verdict = self._look_around(step)
-            reason, stop = reason or verdict.reason, verdict.stop
+            reason, stop, hold = reason or verdict.reason, verdict.stop, verdict.hold
         if self._memory is not None and self._memory.is_due(step):
             self._keep_in_memory(self._memory, step, state, metrics)
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
-        if stop:
+        if stop or hold:
             self.wait()
+            self._watch.beat(step, self.saved_step, at_once=True, waits=hold)
+        if stop:
             self._should_stop = True
-            self._watch.beat(step, self.saved_step, at_once=True)
+        elif hold:
+            self._hold(step)
         return bool(reason)
 
     def save(
@@ -294,6 +300,7 @@ class Manager:
         what: dict[str, object] = dict(metadata or {})
 
         def prepare() -> bytes:
+            self._watch.check_agent()
             self._end_save()
             return self._describe(step, state, metrics, full, what)
 
@@ -383,10 +390,8 @@ class Manager:
             catalog.forget_failures(self._storage, catalog.step_name(self._saving_step))
         if not self._keep:
             return
-        for fate in self.fates():
-            name = fate.info.name
-            if not fate.is_kept and catalog.remove(self._storage, name, now=time.time()):
-                _LOGGER.info("removed %s: no policy keeps it", fate.info.path)
+        for info in retention.remove_unkept(self._storage, self.fates(), now=time.time()):
+            _LOGGER.info("removed %s: no policy keeps it", info.path)
 
     # -----------------------------------------------------------------------------------------
     # Whether to save
@@ -396,20 +401,20 @@ class Manager:
         """Exchange notes. Collective. Raises what failed in somebody's background."""
         last_gap = 1 if self._last_look is None else step - self._last_look
         self._last_look = step
+        size, seconds = self._exchange.world_size, self._watch.step_seconds
+        next_look = policies.next_look(step, seconds, last_gap=last_gap, world_size=size)
 
         def note() -> bytes:
-            reason, stop = self._asked()
+            reason, request = self._watch.asked()
+            if not reason and self._exchange.rank == 0:
+                reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
             return msgspec.msgpack.encode(
                 Note(
                     reason=reason,
-                    stop=stop,
+                    stop=request == "save-and-stop",
+                    hold=request == "save-and-hold",
                     failed=self._has_failed(),
-                    next_look=policies.next_look(
-                        step,
-                        self._watch.step_seconds,
-                        last_gap=last_gap,
-                        world_size=self._exchange.world_size,
-                    ),
+                    next_look=next_look,
                 )
             )
 
@@ -420,12 +425,11 @@ class Manager:
             self.wait()
         return verdict
 
-    def _asked(self) -> tuple[str, bool]:
-        """Why this rank wants a save, and whether the training is to end."""
-        reason, stop = self._watch.asked()
-        if not reason and self._exchange.rank == 0:
-            reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
-        return reason, stop
+    def _hold(self, step: int) -> None:
+        """Wait until no rank has a request to wait any more: the processes are to be stopped."""
+        while any(run_on_all(self._exchange, lambda: b"held" * self._watch.is_held())):
+            self._watch.beat(step, self.saved_step, waits=True)
+            time.sleep(0.1)
 
     def _has_failed(self) -> bool:
         handle = self._handle
@@ -588,7 +592,7 @@ class Manager:
             self.close()
             return
         self._watch.close()
-        # Other ranks may be gone, so nothing collective is done and nobody is waited for long.
+        # Other ranks may be gone: nothing collective, and no long waits.
         if self._handle is not None:
             with suppress(Exception):
                 self._handle.wait(EXIT_SECONDS)

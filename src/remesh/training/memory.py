@@ -16,7 +16,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from remesh import catalog
+from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.agreement import PlanCache
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
     Scattered,
@@ -31,8 +34,6 @@ from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
 from remesh.integrity import hex_digest
 from remesh.storage import LocalStorage
-from remesh.training import catalog
-from remesh.training.catalog import CheckpointInfo
 from remesh.training.resuming import Source
 
 _LOGGER = logging.getLogger("remesh")
@@ -47,6 +48,7 @@ class Memory:
         root: Where the job saves to.
         every: Steps between two snapshots.
         num_replicas: On how many further nodes each file lies.
+        buffers: See `remesh.save`.
         on_event: Told of the moments of saves and loads.
     """
 
@@ -58,6 +60,7 @@ class Memory:
         *,
         every: int,
         num_replicas: int,
+        buffers: Buffers | None,
         on_event: OnEvent,
     ) -> None:
         self._exchange = exchange
@@ -67,6 +70,7 @@ class Memory:
         self._storage = LocalStorage(self._folder, direct_io=False)
         self._every = every
         self._num_replicas = num_replicas
+        self._buffers = buffers
         self._emit = emitter(on_event, exchange.rank)
         self._cache = PlanCache()
         self._is_open = True
@@ -106,6 +110,7 @@ class Memory:
                 self._nodes,
                 self._exchange,
                 metadata=metadata,
+                buffers=self._buffers,
                 num_replicas=self._num_replicas,
                 cache=self._cache,
                 first=begin,
@@ -197,6 +202,7 @@ def open_memory(
     *,
     every: int | None,
     num_replicas: int,
+    buffers: Buffers | None,
     on_event: OnEvent,
 ) -> Memory | None:
     """The snapshots of a job, or None if it wants or can have none. Collective.
@@ -207,6 +213,7 @@ def open_memory(
         root: See `Memory`.
         every: See `Memory`; None for no snapshots.
         num_replicas: See `Memory`.
+        buffers: See `remesh.save`.
         on_event: See `Memory`.
 
     Raises:
@@ -230,5 +237,11 @@ def open_memory(
             )
         return None
     return Memory(
-        exchange, directories, root, every=every, num_replicas=num_replicas, on_event=on_event
+        exchange,
+        directories,
+        root,
+        every=every,
+        num_replicas=num_replicas,
+        buffers=buffers,
+        on_event=on_event,
     )

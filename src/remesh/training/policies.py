@@ -63,7 +63,9 @@ class OnRequest:
     """Save when a rank sees a file.
 
     `save`, or nothing, in it asks for a save, `save-and-stop` for one after which the training
-    ends. The file is removed once the save has begun.
+    ends. The file is removed once the save has begun. `save-and-hold` asks for a save after which
+    the training waits until the file is removed. Ranks look about once a second; an empty file
+    counts when it is still empty at the next look, since it may be one that is being written.
     """
 
     file: str
@@ -91,12 +93,14 @@ class Note(msgspec.Struct, frozen=True):
     Attributes:
         reason: Why it wants a save; empty if it does not.
         stop: Whether the training is to end after that save.
+        hold: Whether the training is to wait after that save.
         failed: Whether a save has failed in its background.
         next_look: Rank 0's proposal: the step after which notes are exchanged again.
     """
 
     reason: str = ""
     stop: bool = False
+    hold: bool = False
     failed: bool = False
     next_look: int = 0
 
@@ -108,18 +112,20 @@ class Verdict:
     Attributes:
         reason: Why to save now; empty for no save.
         stop: Whether the training is to end.
+        hold: Whether the training is to wait.
         failed: Whether a save has failed in the background of some rank.
         next_look: The step after which notes are exchanged again.
     """
 
     reason: str
     stop: bool
+    hold: bool
     failed: bool
     next_look: int
 
 
 def combine(notes: Sequence[Note]) -> Verdict:
-    """The same verdict on every rank: one note suffices for a save, a stop or a failure.
+    """The same verdict on every rank: one note suffices for a save, a stop, a wait or a failure.
 
     Args:
         notes: Of all ranks, in rank order.
@@ -132,6 +138,7 @@ def combine(notes: Sequence[Note]) -> Verdict:
     return Verdict(
         reasons[0] if reasons else "",
         any(note.stop for note in notes),
+        any(note.hold for note in notes),
         any(note.failed for note in notes),
         notes[0].next_look,
     )

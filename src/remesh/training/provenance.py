@@ -12,34 +12,12 @@ import socket
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from remesh import values
+from remesh.catalog import Provenance
 from remesh.integrity import hex_digest
 from remesh.run_info import run_info
-
-
-class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint comes from; of rank 0 where ranks differ.
-
-    Attributes:
-        revision: The commit of the git repository that the training script lies in; empty if it
-            lies in none.
-        config_digest: Digest of the configuration (`digest_of`); empty if none was given.
-        parent: The checkpoint from which the process had resumed, as `path#save id`; empty if it
-            had not.
-        host: Name of the machine.
-        platform: Its operating system and processor.
-        versions: Versions of Python, numpy and, if it is used, torch.
-    """
-
-    revision: str = ""
-    config_digest: str = ""
-    parent: str = ""
-    host: str = ""
-    platform: str = ""
-    versions: dict[str, str] = {}
 
 
 def new_run() -> str:

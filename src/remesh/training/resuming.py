@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
+from remesh import catalog
+from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, garbage, load
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.sharded import ShardedTensor
 from remesh.storage import LocalStorage, Storage
-from remesh.training import catalog, rng
-from remesh.training.catalog import CheckpointInfo, ManagerNote
-from remesh.training.trackers import TrackerRun
+from remesh.training import rng
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -84,12 +84,14 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
     """
 
     def list_them() -> bytes:
-        catalog.finish_removals(storage)
-        _remove_garbage(storage)
+        with catalog.best_effort(f"removing what dead processes left in {storage.url}"):
+            catalog.finish_removals(storage)
+            _remove_garbage(storage)
         infos = catalog.look(storage)
         for info in infos:
             if info.in_use_until:
-                catalog.release(storage, info)
+                with catalog.best_effort(f"removing old marks of {info.path}"):
+                    catalog.release(storage, info)
         return msgspec.msgpack.encode(infos)
 
     data = run_on_one(exchange, list_them)
@@ -133,7 +135,8 @@ def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, rea
     def note() -> bytes:
         # One that has just been removed needs no memory.
         if any(one.name == info.name for one in catalog.look(storage)):
-            catalog.note_failure(storage, info.name, reason)
+            with catalog.best_effort(f"noting that {info.path} cannot be loaded"):
+                catalog.note_failure(storage, info.name, reason)
         return b""
 
     run_on_one(exchange, note)
@@ -153,7 +156,8 @@ def forget_failures(exchange: Exchange, storage: Storage, info: CheckpointInfo) 
 
     def forget() -> bytes:
         if info.num_failures:
-            catalog.forget_failures(storage, info.name)
+            with catalog.best_effort(f"removing the note that {info.path} could not be loaded"):
+                catalog.forget_failures(storage, info.name)
         return b""
 
     run_on_one(exchange, forget)

@@ -1,8 +1,8 @@
-"""What to keep: small frozen policies, and one pure function that asks them.
+"""What to keep: small frozen policies, a pure function that asks them, and one that removes.
 
-`decide` gets what is known of each checkpoint in a directory and says of each why it is kept; one
-that nobody gives a reason for is to be removed. Policies are united: a checkpoint stays if any of
-them keeps it. Whatever the policies say, these stay:
+`decide` gets what is known of each checkpoint in a directory and gives the reasons why each is
+kept; one without a reason is to be removed (`remove_unkept`). Policies are united: a checkpoint
+stays if any of them keeps it. Whatever the policies say, these stay:
 
 * the newest that is not known to be damaged,
 * what somebody pinned, and what somebody is reading at the time,
@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from remesh.training.catalog import CheckpointInfo
+from remesh import catalog
+from remesh.catalog import CheckpointInfo
+from remesh.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,23 @@ def decide(
         for info in _kept_by(policy, counted):
             reasons[info.name].append(_words(policy))
     return [Fate(info, tuple(reasons[info.name])) for info in infos]
+
+
+def remove_unkept(storage: Storage, fates: Sequence[Fate], *, now: float) -> list[CheckpointInfo]:
+    """Remove the checkpoints that are not kept; returns those that were removed.
+
+    One that is read by the time of its removal stays.
+
+    Args:
+        storage: The root of the checkpoints.
+        fates: What `decide` says.
+        now: The time, in seconds since the epoch.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    infos = [fate.info for fate in fates if not fate.is_kept]
+    return [info for info in infos if catalog.remove(storage, info.name, now=now)]
 
 
 def newest_of(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:

@@ -14,36 +14,10 @@ that have it: put it into the state on that rank only, or broadcast it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class TrackerRun:
-    """A run of an experiment tracker.
-
-    Attributes:
-        tracker: `tensorboard`, `wandb`, `swanlab` or `mlflow`.
-        run_id: Its id there; for TensorBoard the directory of its event files.
-        project: What it belongs to, where the id alone does not find it: the project of Weights &
-            Biases or SwanLab. Empty elsewhere.
-        owner: Whose project that is; empty if unknown.
-    """
-
-    tracker: str
-    run_id: str
-    project: str = ""
-    owner: str = ""
-
-    def to_value(self) -> dict[str, str]:
-        """As a plain value, to be kept in a state."""
-        return asdict(self)
-
-    @classmethod
-    def from_value(cls, value: Mapping[str, str]) -> Self:
-        """The run that `to_value` gave."""
-        return cls(**value)
+from remesh.catalog import TrackerRun
 
 
 def run_id_of(tracker: object) -> TrackerRun | None:

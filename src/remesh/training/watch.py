@@ -14,23 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from remesh.errors import StorageError
+from remesh.errors import AgentLostError, StorageError
 from remesh.heartbeat import (
+    AgentLock,
     Heartbeat,
     Request,
     answer_stack_requests,
-    clear_request,
     clear_request_file,
-    read_request,
     read_request_file,
+    request_file,
     write_heartbeat,
 )
 from remesh.training.policies import OnRequest, OnSignals, SavePolicy
 
 BEAT_SECONDS = 0.25
 """Shortest time between two heartbeats."""
+
+_SIGNAL = ""
+"""Stands for the signal among the files with requests."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -41,16 +44,26 @@ class Watch:
     Args:
         every: The policies: which signals and which files count.
         heartbeat_file: `RunInfo.heartbeat_file`.
+        agent_dir: `RunInfo.agent_dir`.
 
     Raises:
         ValueError: If signals count and this is not the main thread, which alone may handle them.
     """
 
-    def __init__(self, every: Sequence[SavePolicy], heartbeat_file: str) -> None:
-        self._files = [policy.file for policy in every if isinstance(policy, OnRequest)]
+    def __init__(
+        self, every: Sequence[SavePolicy], heartbeat_file: str, agent_dir: str = ""
+    ) -> None:
+        self._agent = AgentLock(agent_dir)
+        # Request files, and what to call each.
+        files = [policy.file for policy in every if isinstance(policy, OnRequest)]
+        self._sources = {file: f"request in {file}" for file in files}
+        if heartbeat_file:
+            self._sources[str(request_file(heartbeat_file))] = "request of the agent"
         self._heartbeat_file = heartbeat_file
         self._warned: set[str] = set()
+        self._empty: set[str] = set()  # request files that were empty when they were last read
         self._signal = ""
+        self._heard: dict[str, str] = {}  # what `asked` returned since `answered`, by file
         self._last_beat = -math.inf
         self._last_step: tuple[int, float] | None = None
         self._own_seconds: float | None = None
@@ -81,35 +94,82 @@ class Watch:
             self.step_seconds = (now - self._last_step[1]) / (step - self._last_step[0])
         self._last_step = step, now
 
-    def beat(self, step: int, saved_step: int | None, *, at_once: bool = False) -> None:
-        """Write a heartbeat, if somebody wants one and the last is not too recent."""
+    def beat(
+        self, step: int, saved_step: int | None, *, at_once: bool = False, waits: bool = False
+    ) -> None:
+        """Write a heartbeat, if there is an agent and the last is not too recent.
+
+        Args:
+            step: `Heartbeat.step`.
+            saved_step: `Heartbeat.saved_step`.
+            at_once: Write it however recent the last is.
+            waits: `Heartbeat.waits`.
+
+        Raises:
+            AgentLostError: If the agent has ended.
+        """
+        self.check_agent()
         now = time.monotonic()
         if self._heartbeat_file and (at_once or now - self._last_beat >= BEAT_SECONDS):
             self._last_beat = now
             own = self.step_seconds if self._own_seconds is None else self._own_seconds
-            beat = Heartbeat(step, saved_step, time.time(), own)
+            beat = Heartbeat(step, saved_step, time.time(), own, waits)
             try:
                 write_heartbeat(self._heartbeat_file, beat)
             except StorageError as error:
                 self._warn(self._heartbeat_file, error)
 
-    def asked(self) -> tuple[str, bool]:
-        """Who asks for a save, or nothing; and whether the training is to end after it."""
-        if self._signal:
-            return f"signal {self._signal}", True
-        for file in self._files:
-            asked = self._read(file, read_request_file)
-            if asked is not None:
-                return f"request in {file}", asked == "save-and-stop"
-        if self._heartbeat_file:
-            asked = self._read(self._heartbeat_file, read_request)
-            if asked is not None:
-                return "request of the agent", asked == "save-and-stop"
-        return "", False
+    def check_agent(self) -> None:
+        """Make sure that this process still has its agent.
 
-    def _read(self, file: str, read: Callable[[str], Request | None]) -> Request | None:
+        Raises:
+            AgentLostError: If the agent has ended.
+        """
+        if self._agent.is_free():
+            raise AgentLostError(
+                "the agent (remesh run) that started this process has ended, so this process ends: "
+                "the job may go on elsewhere, and two trainings must not save to one place"
+            )
+
+    def asked(self) -> tuple[str, Request | None]:
+        """The source of a request for a save, and the request; ("", None) if there is none.
+
+        An empty file counts when it is read for the second time: it may be one that is still being
+        written, as by `echo save-and-stop > file`.
+        """
+        if self._signal:
+            self._heard[_SIGNAL] = "save-and-stop"
+            return f"signal {self._signal}", "save-and-stop"
+        for file, source in self._sources.items():
+            asked = self._read(file)
+            was_empty = file in self._empty
+            self._empty.discard(file)
+            if asked == "" and not was_empty:
+                self._empty.add(file)
+            elif asked is not None:
+                self._heard[file] = asked
+                return source, asked or "save"
+        return "", None
+
+    def is_held(self) -> bool:
+        """Whether a request to wait is there."""
+        return any(self._read(file) == "save-and-hold" for file in self._sources)
+
+    def answered(self) -> None:
+        """Remove the requests that `asked` returned: the save has begun.
+
+        What came later stays for the next call of `asked`. The sender removes a request to wait.
+        """
+        while self._heard:
+            source, asked = self._heard.popitem()
+            if source == _SIGNAL:
+                self._signal = ""
+            elif asked != "save-and-hold" and self._read(source) == asked:
+                clear_request_file(source)
+
+    def _read(self, file: str) -> Request | Literal[""] | None:
         try:
-            return read(file)
+            return read_request_file(file)
         except StorageError as error:
             self._warn(file, error)
             return None
@@ -119,16 +179,9 @@ class Watch:
             self._warned.add(file)
             _LOGGER.warning("%s", error)
 
-    def answered(self) -> None:
-        """Forget who asked: the save has begun."""
-        self._signal = ""
-        for file in self._files:
-            clear_request_file(file)
-        if self._heartbeat_file:
-            clear_request(self._heartbeat_file)
-
     def close(self) -> None:
         """Put the former handlers of signals back."""
+        self._agent.close()
         if self._end_answering is not None:
             self._end_answering()
             self._end_answering = None

@@ -329,7 +329,7 @@ def _write_arrays(storage: Storage, path: str, held: Sequence[_Held]) -> None:
     tensors = []
     for one in held:
         dtype = BY_NAME[one.entry.dtype]
-        if dtype.pairs:
+        if dtype.pairs or dtype.is_opaque:
             raise UnsupportedValueError(
                 f"{one.names[0]}: {dtype.name} cannot be stored in this layout; use remesh.save"
             )

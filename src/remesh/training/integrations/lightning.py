@@ -22,11 +22,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from remesh import catalog
 from remesh.checkpoint import Checkpoint, save
 from remesh.errors import StateError
 from remesh.exchange import Alone
 from remesh.storage import open_storage
-from remesh.training import catalog, rng
+from remesh.training import rng
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
 from remesh.training.sampling import ResumableBatchSampler

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from remesh.adapters import NamedModule
+from remesh.catalog import place_of, step_name
 from remesh.checkpoint import load
 from remesh.errors import CheckpointNotFoundError
-from remesh.training.catalog import place_of, step_name
 from remesh.training.manager import Manager
 from remesh.training.rng import Randomness
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from remesh.checkpoint import foreign
+from remesh.checkpoint.agreement import SaveOptions
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace
@@ -20,6 +21,7 @@ from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy
 from remesh.compat.megatron.strategies.engine import state_to_save
+from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
 from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Saved, SmallFile, Writer
@@ -69,7 +71,7 @@ class ForeignSaveShardedStrategy(AsyncSaveShardedStrategy):
                 storage_of(checkpoint_dir),
                 state_to_save(sharded_state_dict),
                 self._writer,
-                overwrite=True,
+                SaveOptions(overwrite=True, metadata={}),
                 emit=emitter(ignore, exchange.rank),
             )
         save = _PreparedSave(exchange, planned)
@@ -128,4 +130,8 @@ class _PreparedSave:
             return replies
 
         with as_checkpointing_exception():
-            run_joined(self._exchange, tell, join, lambda: foreign.give_up(self._planned))
+            try:
+                run_joined(self._exchange, tell, join, lambda: foreign.give_up(self._planned))
+            except NotSharedError:
+                foreign.remove_own(self._planned)
+                raise

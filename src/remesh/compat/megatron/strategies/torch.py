@@ -12,13 +12,31 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
 from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
 from remesh.compat.megatron.strategies.foreign import ForeignSaveShardedStrategy
-from remesh.formats import restricted_pickle
-from remesh.formats.torch_dcp import METADATA_CLASSES, METADATA_NAME
+from remesh.errors import CorruptCheckpointError
+from remesh.formats.checks import integers
+from remesh.formats.pickle_records import Record
+from remesh.formats.torch_dcp import (
+    METADATA_NAME,
+    dtype_of,
+    kind_of,
+    read_metadata,
+    size_of,
+)
+from remesh.storage import Storage
 
 
 class TorchDistSaveShardedStrategy(ForeignSaveShardedStrategy):
@@ -44,13 +62,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         """
         storage = storage_of(checkpoint_dir)
         with as_checkpointing_exception():
-            # torch's own classes, which only hold what they are given, so that torch's own pickle
-            # of them can be written again.
-            found: Metadata = restricted_pickle.loads(
-                storage.read(METADATA_NAME),
-                f"{storage.url}/{METADATA_NAME}",
-                allow=METADATA_CLASSES,
-            )
+            found = _torch_metadata(storage)
             kept = Metadata(
                 _without(found.state_dict_metadata, key_prefix),
                 _without(found.planner_data or {}, key_prefix) or None,
@@ -66,6 +78,65 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
             )
             for path in before - after:
                 storage.delete(path)
+
+
+def _torch_metadata(storage: Storage) -> Metadata:
+    """The metadata in torch's own classes, so that torch's own pickle of them can be written.
+
+    Raises:
+        CorruptCheckpointError: If they are damaged.
+    """
+    record = read_metadata(storage)
+    try:
+        found = Metadata(
+            {name: _entry(entry) for name, entry in record.field("state_dict_metadata").items()},
+            {
+                name: tuple(key if isinstance(key, int) else str(key) for key in path)
+                for name, path in (record.field("planner_data") or {}).items()
+            },
+            {
+                MetadataIndex(
+                    key.field("fqn"), _optional_size(key.field("offset")), key.field("index")
+                ): _StorageInfo(
+                    info.field("relative_path"), info.field("offset"), info.field("length")
+                )
+                for key, info in record.field("storage_data").items()
+            },
+        )
+        flat_shapes = record.field("mcore_data")
+        if flat_shapes is not None:
+            vars(found)["mcore_data"] = {
+                name: {key: _optional_size(shape) for key, shape in shapes.items()}
+                for name, shapes in flat_shapes.items()
+            }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{storage.url}/{METADATA_NAME}: not the metadata of a checkpoint ({error!s:.80}). "
+            "Load another checkpoint, or restore this file from a copy."
+        ) from error
+    return found
+
+
+def _entry(entry: Record) -> TensorStorageMetadata | BytesStorageMetadata:
+    if kind_of(entry) == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    dtype = dtype_of(entry)
+    if kind_of(entry) != "TensorStorageMetadata" or dtype is None:
+        raise ValueError("an entry that is neither a tensor nor bytes")
+    chunks = [
+        ChunkStorageMetadata(_size(chunk.field("offsets")), _size(chunk.field("sizes")))
+        for chunk in entry.field("chunks")
+    ]
+    properties = TensorProperties(dtype=getattr(torch, dtype))
+    return TensorStorageMetadata(properties, _size(entry.field("size")), chunks)
+
+
+def _size(value: object) -> torch.Size:
+    return torch.Size(integers(size_of(value), METADATA_NAME, "a shape"))
+
+
+def _optional_size(value: object) -> torch.Size | None:
+    return None if value is None else _size(value)
 
 
 def _stays(key: str, prefix: str) -> bool:

@@ -18,13 +18,16 @@ other.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -32,11 +35,12 @@ from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    StorageError,
 )
 from remesh.formats import native
 from remesh.storage import Storage, open_storage
-from remesh.training.provenance import Provenance
-from remesh.training.trackers import TrackerRun
+
+_LOGGER = logging.getLogger("remesh")
 
 NOTE_KEY = "manager"
 """Where the metadata of a commit record holds the `ManagerNote`."""
@@ -50,6 +54,55 @@ _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
 _OURS = re.compile(r"data-[0-9a-f]{12}/.+|in-use-[0-9a-f]+\.json", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRun:
+    """A run of an experiment tracker.
+
+    Attributes:
+        tracker: `tensorboard`, `wandb`, `swanlab` or `mlflow`.
+        run_id: Its id there; for TensorBoard the directory of its event files.
+        project: What it belongs to, where the id alone does not find it: the project of Weights &
+            Biases or SwanLab. Empty elsewhere.
+        owner: Whose project that is; empty if unknown.
+    """
+
+    tracker: str
+    run_id: str
+    project: str = ""
+    owner: str = ""
+
+    def to_value(self) -> dict[str, str]:
+        """As a plain value, to be kept in a state."""
+        return asdict(self)
+
+    @classmethod
+    def from_value(cls, value: Mapping[str, str]) -> Self:
+        """The run that `to_value` gave."""
+        return cls(**value)
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from; of rank 0 where ranks differ.
+
+    Attributes:
+        revision: The commit of the git repository that the training script lies in; empty if it
+            lies in none.
+        config_digest: Digest of the configuration (`digest_of`); empty if none was given.
+        parent: The checkpoint from which the process had resumed, as `path#save id`; empty if it
+            had not.
+        host: Name of the machine.
+        platform: Its operating system and processor.
+        versions: Versions of Python, numpy and, if it is used, torch.
+    """
+
+    revision: str = ""
+    config_digest: str = ""
+    parent: str = ""
+    host: str = ""
+    platform: str = ""
+    versions: dict[str, str] = {}
 
 
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,18 +367,36 @@ def hold(
 
     Raises:
         CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
-        StorageError: If the storage fails.
+        StorageError: If the storage cannot be read. One that takes no mark is warned of: the
+            checkpoint is readable, but other jobs do not see that it is read.
     """
     storage = open_storage(path)
     storage.size(native.RECORD_NAME)
     mark = f"in-use-{secrets.token_hex(6)}.json"
-    storage.put(mark, msgspec.json.encode(_InUse(now + seconds, run)), overwrite=True)
+    with best_effort(f"marking {storage.url} as in use"):
+        storage.put(mark, msgspec.json.encode(_InUse(now + seconds, run)), overwrite=True)
     try:
-        # Looked for after the mark is there: who removes looks the other way round.
+        # Checked after the mark is there; `remove` checks in the opposite order.
         storage.size(native.RECORD_NAME)
         yield
     finally:
-        storage.delete(mark)
+        with best_effort(f"removing the mark {storage.url}/{mark}"):
+            storage.delete(mark)
+
+
+@contextmanager
+def best_effort(action: str) -> Iterator[None]:
+    """Log a warning where the storage refuses the action in the block, and go on.
+
+    For marks and removals. A checkpoint is readable without them, also on a full or read-only disk.
+
+    Args:
+        action: What the block does, for the warning.
+    """
+    try:
+        yield
+    except StorageError as error:
+        _LOGGER.warning("%s failed and is left out: %s", action, error)
 
 
 def release(storage: Storage, info: CheckpointInfo) -> None:

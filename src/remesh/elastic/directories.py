@@ -1,11 +1,9 @@
-"""A directory in memory for the snapshots of a node's ranks, from the agent's start to its end.
+"""Directories of an agent: for the snapshots of its node's ranks, and for their heartbeats.
 
-The ranks keep what is in it (`remesh.checkpoint.scattered`); the agent makes it, tells its
-processes where it is, and removes it when it ends, so that no memory stays taken.
-
-An agent that is killed cannot do that, so the next one on the machine does. Each agent holds a lock
-on its directory, which the kernel releases however the agent ends: a directory that can be locked
-has nobody any more.
+The agent makes them, tells its processes where they are, and removes them when it ends, so that no
+memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
+directory that can be locked belongs to no living agent: the next agent on the machine removes it,
+and a training process that can lock it has lost its agent (`remesh.heartbeat.AgentWatch`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,10 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 MEMORY = "/dev/shm"  # noqa: S108 - memory, and the directory is made for this user alone
-PREFIX = "remesh-snapshots-"
+SNAPSHOTS = "remesh-snapshots-"
+"""Beginning of the names of directories for snapshots."""
+BEATS = "remesh-agent-"
+"""Beginning of the names of directories for heartbeats."""
 
 
 @contextmanager
@@ -35,8 +36,20 @@ def snapshot_directory(parent: str) -> Iterator[str]:
     if not parent or not os.path.isdir(parent):
         yield ""
         return
-    remove_abandoned(parent)
-    path, descriptor = _make(parent)
+    with agent_directory(parent, SNAPSHOTS) as path:
+        yield path
+
+
+@contextmanager
+def agent_directory(parent: str, prefix: str) -> Iterator[str]:
+    """A locked directory, which is removed in the end; those of dead agents are removed before.
+
+    Args:
+        parent: Where to make it.
+        prefix: How its name begins.
+    """
+    remove_abandoned(parent, prefix)
+    path, descriptor = _make(parent, prefix)
     try:
         yield path
     finally:
@@ -44,34 +57,35 @@ def snapshot_directory(parent: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def remove_abandoned(parent: str) -> list[str]:
+def remove_abandoned(parent: str, prefix: str) -> list[str]:
     """Remove the directories whose agents are dead; returns their paths.
 
     Args:
         parent: Where they are; those of other users are left alone.
+        prefix: How their names begin.
     """
     removed = []
-    for path in sorted(map(str, Path(parent).glob(f"{PREFIX}*"))):
+    for path in sorted(map(str, Path(parent).glob(f"{prefix}*"))):
         descriptor = _lock(path)
         if descriptor is not None:
-            log.warning("%s is of an agent that is dead: removed", path)
+            log.warning("%s belongs to an agent that is dead: removed", path)
             _remove(path)
             os.close(descriptor)
             removed.append(path)
     return removed
 
 
-def _make(parent: str) -> tuple[str, int]:
+def _make(parent: str, prefix: str) -> tuple[str, int]:
     while True:
-        path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         descriptor = _lock(path)
         if descriptor is not None:
             return path, descriptor
-        # Another agent took it for abandoned before it was locked, and is removing it.
+        # Another agent found it before it was locked, and is removing it.
 
 
 def _lock(path: str) -> int | None:
-    """Take the lock of a directory; None if somebody has it, or it is not ours, or it is gone."""
+    """Take the lock of a directory; None if it is taken, another user's, or gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -79,7 +93,7 @@ def _lock(path: str) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(descriptor)
-        # Who had the lock before may have removed the directory meanwhile.
+        # The last holder of the lock may have removed the directory meanwhile.
         if status.st_uid == os.geteuid() and os.path.samestat(status, os.lstat(path)):
             return descriptor
     except OSError:

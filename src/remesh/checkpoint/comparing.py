@@ -1,0 +1,188 @@
+"""Targets of a load that share memory: which are harmless, and comparing what fills the others.
+
+Two tensors of a state may be one memory: tied weights, and views of all kinds. A load fills one
+after the other, so where they share an element, the last one would win. They may be filled
+
+* if they share nothing but the span: rows of one matrix, its columns, every second element;
+* if both are filled with the same elements of the same stored tensor, each at the same place;
+* if what is stored for them is equal wherever they meet. That is known only by reading both, which
+  is done into memory of its own before anything in the state is touched.
+
+All else is an error that names the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remesh.dtypes import BY_NAME
+from remesh.geometry import Box
+from remesh.index import BoxTable, Index
+from remesh.memory import CarrierArray, HostMemory
+from remesh.pipeline import Want
+from remesh.planner import LoadPlan, ReadLimits, plan_load
+from remesh.strided import Layout, contents_agree, shared_pairs
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Boxes of stored tensors, with where they go.
+
+    Attributes:
+        index: What is stored.
+        boxes: Row of the stored tensor, and box, of each.
+        wants: Where each goes.
+        num_bytes: Bytes of all of them, in stored dtypes.
+        plan: How they are read; None until it is made.
+    """
+
+    index: Index
+    boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
+    wants: list[Want] = field(default_factory=list, init=False)
+    num_bytes: int = field(default=0, init=False)
+    plan: LoadPlan | None = field(default=None, init=False)
+
+    def add(self, source: str, box: Box, want: Want) -> None:
+        """Want a box of a stored tensor."""
+        self.boxes.append((self.index.row(source), box))
+        self.wants.append(want)
+
+    def array(self, source: str, box: Box) -> CarrierArray:
+        """Want a box of a stored tensor in an array of its own; returns the array, still empty."""
+        array = np.empty(box.shape, BY_NAME[self.index[source].dtype].carrier)
+        self.add(source, box, Want(box.offset, HostMemory(array)))
+        return array
+
+    def make_plan(self, limits: ReadLimits) -> None:
+        """Plan the reads of what is wanted by now."""
+        table = BoxTable.of(self.index.boxes.tensors, self.boxes)
+        self.num_bytes = int(table.num_bytes.sum())
+        self.plan = plan_load(self.index, table, limits)
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """Stored values that have to be equal.
+
+    Attributes:
+        index: What is stored.
+        wanted: What is read for the comparisons.
+        checks: What to say if values differ, and whether they are equal, once all is read.
+    """
+
+    index: Index
+    wanted: Wanted = field(init=False)
+    checks: list[tuple[str, Callable[[], bool]]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.wanted = Wanted(self.index)
+
+    def add_equal(self, problem: str, names: tuple[str, str], box: Box) -> None:
+        """Compare a box of two stored tensors of one shape and dtype."""
+        self.add(problem, *(self.wanted.array(name, box) for name in names))
+
+    def add(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
+        """Compare two arrays of one shape, once they are read."""
+        self.checks.append((problem, lambda: first.tobytes() == other.tobytes()))
+
+    def differences(self) -> list[str]:
+        """What to say about the values that differ."""
+        return list(dict.fromkeys(problem for problem, is_equal in self.checks if not is_equal()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """A part of a target.
+
+    Attributes:
+        name: Its tensor in the state.
+        box: The part.
+        layout: Its memory.
+        content: Equal for parts that are filled with elements of one tensor, stored or made, each
+            part with the elements in its box.
+        source: The stored tensor whose elements are copied as they are; None if they are cast or
+            otherwise changed.
+    """
+
+    name: str
+    box: Box
+    layout: Layout
+    content: object
+    source: str | None
+
+
+def compare_shared(
+    filled: Sequence[Filled], comparisons: Comparisons, conflicts: list[str]
+) -> None:
+    """Find parts that share memory and could be filled with different values.
+
+    Args:
+        filled: All parts that are filled.
+        comparisons: Gets what has to be compared for that.
+        conflicts: Gets what cannot be compared.
+    """
+    for one, other in shared_pairs([part.layout for part in filled]):
+        first, second = filled[one], filled[other]
+        if _same_elements(first, second):
+            continue
+        names = first.name if first.name == second.name else f"{first.name} and {second.name}"
+        shared = f"{names}: different views that share memory"
+        if first.source is None or second.source is None:
+            conflicts.append(
+                f"{shared}, and what fills them is converted, so it cannot be compared; "
+                "clone() one of them, or leave it out"
+            )
+            continue
+        problem = f"{shared}, but other values are stored for each; clone() one of them"
+        arrays = [
+            comparisons.wanted.array(part.source, part.box)
+            for part in (first, second)
+            if part.source is not None
+        ]
+        comparisons.checks.append((problem, _agreement(first.layout, second.layout, *arrays)))
+
+
+def _agreement(
+    first: Layout, second: Layout, its_values: CarrierArray, other_values: CarrierArray
+) -> Callable[[], bool]:
+    return lambda: contents_agree(first, _bytes_of(its_values), second, _bytes_of(other_values))
+
+
+def _bytes_of(array: CarrierArray) -> CarrierArray:
+    """The bytes of the elements of a contiguous array, in a last dim of their own."""
+    flat: CarrierArray = array.reshape(-1).view(np.uint8)
+    return flat.reshape(*array.shape, array.itemsize)
+
+
+def _same_elements(first: Filled, second: Filled) -> bool:
+    """Whether two parts keep each element of their tensor at the same address."""
+    one, other = first.layout, second.layout
+    if first.content != second.content or one.itemsize != other.itemsize:
+        return False
+    strides, corner = [], []
+    distance = other.address - one.address
+    for dim, (start, extent) in enumerate(zip(first.box.offset, one.shape, strict=True)):
+        far, length = second.box.offset[dim], other.shape[dim]
+        # The stride of a dim with one element means nothing.
+        stride = one.strides[dim] if extent > 1 else other.strides[dim]
+        if extent > 1 and length > 1 and one.strides[dim] != other.strides[dim]:
+            return False
+        strides.append(stride if max(extent, length) > 1 or start == far else 0)
+        corner.append(max(start + extent, far + length) - min(start, far))
+        distance -= stride * (far - start)
+    both = Layout(one.device, one.address, tuple(corner), tuple(strides), one.itemsize)
+    return distance == 0 and not both.overlaps_itself()
+
+
+def source_in_target(
+    sources: Sequence[tuple[str, Layout]], filled: Sequence[Filled]
+) -> tuple[str, str] | None:
+    """The names of a source and of a target that share memory; None if there are none."""
+    layouts = [layout for _, layout in sources] + [part.layout for part in filled]
+    limit = len(sources)
+    for one, other in shared_pairs(layouts, lambda one, other: (one < limit) == (other < limit)):
+        return sources[one][0], filled[other - limit].name
+    return None

@@ -1,0 +1,258 @@
+"""Comparing the copies of a tensor that several ranks hold.
+
+What counts depends on who says that the copies are equal (`remesh.state.Role`):
+
+* Nobody does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
+  digests of all their bytes, and fails if they differ.
+* A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`), and buffers of modules in
+  DDP, which hold what rank 0 has only after the next forward pass (`FIRST`). The first save of a
+  layout compares stretches of them, and warns if they differ.
+* A description does (`MAIN` and `REPLICA`). These are not compared.
+
+With `verify_replicas=True` digests of all bytes of all copies are compared, and any difference is
+an error. A live reshard, which may come every step, compares stretches of assumed copies only.
+
+Memory of a device is digested there, where that is possible.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from remesh.checkpoint.local import LocalTensors
+from remesh.errors import DivergedReplicaError
+from remesh.exchange import Exchange, run_joined
+from remesh.geometry import Box, IntArray, boxes_of_flat_range
+from remesh.memory import DigestedMemory, Memory, contiguous_bytes
+from remesh.planner import Copies, Holdings
+from remesh.state import Role
+
+Compares = Literal["sampled", "whole", "all"]
+"""What a save compares: stretches of assumed copies; all of them, with a look at the others; or all
+of all copies."""
+
+SAMPLE_BLOCKS = 8
+"""How many stretches of a tensor are compared where not all of it is."""
+
+SAMPLE_BLOCK_BYTES = 8 << 10
+"""Bytes of each; what is no larger than all of them together is compared as a whole."""
+
+CHUNK_BYTES = 16 << 20
+"""Bytes that are copied at a time to be digested, where memory is not contiguous."""
+
+DIGEST_BYTES = 17
+"""A letter for how the digest was made, and 16 bytes."""
+
+MAX_SHOWN = 5
+"""How many tensors a warning names."""
+
+_LOGGER = logging.getLogger("remesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What one save compares; the same on all ranks.
+
+    Attributes:
+        compares: How much.
+        looks: Whether it looks at copies that a framework promises to be equal.
+        chosen: Whether the caller says whose buffers are stored, so that they may differ.
+    """
+
+    compares: Compares
+    looks: bool
+    chosen: bool
+
+    def levels(self, roles: IntArray) -> IntArray:
+        """For the role of each copy: 0 not compared, 1 to warn of, 2 to raise."""
+        levels = np.zeros(len(roles), dtype=np.int64)
+        if self.compares == "all":
+            levels[:] = 2
+        elif self.looks and self.compares == "whole":
+            levels[(roles == Role.EQUAL) | (roles == Role.FIRST)] = 1
+        levels[roles == Role.ASSUMED] = 2
+        if self.chosen:
+            levels[roles == Role.FIRST] = 0
+        return levels
+
+    def compares_all_bytes(self, level: int) -> bool:
+        """Whether all bytes of copies of a level are compared, or stretches."""
+        return level == 2 and self.compares != "sampled"
+
+
+def compare_copies(
+    exchange: Exchange,
+    tensors: LocalTensors,
+    rows: IntArray,
+    comparison: Comparison,
+    copies: Copies | None,
+    holdings: Sequence[Holdings],
+) -> None:
+    """Compare what several ranks hold. Collective.
+
+    Args:
+        exchange: The ranks.
+        tensors: What this rank holds.
+        rows: Rows of it that other ranks hold as well.
+        comparison: What to compare.
+        copies: On rank 0, the copies of all ranks.
+        holdings: On rank 0, what each rank holds.
+
+    Raises:
+        DivergedReplicaError: If copies differ that must not.
+    """
+
+    def join(replies: list[bytes]) -> list[bytes]:
+        assert copies is not None
+        is_done = _compare(copies, holdings, comparison, replies)
+        return [b"" if is_done else b"again"] * exchange.world_size
+
+    for on_host in (False, True):
+        digests = _digests(tensors, rows, comparison, on_host=on_host)
+        if run_joined(exchange, digests.__bytes__, join) == b"":
+            return
+
+
+def _digests(
+    tensors: LocalTensors, rows: IntArray, comparison: Comparison, *, on_host: bool
+) -> bytes:
+    """The digests of the rows that are compared, one after the other."""
+    digests = []
+    levels = comparison.levels(tensors.roles[rows])
+    for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
+        if level:
+            whole = comparison.compares_all_bytes(level)
+            digests.append(_digest(tensors, row, whole=whole, on_host=on_host))
+    return b"".join(digests)
+
+
+def _digest(tensors: LocalTensors, row: int, *, whole: bool, on_host: bool) -> bytes:
+    memory, shape = tensors.memories[row], tensors.boxes.box(row).shape
+    if isinstance(memory, DigestedMemory) and not on_host:
+        return b"d" + memory.digest()
+    itemsize = tensors.boxes.tensors.dtype(int(tensors.boxes.tensor[row])).itemsize
+    ranges = sample_ranges(shape, itemsize)
+    if whole:
+        step = max(CHUNK_BYTES // itemsize, 1)
+        size = math.prod(shape)
+        ranges = [(start, min(start + step, size)) for start in range(0, size, step)]
+    return b"h" + _digest_on_host(memory, shape, itemsize, ranges)
+
+
+def _digest_on_host(
+    memory: Memory, shape: tuple[int, ...], itemsize: int, ranges: Sequence[tuple[int, int]]
+) -> bytes:
+    """The xxh3-128 digest of ranges of flat elements."""
+    digest = xxhash.xxh3_128()
+    plain = contiguous_bytes(memory)
+    for start, stop in ranges:
+        if plain is not None:
+            digest.update(plain[start * itemsize : stop * itemsize].data)
+            continue
+        for part in boxes_of_flat_range(shape, start, stop):
+            values = np.empty(part.shape, memory.carrier)
+            memory.copy_out(part, values)
+            digest.update(values.tobytes())
+    return digest.digest()
+
+
+def _compare(
+    copies: Copies, holdings: Sequence[Holdings], comparison: Comparison, replies: Sequence[bytes]
+) -> bool:
+    """Rank 0: compare; False if devices and hosts have digested copies of one box.
+
+    Raises:
+        DivergedReplicaError: Naming the first tensor that differs, and the ranks.
+    """
+    levels = np.zeros(len(copies.rank), np.int64)
+    digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
+    for rank, reply in enumerate(replies):
+        mine = np.flatnonzero(copies.rank == rank)
+        levels[mine] = comparison.levels(holdings[rank].roles[copies.row[mine]])
+        digests[mine[levels[mine] > 0]] = np.frombuffer(reply, f"V{DIGEST_BYTES}")
+    order = np.flatnonzero(levels)
+    order = order[np.lexsort((copies.rank[order], copies.box[order], levels[order]))]
+    left, right = order[:-1], order[1:]
+    same_box = (copies.box[left] == copies.box[right]) & (levels[left] == levels[right])
+    differ = np.flatnonzero(same_box & (digests[left] != digests[right]))
+    pairs = [(int(left[number]), int(right[number])) for number in differ.tolist()]
+    if any(digests[a].tobytes()[:1] != digests[b].tobytes()[:1] for a, b in pairs):
+        return False
+    _report(copies, holdings, levels, pairs)
+    return True
+
+
+def _report(
+    copies: Copies, holdings: Sequence[Holdings], levels: IntArray, pairs: list[tuple[int, int]]
+) -> None:
+    """Raise or warn about pairs of copies that differ."""
+    warned: dict[str, tuple[int, int]] = {}
+    for a, b in pairs:
+        ranks = int(copies.rank[a]), int(copies.rank[b])
+        held = holdings[ranks[0]]
+        row = int(copies.row[a])
+        name = held.boxes.tensors.names[held.boxes.tensor[row]]
+        if levels[a] == 2:
+            role = Role(int(held.roles[row]))
+            raise DivergedReplicaError(_message(name, ranks, held.boxes.box(row), role))
+        warned.setdefault(name, ranks)
+    if warned:
+        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(warned.items())[:MAX_SHOWN]]
+        more = ", ..." if len(warned) > MAX_SHOWN else ""
+        _LOGGER.warning(
+            "copies of %d tensors differ between ranks, and one of them is stored: %s%s. Pass "
+            "verify_replicas=True to make that an error; for buffers, buffers='rank0', 'mean' or "
+            "'per_rank' says which count",
+            len(warned),
+            ", ".join(shown),
+            more,
+        )
+
+
+def _message(name: str, ranks: tuple[int, int], box: Box, role: Role) -> str:
+    first, other = ranks
+    what = f"{name}: ranks {first} and {other} hold different values of shape {box.shape}"
+    buffers = (
+        "If they are buffers of a module, such as the statistics of BatchNorm, say which count: "
+        'buffers="rank0", "mean" or "per_rank".'
+    )
+    if role is not Role.ASSUMED:
+        return (
+            f"{what}, though their replicas should be equal. Broadcast them from one rank, and "
+            f"look for what made them differ. {buffers}"
+        )
+    return (
+        f"{what} under this one name. If they are shards of a larger tensor, describe them "
+        "(DTensor, or remesh.ShardedTensor with the global shape). If each rank has its own, as "
+        "stages of a pipeline have, give them names of their own or wrap them in "
+        f"remesh.ShardedObject. {buffers} If they should be equal, broadcast them from one rank "
+        "before saving."
+    )
+
+
+def sample_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """The stretches of a box that are compared, as ranges of flat elements.
+
+    They are spread evenly from the first element to the last, and consist of whole rows if these
+    are short, for each stretch of a device's memory is then one copy.
+
+    Args:
+        shape: Shape of the box.
+        itemsize: Bytes of an element.
+    """
+    size = math.prod(shape)
+    length = SAMPLE_BLOCK_BYTES // itemsize
+    if size <= SAMPLE_BLOCKS * length:
+        return [(0, size)]
+    row = shape[-1] if shape[-1] <= length else 1
+    length -= length % row
+    last = (size - length) // row
+    starts = [last * number // (SAMPLE_BLOCKS - 1) * row for number in range(SAMPLE_BLOCKS)]
+    return [(start, start + length) for start in starts]

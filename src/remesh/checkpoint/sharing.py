@@ -1,0 +1,160 @@
+"""Checks that all ranks of a save write to one shared place.
+
+Ranks that write to different places, because the path has a time stamp or because each node has a
+disk of its own under the same path, all succeed, and the checkpoint lacks most of its files. Three
+checks find that:
+
+* The ranks compare the names of their places in the agreement (`check_same_place`).
+* Before the commit rank 0 lists the files once, and compares them with what the ranks say that they
+  have written (`check_arrived`).
+* Ranks of a background save meet only through the storage, so they would wait for each other until
+  the deadline. Rank 0 therefore puts a small file before the first save to a directory, and every
+  rank looks for it (`meet`). That is left out if the file systems prove that the directory is the
+  same one (`is_one_directory`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from remesh.errors import CheckpointNotFoundError, NotSharedError, StorageError
+from remesh.exchange import Exchange, run_joined
+from remesh.storage import FileSystemSpace, Storage, list_sizes
+
+MAX_SHOWN = 8
+"""How many ranks an error names at most."""
+
+PATIENCE_SECONDS = 60.0
+"""How long a rank looks for a file of rank 0; file systems may remember for half a minute that a
+directory was not there."""
+
+_WHAT_IS_SHARED = (
+    "All ranks must save to one shared place: a directory of a file system that every node has "
+    "mounted under the same path (NFS, Lustre, ...), or one URL of an object store."
+)
+
+
+def check_same_place(urls: Sequence[str]) -> None:
+    """Check that all ranks name one place.
+
+    Args:
+        urls: What each rank names, in rank order.
+
+    Raises:
+        NotSharedError: If they differ, with the first two that do.
+    """
+    other = next((rank for rank, url in enumerate(urls) if url != urls[0]), None)
+    if other is not None:
+        raise NotSharedError(
+            f"ranks 0 and {other} save to different places; nothing was written.\n"
+            f"rank 0: {urls[0]}\nrank {other}: {urls[other]}\n{_WHAT_IS_SHARED} If the path has a "
+            "time stamp or a random part, choose it on rank 0 and broadcast it to the other ranks."
+        )
+
+
+def is_one_directory(spaces: Sequence[FileSystemSpace | None]) -> bool:
+    """Whether the file systems prove that ranks which name one path mean one directory."""
+    directories = {"" if space is None else space.directory for space in spaces}
+    return len(directories) == 1 and "" not in directories
+
+
+def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str, int]]) -> None:
+    """Check on rank 0 that the files which ranks have written are there, with one listing.
+
+    Args:
+        storage: The place, as rank 0 sees it.
+        prefix: How the paths of all files begin.
+        files: Rank, path and number of bytes of each.
+
+    Raises:
+        NotSharedError: If files are not there or have another size.
+        StorageError: If the storage fails.
+    """
+    written = list(files)
+    sizes = list_sizes(storage, prefix)
+    absent: dict[int, str] = {}
+    for rank, path, num_bytes in written:
+        # A listing may be older than the file, as with attributes that a network file system keeps.
+        if sizes.get(path) != num_bytes and not _has_bytes(storage, path, num_bytes):
+            absent.setdefault(rank, path)
+            if len(absent) == MAX_SHOWN:
+                break
+    if absent:
+        (rank, path), more = next(iter(absent.items())), ", ..." if len(absent) == MAX_SHOWN else ""
+        shown = ", ".join(map(str, absent)) + more
+        raise NotSharedError(
+            f"{_shortened(storage.url)}: rank 0 does not see the files of ranks {shown}.\n"
+            f"Rank {rank} has written {path}, but in {storage.url} rank 0 finds "
+            f"{_found(storage, path)}. {_WHAT_IS_SHARED} Directories on disks of the nodes are not "
+            "shared, even if they have the same path on every node. Nothing was committed."
+        )
+
+
+def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], None]) -> None:
+    """Check that every rank sees a file that rank 0 has put. Collective.
+
+    Args:
+        exchange: The ranks.
+        storage: The place, as this rank sees it.
+        path: The file; rank 0 removes it.
+        undo: What rank 0 does if a rank does not see it.
+
+    Raises:
+        NotSharedError: On all ranks, if one does not see it.
+        StorageError: If the storage fails.
+    """
+
+    def look() -> bytes:
+        if exchange.rank and not _is_seen(storage, path):
+            raise NotSharedError(
+                f"{_shortened(storage.url)}: rank {exchange.rank} does not see what rank 0 writes "
+                f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
+                "disks of the nodes are not shared, even if they have the same path on every node."
+            )
+        return b""
+
+    def part(replies: list[bytes]) -> list[bytes]:
+        storage.delete(path)
+        return replies
+
+    run_joined(exchange, look, part, undo)
+
+
+def _is_seen(storage: Storage, path: str) -> bool:
+    """Whether a file is there, or soon is."""
+    started, wait = time.monotonic(), 0.01
+    while True:
+        with suppress(CheckpointNotFoundError):
+            storage.size(path)
+            return True
+        if time.monotonic() - started + wait > PATIENCE_SECONDS:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, 2.0)
+
+
+def _has_bytes(storage: Storage, path: str, num_bytes: int) -> bool:
+    """Whether a file ends where it should; opening it makes network file systems look again."""
+    end = np.empty(2, np.uint8)
+    try:
+        return storage.read_into(path, num_bytes - 1, end) == 1
+    except CheckpointNotFoundError:
+        return False
+
+
+def _found(storage: Storage, path: str) -> str:
+    try:
+        return f"{storage.size(path)} bytes of it"
+    except StorageError as error:
+        return f"a file that it cannot read ({error})"
+    except CheckpointNotFoundError:
+        return "no such file"
+
+
+def _shortened(url: str) -> str:
+    """A URL that leaves room for a sentence in a line."""
+    return url if len(url) <= 40 else f"...{url[-37:]}"

@@ -1,0 +1,243 @@
+"""The master's open connections: how many there may be, and which have to go.
+
+Connections that say nothing must not keep the nodes of a job out. A connection has some seconds to
+send a whole request. When as many are open as there may be, one makes room for the next: first
+those that have never sent a valid request, then those that wait for their next one, the longest
+silent first. Connections whose request is being answered stay.
+
+`Connections` decides, without sockets, by the time that it is told. `Doors` accepts and closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 10.0
+"""Time for a connection's first request, TLS included, and for the body of each."""
+IDLE_SECONDS = 75.0
+"""How long a connection may wait for the next request."""
+SWEEP_SECONDS = 1.0
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+KEPT_FILES = 64
+"""Open files that are not for connections."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One that is open.
+
+    Attributes:
+        since: When it was opened, or answered last.
+        is_known: Whether it has sent a valid request.
+        num_running: Its requests that are being answered.
+    """
+
+    since: float
+    is_known: bool = False
+    num_running: int = 0
+
+    def ask(self) -> None:
+        """A valid request is here, whole."""
+        self.is_known = True
+        self.num_running += 1
+
+    def answer(self, now: float) -> None:
+        """It is answered."""
+        self.num_running -= 1
+        self.since = now
+
+
+@dataclass(slots=True)
+class Connections:
+    """Those that are open.
+
+    Attributes:
+        most: How many there may be.
+    """
+
+    most: int
+    _open: set[Connection] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, now: float) -> Connection:
+        """One more."""
+        connection = Connection(now)
+        self._open.add(connection)
+        return connection
+
+    def close(self, connection: Connection) -> None:
+        """One less."""
+        self._open.discard(connection)
+
+    def overdue(self, now: float) -> list[Connection]:
+        """Those that have been silent for too long."""
+        return [
+            connection
+            for connection in self._open
+            if not connection.num_running
+            and now - connection.since > (IDLE_SECONDS if connection.is_known else REQUEST_SECONDS)
+        ]
+
+    def least_missed(self) -> Connection | None:
+        """The one that makes room for another; None if all are being answered."""
+        silent = [connection for connection in self._open if not connection.num_running]
+        return min(silent, key=lambda each: (each.is_known, each.since), default=None)
+
+
+def max_connections() -> int:
+    """As many as this process may have files open, without those that it needs."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - KEPT_FILES, 16)
+
+
+class Doors:
+    """Accepts connections.
+
+    Args:
+        tls: Certificate and key, if it speaks HTTPS.
+        most: How many connections there may be.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None, most: int) -> None:
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._connections = Connections(most)
+        self._closers: dict[Connection, Callable[[], object]] = {}
+        self._of: dict[asyncio.BaseTransport, Connection] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._listeners: list[socket.socket] = []
+
+    def listen(self, make: Callable[[], asyncio.Protocol], host: str, port: int) -> int:
+        """Begin to accept.
+
+        Args:
+            make: Makes the protocol of a connection.
+            host: A name or an address of this machine.
+            port: A port; 0 for any free one.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: If that is not possible.
+        """
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _kind, _proto, _name, address in dict.fromkeys(found):
+            place = (str(address[0]), port)
+            try:
+                listener = socket.create_server(place, family=family, backlog=4096)
+            except OSError as error:
+                if error.errno in _NO_SUCH_ADDRESS:
+                    continue  # a name may have addresses of a family that the machine has not
+                raise
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            port = port or listener.getsockname()[1]  # the same for all addresses of a name
+            self._start(self._accept(listener, make))
+        if not self._listeners:
+            raise OSError(f"this machine has no address {host}")
+        self._start(self._sweep())
+        return port
+
+    def of(self, transport: asyncio.BaseTransport | None) -> Connection | None:
+        """The connection of a request; None if it was closed meanwhile."""
+        return None if transport is None else self._of.get(transport)
+
+    async def close(self) -> None:
+        """Accept no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        while True:
+            if len(self._connections) >= self._connections.most:
+                # At the next turn of the loop, what makes room has been closed.
+                await asyncio.sleep(0 if self._make_room() else 0.1)
+                continue
+            try:
+                accepted, _address = await self._loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("a connection cannot be accepted: %s", error)
+                self._make_room()
+                await asyncio.sleep(0.1)
+                continue
+            connection = self._connections.open(self._loop.time())
+            admission = self._start(self._admit(connection, accepted, make))
+            self._closers[connection] = admission.cancel
+            await asyncio.sleep(0)  # a task that is cancelled before it begins closes nothing
+
+    async def _admit(
+        self,
+        connection: Connection,
+        accepted: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """Let a connection speak; with TLS this takes as long as the other side likes."""
+        try:
+            transport, _protocol = await self._loop.connect_accepted_socket(
+                make, accepted, ssl=self._tls
+            )
+        except (OSError, asyncio.CancelledError):
+            accepted.close()
+            self._forget(connection)
+            return
+        self._of[transport] = connection
+        # abort: what is still to be sent may never be taken.
+        self._closers[connection] = transport.abort
+
+    def _make_room(self) -> bool:
+        """Close what is closed already, or the connection that is missed least."""
+        if self._forget_closed():
+            return True
+        connection = self._connections.least_missed()
+        if connection is None:
+            log.warning(
+                "all %d connections are in use; others have to wait", len(self._connections)
+            )
+            return False
+        if connection.is_known:
+            log.warning("too many connections are open: idle ones are closed")
+        else:
+            log.warning("too many connections are open: those without a request are closed")
+        self._closers[connection]()
+        self._forget(connection)
+        return True
+
+    def _forget_closed(self) -> bool:
+        gone = [transport for transport in self._of if transport.is_closing()]
+        for transport in gone:
+            self._forget(self._of.pop(transport))
+        return bool(gone)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.close(connection)
+        self._closers.pop(connection, None)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self._forget_closed()
+            for connection in self._connections.overdue(self._loop.time()):
+                self._closers[connection]()
+                self._forget(connection)

@@ -1,0 +1,75 @@
+"""Ends the training processes of a node when its agent has ended, however it ended.
+
+`guard.py DIRECTORY`
+
+The kernel kills a process that the agent has started when the agent dies (`child.py`), but not the
+processes that this one has started: a wrapper script that does not end with `exec` would leave a
+training behind that goes on, beside the one that takes its place. So each agent starts a guard, in
+a session of its own. The guard waits until its standard input ends, which happens when the agent
+has ended, and kills what is left of the process groups of the training.
+
+A process belongs to the training if its environment says so and it has not left the process group
+in which it was started. A process with a group of its own was meant to outlive the training, as the
+one that writes a checkpoint. A training process that has left its group is not found here; its
+manager notices that the agent is gone (`remesh.heartbeat.AgentLock`).
+
+The file is run by path, in an interpreter without `site`, and must import nothing but the standard
+library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+HEARTBEAT = "REMESH_HEARTBEAT_FILE"
+GROUP = "REMESH_PROCESS_GROUP"
+SECONDS = 60.0
+"""How long the guard waits for the end of what it has killed."""
+
+
+def kill_groups(directory: str, seconds: float) -> list[int]:
+    """Kill all processes of the training, and wait until they are gone.
+
+    Args:
+        directory: The agent's directory for heartbeats, which their environment names.
+        seconds: How long to wait.
+
+    Returns:
+        The ids of the processes that are left: they are stuck in the kernel.
+    """
+    deadline = time.monotonic() + seconds
+    while (pids := _find(directory)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return pids
+
+
+def _find(directory: str) -> list[int]:
+    """The processes whose environment names the directory, in the groups where they began."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+            values = dict(item.split(b"=", 1) for item in variables if b"=" in item)
+            file_of_process = os.fsdecode(values.get(HEARTBEAT.encode(), b""))
+            if os.path.dirname(file_of_process) != directory:
+                continue
+            if os.getpgid(int(name)) == int(values.get(GROUP.encode(), b"0")):
+                found.append(int(name))
+        except (OSError, ValueError):
+            continue  # it has ended, or is not ours
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    kill_groups(sys.argv[1], SECONDS)

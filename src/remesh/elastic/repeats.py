@@ -1,0 +1,40 @@
+"""A log that says a repeated thing once, and how often it was repeated."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+QUIET_SECONDS = 60.0
+"""How long a message is not said again."""
+MAX_MESSAGES = 1000
+"""Messages after which all are forgotten."""
+
+
+class RepeatFilter(logging.Filter):
+    """Lets a message pass once a minute. Those that differ only in their arguments are one message.
+
+    Args:
+        clock: Seconds that never jump.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._said: dict[tuple[int, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a message is to be said."""
+        now, message = self._clock(), (record.levelno, str(record.msg))
+        at, num_repeated = self._said.get(message, (None, 0))
+        if at is not None and now - at < QUIET_SECONDS:
+            self._said[message] = at, num_repeated + 1
+            return False
+        if len(self._said) >= MAX_MESSAGES:
+            self._said = {}
+        self._said[message] = now, 0
+        if num_repeated:
+            record.msg = f"{record.getMessage()} ({num_repeated} more like this since the last one)"
+            record.args = ()
+        return True

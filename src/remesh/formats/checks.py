@@ -1,0 +1,119 @@
+"""What comes out of a foreign file is checked where it comes in.
+
+A file may hold any number, text or nesting where its format wants a shape, an offset or a name.
+These functions take what was found and return what the format wants, or raise an error that names
+the file and what is wrong in it.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from remesh.errors import CorruptCheckpointError, FormatVersionError
+from remesh.geometry import MAX_DIMS, MAX_ELEMENTS
+from remesh.state import MAX_PATH, Path
+
+T = TypeVar("T")
+
+# Not repr(): what holds one thing twice, which holds another twice, and so on, has no end of it.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxstring = 2, 16, 16, 60
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what was asked for."""
+
+
+def damaged(where: str, what: str) -> CorruptCheckpointError:
+    """The error for a file that is not what its format wants."""
+    return CorruptCheckpointError(
+        f"{where}: {what}. Load another checkpoint, or restore this file from a copy."
+    )
+
+
+def decode_json(data: bytes, where: str, wanted: type[T]) -> T:
+    """Decode a JSON file.
+
+    Args:
+        data: Its content.
+        where: The file, for error messages.
+        wanted: What it shall hold.
+
+    Raises:
+        CorruptCheckpointError: If it does not.
+    """
+    try:
+        return msgspec.json.decode(data, type=wanted)
+    except MALFORMED as error:
+        raise damaged(where, f"not the JSON that it should be ({error})") from error
+
+
+def integers(value: Any, where: str, what: str) -> tuple[int, ...]:
+    """A shape or an offset: numbers that are not negative and not too large for 64 bits.
+
+    Raises:
+        CorruptCheckpointError: If the value is something else; `what` says what it should be.
+    """
+    is_sequence = isinstance(value, list | tuple) and len(value) <= MAX_DIMS
+    # Not isinstance: True is no extent.
+    if is_sequence and all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):
+        return tuple(value)
+    raise damaged(where, f"{shown(value)} is not {what}")
+
+
+def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
+    """Check that a tensor of a shape can exist.
+
+    Raises:
+        CorruptCheckpointError: If not: negative extents, or too many elements for 64 bits.
+        FormatVersionError: If it has more dims than arrays can have.
+    """
+    integers(shape[:MAX_DIMS], where, "a shape")
+    if len(shape) > MAX_DIMS:
+        raise FormatVersionError(f"{where}: {len(shape)} dims; arrays have at most {MAX_DIMS}")
+    # Arrays are refused by the extents that are not 0, though one that is 0 makes them empty.
+    if math.prod(n for n in shape if n) * itemsize > MAX_ELEMENTS:
+        raise damaged(where, f"a tensor of shape {shown(tuple(shape))} is too large to exist")
+
+
+def check_name(name: object, where: str) -> str:
+    """A name of a tensor or value.
+
+    Raises:
+        CorruptCheckpointError: If it is no text, or not in Unicode.
+    """
+    if isinstance(name, str):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            pass
+        else:
+            return name
+    raise damaged(where, f"{shown(name)} is not a name")
+
+
+def check_path(value: object, where: str) -> Path:
+    """The keys that lead to something in a nested state: at least one text or whole number.
+
+    Raises:
+        CorruptCheckpointError: If it is something else.
+    """
+    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_PATH:
+        for key in value:
+            if type(key) is not int or abs(key) > MAX_ELEMENTS:
+                check_name(key, where)
+        return tuple(value)
+    raise damaged(where, f"{shown(value)} is not a path in a state")
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it gets long."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # thousands of digits
+        text = type(value).__qualname__
+    return text if len(text) <= 60 else f"{text[:57]}..."

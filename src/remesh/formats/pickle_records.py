@@ -1,0 +1,92 @@
+"""What a pickle says, as data: the names, calls and objects that `pickle_reader` finds in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class Name:
+    """A class, function or constant that a pickle names. Only its name; there is nothing behind it.
+
+    Attributes:
+        full: Module and name, joined by a dot.
+    """
+
+    __slots__ = ("full",)
+
+    def __init__(self, full: str) -> None:
+        self.full = full
+
+
+class Record:
+    """An object that a pickle describes: what makes it, and what it is given afterwards.
+
+    Attributes:
+        name: Qualified name of the class or function.
+        args: The arguments.
+        is_new: Whether a class is to be made without being called (`__new__` alone).
+        kwargs: Named arguments of `__new__`; None if there are none.
+        state: What the object is given as its state; None if nothing.
+        items: What is appended to it; None if nothing.
+        pairs: What is set in it by key; None if nothing.
+    """
+
+    __slots__ = ("args", "is_new", "items", "kwargs", "name", "pairs", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...], is_new: bool = False) -> None:
+        self.name = name
+        self.args = args
+        self.is_new = is_new
+        self.kwargs: dict[Any, Any] | None = None
+        self.state: Any = None
+        self.items: list[Any] | None = None
+        self.pairs: dict[Any, Any] | None = None
+
+    def field(self, name: str) -> Any:
+        """An attribute of the object, by its state; None if it has none of this name."""
+        return self.state.get(name) if type(self.state) is dict else None
+
+
+class PersistentId:
+    """Something outside the pickle, by its id."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self, pid: Any) -> None:
+        self.pid = pid
+
+
+class Key:
+    """A key of a dict that is not hashed before it is known to be harmless."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+class Items:
+    """A set, as the list of what was added to it."""
+
+    __slots__ = ("is_frozen", "items")
+
+    def __init__(self, items: list[Any], is_frozen: bool) -> None:
+        self.items = items
+        self.is_frozen = is_frozen
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """What a pickle says.
+
+    Attributes:
+        root: None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above.
+            Parts that the pickle shares are shared here, and may hold themselves.
+        names: All names in it.
+        num_bytes: Length of the pickle.
+    """
+
+    root: Any
+    names: frozenset[str]
+    num_bytes: int

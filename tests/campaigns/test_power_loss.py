@@ -1,0 +1,151 @@
+"""Power that fails at any moment of saves, replayed from what they asked of the system.
+
+A recorded run makes thousands of outcomes, because any of what is not yet durable may be lost. Each
+is laid out as a directory, and whatever a save had announced by then must load from it. By default
+some hundred outcomes are looked at; `REMESH_POWER_LOSSES=30000` looks at that many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.sharded import ShardedTensor
+from remesh.testing import run_ranks
+from remesh.testing.power_loss import PowerLoss, write_state
+from remesh.testing.system_calls import Call, SystemCalls
+
+NUM_STATES = int(os.environ.get("REMESH_POWER_LOSSES", "240"))
+NUM_RANKS = 2
+NUM_ROWS = 400
+PLACE = "runs/new/checkpoint"
+CHANGES = {
+    *("open", "mkdir", "pwrite", "ftruncate", "fallocate", "fsync"),
+    *("link", "rename", "replace", "unlink", "rmdir"),
+}
+
+
+class Killed(BaseException):
+    """Raised by every call after the one at which the process was killed."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """Calls, and how many of them had been made when each save was announced."""
+
+    calls: list[Call] = field(default_factory=list)
+    announced: list[tuple[int, int]] = field(default_factory=list)
+    begun: list[tuple[int, int]] = field(default_factory=list)
+
+    def note(self, call: Call) -> None:
+        if call.name in CHANGES:
+            self.calls.append(call)
+
+    def save(self, root: Path, number: int, kill_after: int | None = None) -> None:
+        """Record a save; killed after some of its calls if asked for."""
+        self.begun.append((len(self.calls), number))
+        last = None if kill_after is None else len(self.calls) + kill_after
+
+        def before(call: Call) -> int | None:
+            if last is not None and len(self.calls) >= last and call.name in CHANGES:
+                raise Killed
+            return None
+
+        with SystemCalls(root, before=before, after=self.note):
+            try:
+                run_ranks(NUM_RANKS, save_part, root / PLACE, number)
+            except BaseException:
+                # Which error a rank ends with that meets its end does not matter.
+                if last is None:
+                    raise
+                return
+        self.announced.append((len(self.calls), number))
+
+
+def save_part(exchange: Exchange, path: Path, number: int) -> None:
+    rows = NUM_ROWS // exchange.world_size
+    mine = np.full((rows, 2), number, np.int64)
+    table = ShardedTensor.at_offset("table", mine, (NUM_ROWS, 2), (exchange.rank * rows, 0))
+    remesh.save({"table": table, "number": number}, path, overwrite=True, group=exchange)
+
+
+def number_at(path: Path, group: Exchange | None = None) -> int | None:
+    """Which save is at a path, bit for bit; None if there is no checkpoint."""
+    state: dict[str, Any] = {"table": np.zeros((NUM_ROWS, 2), np.int64), "number": -1}
+    try:
+        remesh.load(state, path, group=group)
+    except remesh.CheckpointNotFoundError:
+        return None
+    assert (state["table"] == state["number"]).all()
+    return int(state["number"])
+
+
+def check_states(recording: Recording, work: Path, num_states: int, seed: int) -> None:
+    """Let the power fail at random moments of what was recorded."""
+    chance = random.Random(seed)
+    moments = sorted(chance.randrange(len(recording.calls) + 1) for _ in range(num_states))
+    disk, done = PowerLoss(), 0
+    for turn, moment in enumerate(moments):
+        for call in recording.calls[done:moment]:
+            disk.apply(call)
+        done = moment
+        root = work / "state"
+        write_state(disk.state(chance, kept=chance.choice([0.0, 0.5, 0.9, 1.0])), root)
+        found = number_at(root / PLACE)
+        announced = [number for at, number in recording.announced if at <= moment]
+        begun = [number for at, number in recording.begun if at <= moment]
+        oldest = announced[-1] if announced else None
+        allowed = {oldest, *(number for number in begun if oldest is None or number > oldest)}
+        assert found in allowed, (seed, turn, moment, recording.calls[max(0, moment - 3) : moment])
+        if turn % 10 == 0:  # and the next save works
+            run_ranks(NUM_RANKS, save_part, root / PLACE, 99)
+            assert number_at(root / PLACE) == 99
+        shutil.rmtree(root)
+
+
+def two_saves(root: Path) -> Recording:
+    recording = Recording()
+    recording.save(root, 1)
+    recording.save(root, 2)
+    return recording
+
+
+def test_nothing_announced_is_lost(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    check_states(two_saves(root), tmp_path, NUM_STATES // 2, seed=1)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_save_after_a_killed_one_is_durable(tmp_path: Path, part: int) -> None:
+    """What the killed one had made, directories above all, need not be durable yet."""
+    chance = random.Random(part)
+    root = tmp_path / "disk"
+    root.mkdir()
+    recording = Recording()
+    recording.save(root, 1, kill_after=part * 3 + chance.randrange(3))
+    recording.save(root, 2)
+    check_states(recording, tmp_path, NUM_STATES // 12, seed=part)
+
+
+def without_sync(_self: object) -> None:
+    """A storage that promises and does not keep."""
+
+
+def test_the_replay_finds_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that cannot fail would show nothing: without syncs it must."""
+    monkeypatch.setattr("remesh.storage.LocalStorage.sync", without_sync)
+    root = tmp_path / "disk"
+    root.mkdir()
+    recording = two_saves(root)
+    with pytest.raises((AssertionError, remesh.RemeshError)):
+        check_states(recording, tmp_path, NUM_STATES, seed=1)

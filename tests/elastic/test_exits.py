@@ -1,0 +1,164 @@
+"""A process that crashes on its way out, after its work was done, has not failed."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remesh.elastic.agent import EXIT_JOB_FAILED, _Process
+from remesh.script import done_note
+from tests.elastic.cluster import REMESH
+
+pytestmark = pytest.mark.timeout(600)
+
+log = logging.getLogger(__name__)
+
+CRASHES = """
+import atexit, os, sys, time
+from pathlib import Path
+
+other = Path("pid")
+if os.environ["RANK"] == "1":
+    while not other.exists():
+        time.sleep(0.01)
+    atexit.register(os.abort)
+    other.write_text(str(os.getpid()))
+else:
+    beside = other.with_suffix(".new")
+    beside.touch()
+    beside.rename(other)
+    while not (pid := other.read_text()):
+        time.sleep(0.01)
+    # The agent has seen the crash when the process is gone for good.
+    while Path("/proc", pid).exists():
+        time.sleep(0.01)
+    print("went on:", sys.argv[1:], flush=True)
+"""
+
+
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*REMESH, "run", "--nproc-per-node", "2", "--max-restarts", "0", *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [("-m", "crashes"), ("crashes.py",)])
+def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    done = run(tmp_path, *words, "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert "went on: ['--lr', '1']" in done.stdout
+    assert "died by signal 6 on its way out, after its work was done: no failure" in done.stderr
+    assert "gloo" in done.stderr
+
+
+def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit('bad')\n")
+    done = run(tmp_path, "fails.py")
+    assert done.returncode == EXIT_JOB_FAILED
+    assert "exitcode  : 1" in done.stderr
+    assert "fault of remesh" not in done.stderr
+
+
+def start(*, note: bool, directory: Path, ends: str) -> _Process:
+    """A process as torch's agent would see it, when it has ended."""
+    process = subprocess.Popen(["sh", "-c", ends])
+    if note:
+        done_note(str(directory), process.pid).touch()
+    seen = _Process(process, str(directory))
+    process.wait(60)
+    return seen
+
+
+def test_what_is_forgiven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    aborts = "kill -ABRT $$"
+    with caplog.at_level(logging.WARNING):
+        assert start(note=False, directory=tmp_path, ends=aborts).poll() == -signal.SIGABRT
+        assert start(note=False, directory=tmp_path, ends="exit 3").wait(60) == 3
+        # Exit handlers had their say: this is the script's own code.
+        assert start(note=True, directory=tmp_path, ends="exit 3").poll() == 3
+        assert start(note=True, directory=tmp_path, ends="exit 0").poll() == 0
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        crashed = start(note=True, directory=tmp_path, ends=aborts)
+        assert (crashed.poll(), crashed.wait(), crashed.poll()) == (0, 0, 0)
+    assert caplog.text.count("after its work was done: no failure") == 1
+
+
+TRAINS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(10):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """Two busy processes a processor, so that threads are interrupted anywhere."""
+    context = multiprocessing.get_context("forkserver")
+    count = 2 * len(os.sched_getaffinity(0))
+    processes = [context.Process(target=spin, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    yield
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("load")
+def test_of_many_jobs_none_aborts_at_its_end(tmp_path: Path) -> None:
+    """As many jobs as `REMESH_EXITS` says, beside as many of torchrun, which show the race."""
+    (tmp_path / "train.py").write_text(TRAINS)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    num_aborts = 0
+    count = int(os.environ.get("REMESH_EXITS", "100"))
+    for number in range(count):
+        plain, ours = (
+            subprocess.run(
+                [*launcher, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=1200,
+                check=False,
+            )
+            for launcher in (torchrun, (*REMESH, "run"))
+        )
+        assert ours.returncode == 0, f"job {number}: {ours.stderr}"
+        assert "on its way out" not in ours.stderr
+        num_aborts += plain.returncode != 0
+        assert plain.returncode == 0 or "Signal 6 (SIGABRT)" in plain.stderr, plain.stderr
+        log.info("%d jobs: %d of torchrun's aborted, none of remesh's", number + 1, num_aborts)

@@ -1,0 +1,93 @@
+"""Training processes end with their agent, also those that a wrapper script has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from remesh.elastic import child, guard
+from remesh.elastic.directories import BEATS, agent_directory
+from remesh.heartbeat import AgentLock
+from tests.elastic.cluster import REMESH, kill
+from tests.waiting import wait_until
+
+ORPHAN = Path(__file__).with_name("orphan.py")
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_the_lock_of_an_agent_is_free_when_it_has_ended(tmp_path: Path) -> None:
+    assert not AgentLock("").is_free()
+    assert not AgentLock(str(tmp_path / "none")).is_free()
+    with agent_directory(str(tmp_path), BEATS) as directory:
+        lock = AgentLock(directory)
+        assert not lock.is_free()
+        assert not lock.is_free()
+    assert lock.is_free()
+    lock.close()
+    assert not lock.is_free()
+
+
+@pytest.mark.parametrize("wrapper", ["sleep 1000 & echo $!; wait", "sleep 1000 & echo $!; exit"])
+def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: str) -> None:
+    beats = str(tmp_path)
+    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), beats, ""]
+    script = f"setsid sleep 1000 & echo $!; {wrapper}"
+    watching = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, beats], stdin=subprocess.PIPE
+    )
+    training = subprocess.Popen(
+        [*own, "bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
+    assert training.stdout is not None
+    apart, within = (int(training.stdout.readline()) for _ in range(2))
+    try:
+        wait_until(lambda: os.getpgid(apart) == apart, "a session of its own")
+        assert lives(within)
+        assert watching.poll() is None
+        watching.communicate()  # closes the pipe, as the end of the agent does
+        assert not lives(within)
+        assert lives(apart)
+    finally:
+        for pid in (apart, within):
+            kill(pid)
+        training.kill()
+        training.communicate()
+
+
+def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
+    # Rank 1 gets a process group of its own, so that it has to notice by itself.
+    train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'#!/bin/bash\n[ "$RANK" = 0 ] || set -m\n{train}\necho ended\n')
+    wrapper.chmod(0o755)
+    command = [*REMESH, "run", "--nproc-per-node", "2", "--no-python", str(wrapper)]
+    agent = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, cwd=tmp_path
+    )
+    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    pids: list[int] = []
+    try:
+        wait_until(lambda: all(file.exists() for file in files), "both processes")
+        pids = [int(file.read_text()) for file in files]
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+        wait_until(lambda: not any(map(lives, pids)), "the end of both processes")
+        assert (tmp_path / "noticed").exists()
+    finally:
+        kill(agent.pid)
+        agent.wait()
+        for pid in pids:
+            kill(pid)

@@ -1,0 +1,228 @@
+"""What the master must not forget: a journal that cannot be written, or has lost something."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from remesh.cli import cli
+from remesh.elastic import events
+from remesh.elastic.job import Policy, State
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import RETRY_SECONDS, Master
+from remesh.elastic.metrics import render_metrics
+from remesh.elastic.protocol import JoinRequest, Waiting
+from remesh.elastic.rendezvous import Settings
+from remesh.elastic.status import status_of
+from remesh.errors import StorageError
+
+POLICY = Policy(heartbeat_timeout=600.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wish(number: int) -> tuple[float, events.Event]:
+    return float(number), events.WantCheck("x" * 2000)
+
+
+async def join(master: Master, number: int) -> None:
+    reply = await master.join(
+        JoinRequest(
+            name=f"host-{number}" + "x" * 5000,
+            node_id=number,
+            incarnation=str(number),
+            address="x",
+            num_processes=1,
+            after_round=0,
+            settings=Settings(min_nodes=9, max_nodes=9),
+            wait=0.0,
+        )
+    )
+    assert isinstance(reply, Waiting)
+
+
+def loaded(path: Path) -> tuple[State, list[str]]:
+    with closing(Journal(path)) as journal:
+        return journal.load(POLICY)[0], journal.warnings
+
+
+def fill_disk(journal: Journal, *, full: bool) -> None:
+    """Let SQLite find the disk full, as far as this journal is concerned."""
+    pages = 1 if full else 1 << 30  # never fewer than there are
+    journal._database.execute(f"pragma max_page_count={pages}").fetchone()
+
+
+def remove_all(directory: Path) -> None:
+    for leftover in directory.iterdir():
+        leftover.unlink()
+
+
+class TestFullDisk:
+    def test_the_master_goes_on_says_so_and_writes_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        clock, file = Clock(), tmp_path / "journal"
+        journal = Journal(file)
+
+        async def play() -> State:
+            master = Master(POLICY, journal, clock)
+            await join(master, 0)
+            assert not master.warnings
+            fill_disk(journal, full=True)
+            for number in (1, 2, 3):
+                await join(master, number)
+            (warning,) = master.warnings
+            assert "database or disk is full" in warning
+            seen = status_of(master.state, master.live, clock(), master.warnings)
+            assert seen.warnings == (warning,)
+            text = render_metrics(seen, 1, journal_failing=not master.is_written).decode()
+            assert "remesh_journal_failing 1.0" in text
+            clock.now += RETRY_SECONDS
+            await master.written()
+            assert not master.is_written  # the disk is still full
+            fill_disk(journal, full=False)
+            await master.written()
+            assert not master.is_written  # it is not tried at every request
+            clock.now += RETRY_SECONDS
+            await master.written()
+            assert (master.is_written, master.warnings) == (True, ())
+            await join(master, 4)
+            await master.close()
+            return master.state
+
+        state = asyncio.run(play())
+        assert loaded(file) == (state, [])
+        errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(errors) == 1  # said once, not with every request
+        assert "the journal is written again, after 2 s" in caplog.messages
+
+    def test_a_journal_that_was_removed_is_made_again(self, tmp_path: Path) -> None:
+        clock, file = Clock(), tmp_path / "journal"
+
+        async def play() -> State:
+            master = Master(POLICY, Journal(file), clock)
+            await join(master, 0)
+            remove_all(tmp_path)
+            await join(master, 1)
+            assert "was removed while the master runs" in master.warnings[0]
+            clock.now += RETRY_SECONDS
+            await join(master, 2)
+            assert master.warnings == ()
+            await join(master, 3)
+            await master.close()
+            return master.state
+
+        state = asyncio.run(play())
+        assert loaded(file) == (state, [])
+
+    def test_the_file_of_another_master_is_left_alone(self, tmp_path: Path) -> None:
+        clock, file = Clock(), tmp_path / "journal"
+
+        async def play() -> None:
+            master = Master(POLICY, Journal(file), clock)
+            await join(master, 0)
+            remove_all(tmp_path)
+            file.write_text("mine")
+            for number in (1, 2):
+                await join(master, number)
+                clock.now += RETRY_SECONDS
+            assert not master.is_written
+            await master.close()
+
+        asyncio.run(play())
+        assert file.read_text() == "mine"
+
+
+class TestLosses:
+    def write(self, file: Path, *, num_events: int = 5) -> None:
+        with closing(Journal(file)) as journal:
+            journal.load(POLICY)
+            journal.append([wish(number) for number in range(num_events)])
+
+    def test_nothing_is_said_of_a_whole_journal(self, tmp_path: Path) -> None:
+        file = tmp_path / "journal"
+        for _ in range(3):
+            self.write(file)
+            assert loaded(file)[1] == []
+
+    @pytest.mark.parametrize(
+        ("statement", "message"),
+        [
+            ("delete from events where number = 3", "events 3 to 3 are missing"),
+            ("delete from events where number < 3", "events 1 to 2 are missing"),
+            ("delete from events where number > 3", "it ends with event 3, and ended with 5"),
+            ("delete from events", "it ends with event 0, and ended with 5"),
+            ("delete from about", "had lost the row of its version"),
+        ],
+    )
+    def test_missing_rows(self, tmp_path: Path, statement: str, message: str) -> None:
+        file = tmp_path / "journal"
+        self.write(file)
+        with closing(sqlite3.connect(file)) as database:
+            database.execute(statement)
+            database.commit()
+        (warning,) = loaded(file)[1]
+        assert message in warning
+
+    @pytest.mark.parametrize("log", ["there", "missing", "empty"])
+    def test_the_log_beside_the_file_of_a_killed_master(self, tmp_path: Path, log: str) -> None:
+        with closing(Journal(tmp_path / "journal")) as journal:
+            journal.load(POLICY)
+            for number in range(5):
+                journal.append([wish(number)])
+            # What a master leaves that is killed now.
+            shutil.copy(tmp_path / "journal", tmp_path / "left")
+            if log == "there":
+                shutil.copy(tmp_path / "journal-wal", tmp_path / "left-wal")
+            if log == "empty":
+                (tmp_path / "left-wal").touch()
+        warnings = loaded(tmp_path / "left")[1]
+        assert len(warnings) == (log != "there")
+        if warnings:
+            assert "left-wal is missing or empty, which held the newest events" in warnings[0]
+        # A master that stopped in an orderly way has left none.
+        assert loaded(tmp_path / "left")[1] == []
+
+    def test_a_journal_behind_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        link = tmp_path / "journal"
+        link.symlink_to(tmp_path / "disk" / "journal")
+        with closing(Journal(link)) as journal:
+            journal.load(POLICY)
+            for number in range(3):
+                journal.append([wish(number)])
+
+    def test_an_empty_file(self, tmp_path: Path) -> None:
+        (tmp_path / "journal").touch()
+        (warning,) = loaded(tmp_path / "journal")[1]
+        assert "was empty: if it held a job's state, that is lost" in warning
+
+
+class TestWhatIsNoJournal:
+    def test_a_directory_is_an_error_of_one_line(self, tmp_path: Path) -> None:
+        done = CliRunner().invoke(cli, ["master", "--port", "0", "--state", str(tmp_path)])
+        assert (done.exit_code, done.output) == (
+            2,
+            f"error: {tmp_path} is a directory; the journal needs a file\n",
+        )
+
+    def test_a_place_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(StorageError, match="unable to open database file"):
+            Journal(tmp_path / "missing" / "journal")
+
+    def test_another_file(self, tmp_path: Path) -> None:
+        (tmp_path / "notes").write_text("what I did on Monday\n" * 100)
+        with pytest.raises(StorageError, match="file is not a database"):
+            Journal(tmp_path / "notes")

@@ -1,0 +1,198 @@
+"""Buffers that differ between ranks, such as the statistics of BatchNorm: whose are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+
+Choice = Literal["rank0", "mean", "per_rank"]
+CHOICES: list[Choice] = ["rank0", "mean", "per_rank"]
+
+
+def model_of(rank: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model with equal parameters and other statistics on every rank."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        norm: Any = model[1]
+        norm.running_mean.fill_(rank)
+        norm.running_var.fill_(2.0**rank)
+        norm.num_batches_tracked.fill_(10 + rank)
+    return model
+
+
+def statistics_of(model: nn.Module) -> tuple[float, float, int]:
+    norm: Any = model[1]  # type: ignore[index]
+    values = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert all(len(set(value.reshape(-1).tolist())) == 1 for value in values)
+    mean, variance, count = (float(value.reshape(-1)[0]) for value in values)
+    return mean, variance, int(count)
+
+
+def save(exchange: Exchange, path: Path, how: str, buffers: Choice | None) -> None:
+    state = {"model": model_of(exchange.rank)}
+    if how == "save":
+        remesh.save(state, path, buffers=buffers, group=exchange)
+    elif how == "manager":
+        with remesh.Manager(path, buffers=buffers, group=exchange) as manager:
+            manager.save(1, state)
+    else:
+        with remesh.Saver(buffers=buffers, group=exchange) as saver:
+            saver.save_async(state, path).wait()
+    assert statistics_of(state["model"]) == (exchange.rank, 2.0**exchange.rank, 10 + exchange.rank)
+
+
+def load(exchange: Exchange, path: Path) -> tuple[float, float, int]:
+    model = model_of(100)
+    reports: list[remesh.RestoreReport] = []
+    remesh.load({"model": model}, path, on_report=reports.append, group=exchange)
+    assert not [name for name in reports[0].unexpected if name.startswith("model.")]
+    assert (next(model.parameters()).detach() == 0.5).all()
+    return statistics_of(model)
+
+
+@pytest.mark.parametrize("how", ["save", "saver", "manager"])
+def test_without_a_choice_the_error_names_it(how: str, tmp_path: Path) -> None:
+    for outcome in run_ranks_outcomes(3, save, tmp_path, how, None):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert 'buffers="rank0", "mean" or "per_rank"' in str(outcome.error)
+
+
+OWN = [(float(rank), 2.0**rank, 10 + rank) for rank in range(5)]
+EXPECTED: dict[Choice, dict[int, list[tuple[float, float, int]]]] = {
+    "rank0": {world: [OWN[0]] * world for world in (1, 2, 3, 5)},
+    "mean": {world: [(1.0, 7 / 3, 10)] * world for world in (1, 2, 3, 5)},
+    "per_rank": {
+        1: OWN[:1],
+        2: OWN[:2],
+        3: OWN[:3],
+        5: [*OWN[:3], OWN[0], OWN[0]],
+    },
+}
+
+
+@pytest.mark.parametrize("how", ["save", "saver", "manager"])
+@pytest.mark.parametrize("buffers", CHOICES)
+def test_the_chosen_buffers_are_loaded_in_every_world_size(
+    buffers: Choice, how: str, tmp_path: Path
+) -> None:
+    run_ranks(3, save, tmp_path, how, buffers)
+    place = tmp_path / "step_00000001" if how == "manager" else tmp_path
+    for world_size, expected in EXPECTED[buffers].items():
+        loaded = run_ranks(world_size, load, place)
+        for found, wanted in zip(loaded, expected, strict=True):
+            assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_mean_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    def save_it(exchange: Exchange) -> None:
+        state = {"model": model_of(exchange.rank, dtype)}
+        remesh.save(state, tmp_path, buffers="mean", group=exchange)
+
+    run_ranks(3, save_it)
+    stored = remesh.Checkpoint(tmp_path).read("model.1.running_mean")
+    assert stored.dtype == dtype
+    assert stored.tolist() == [1.0] * 3
+
+
+def test_the_mean_is_over_the_ranks_that_have_a_buffer(tmp_path: Path) -> None:
+    """Stages of a pipeline have buffers of their own."""
+
+    def save_it(exchange: Exchange) -> None:
+        stage, replica = divmod(exchange.rank, 2)
+        norm = nn.BatchNorm1d(2)
+        norm.running_mean = torch.full((2,), 10.0 * stage + replica)
+        remesh.save({f"stage{stage}": norm}, tmp_path, buffers="mean", group=exchange)
+
+    run_ranks(4, save_it)
+    checkpoint = remesh.Checkpoint(tmp_path)
+    for stage in range(2):
+        mean = checkpoint.read_array(f"stage{stage}.running_mean")
+        np.testing.assert_array_equal(mean, [10 * stage + 0.5] * 2)
+
+
+def test_parameters_that_differ_are_an_error_whatever_is_chosen(tmp_path: Path) -> None:
+    def save_it(exchange: Exchange) -> None:
+        model = model_of(exchange.rank)
+        with torch.no_grad():
+            next(model.parameters()).fill_(exchange.rank)
+        remesh.save({"model": model}, tmp_path, buffers="rank0", group=exchange)
+
+    for outcome in run_ranks_outcomes(2, save_it):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+
+
+def test_a_choice_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(remesh.StateError, match='must be "rank0", "mean", "per_rank"'):
+        remesh.save({}, tmp_path, buffers="median")  # type: ignore[arg-type]
+    with pytest.raises(remesh.StateError, match='must be "rank0", "mean", "per_rank"'):
+        remesh.Saver(buffers="median")  # type: ignore[arg-type]
+
+
+def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, int]]:
+    """FSDP2 with BatchNorm: a step, a background save, and a load into a fresh model."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def sharded(rank: int) -> nn.Module:
+        model = model_of(rank)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    model = sharded(dist.get_rank())
+    with remesh.Saver() as saver:
+        try:
+            saver.save_async({"model": model}, f"{path}/none").wait()
+        except remesh.DivergedReplicaError as error:
+            assert "buffers=" in str(error)  # noqa: PT017 - in another process
+        else:
+            raise AssertionError
+    found = []
+    for buffers in CHOICES:
+        with remesh.Saver(buffers=buffers) as saver:
+            saver.save_async({"model": model}, f"{path}/{buffers}").wait()
+        fresh = sharded(50)
+        remesh.load({"model": fresh}, f"{path}/{buffers}")
+        found.append(statistics_of(fresh))
+    return found
+
+
+def test_sharded_training_with_batchnorm_is_saved_beside_the_training(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_processes(2, train_sharded, str(tmp_path))):
+        assert found == [OWN[0], (0.5, 1.5, 10), OWN[rank]]
+
+
+def train_replicated(_exchange: Exchange, path: str) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = model_of(0)
+    replicated = DistributedDataParallel(model)
+    with torch.no_grad():
+        norm: Any = model[1]  # type: ignore[index]
+        norm.running_mean.fill_(dist.get_rank())
+        norm.running_var.fill_(2.0 ** dist.get_rank())
+    remesh.save({"model": replicated}, path)
+
+
+def test_replicated_training_stores_the_buffers_that_ddp_takes(tmp_path: Path) -> None:
+    run_processes(2, train_replicated, str(tmp_path))
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.read_array("model.1.running_mean").tolist() == [0.0] * 3
+    assert checkpoint.read_array("model.1.running_var").tolist() == [1.0] * 3

@@ -1,0 +1,234 @@
+"""Copies of tensors on several ranks: those that differ are found, whatever says they are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.adapters.memory import DeviceMemory, digest_of
+from remesh.checkpoint import copies, local
+from remesh.dtypes import BY_NAME
+from remesh.exchange import Exchange
+from remesh.memory import Memory
+from remesh.sharded import Part
+from remesh.state import Role
+from remesh.storage import MemoryStorage
+from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+
+
+def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
+    """Let plain tensors count as copies that a framework holds."""
+    describe = local.describe_local
+
+    def described(state: Any, stored: Any = None) -> Any:
+        description = describe(state, stored)
+        description.tensors = [dataclasses.replace(e, role=role) for e in description.tensors]
+        return description
+
+    monkeypatch.setattr("remesh.checkpoint.agreement.describe_local", described)
+
+
+def differ(outcomes: Any, name: str) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert f"{name}: ranks 0 and 1 hold different values" in str(outcome.error)
+        assert 'buffers="rank0"' in str(outcome.error)
+
+
+@pytest.mark.parametrize("kind", ["array", "strided", "tensor"])
+@pytest.mark.parametrize("at", [0, 50_001, 99_998, 149_999])
+def test_one_element_that_differs_anywhere_is_found(kind: str, at: int) -> None:
+    """Also where stages of a pipeline have equal layers but for what was trained so far."""
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        part = np.zeros((500, 300), np.float32)
+        part.reshape(-1)[at] = exchange.rank
+        value: Any = part
+        if kind == "strided":
+            value = np.stack([part, part], axis=-1)[..., 0]
+        elif kind == "tensor":
+            value = torch.from_numpy(part)
+        remesh.save({"w": value}, storage, group=exchange)
+
+    differ(run_ranks_outcomes(2, save), "w")
+    assert storage.list() == []
+
+
+def test_stages_with_equal_names_are_found_when_their_layers_differ() -> None:
+    """With equal values nothing is lost by storing one of them; with others the save fails."""
+    storage = MemoryStorage()
+
+    def train(exchange: Exchange) -> list[str]:
+        layer = nn.LayerNorm(300_000)
+        seen = []
+        with remesh.Saver(group=exchange) as saver:
+            saver.save({"model": layer}, storage, overwrite=True)
+            with torch.no_grad():
+                layer.weight[150_000] += exchange.rank
+            try:
+                saver.save({"model": layer}, storage, overwrite=True)
+            except remesh.DivergedReplicaError as error:
+                seen.append(str(error))
+        return seen
+
+    for seen in run_ranks(2, train):
+        assert "model.weight: ranks 0 and 1 hold different values" in seen[0]
+        assert "as stages of a pipeline have, give them names of their own" in seen[0]
+
+
+@pytest.mark.parametrize("role", [Role.EQUAL, Role.FIRST])
+def test_copies_of_a_framework_that_differ_are_warned_of_once(
+    role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    as_copies(monkeypatch, role)
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        with remesh.Saver(group=exchange) as saver:
+            for _ in range(3):
+                saver.save({"w": torch.full((4,), exchange.rank)}, storage, overwrite=True)
+
+    run_ranks(3, save)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "copies of 1 tensors differ between ranks" in warnings[0]
+    assert "w (ranks 0 and 1)" in warnings[0]
+    assert "verify_replicas=True" in warnings[0]
+    if role is Role.FIRST:
+        assert remesh.Checkpoint(storage).read("w").tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("role", [Role.EQUAL, Role.FIRST])
+@pytest.mark.parametrize("how", ["save", "saver", "background"])
+def test_verify_replicas_finds_one_element_of_a_copy_of_a_framework(
+    role: Role, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_copies(monkeypatch, role)
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        tensor = torch.zeros(150_000)
+        tensor[50_001] = exchange.rank
+        if how == "save":
+            remesh.save({"w": tensor}, storage, verify_replicas=True, group=exchange)
+            return
+        with remesh.Saver(verify_replicas=True, group=exchange) as saver:
+            (saver.save if how == "saver" else saver.save_async)({"w": tensor}, storage)
+
+    differ(run_ranks_outcomes(2, save), "w")
+
+
+def test_verify_replicas_compares_what_descriptions_say() -> None:
+    def save(exchange: Exchange, differs: bool) -> None:
+        part = np.full(6, exchange.rank * differs)
+        tensor = remesh.ShardedTensor("w", (6,), (Part(remesh.Box((0,), (6,)), part),))
+        tensor = remesh.ShardedTensor("w", (6,), tensor.parts, replica_id=exchange.rank)
+        remesh.save({"w": tensor}, storage, verify_replicas=True, overwrite=True, group=exchange)
+
+    storage = MemoryStorage()
+    run_ranks(2, save, False)
+    differ(run_ranks_outcomes(2, save, True), "w")
+
+
+def test_equal_copies_pass_whatever_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange) -> None:
+        state = {"w": torch.arange(100_000.0), "s": torch.tensor(3), "e": torch.zeros(0, 3)}
+        for verify in (False, True):
+            remesh.save(state, storage, overwrite=True, verify_replicas=verify, group=exchange)
+
+    run_ranks(3, save)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_ranks_that_ask_for_other_comparisons_are_told() -> None:
+    def save(exchange: Exchange) -> None:
+        remesh.save(
+            {"w": torch.ones(3)}, storage, verify_replicas=exchange.rank > 0, group=exchange
+        )
+
+    storage = MemoryStorage()
+    for outcome in run_ranks_outcomes(2, save):
+        assert isinstance(outcome, Raised)
+        assert "pass the same on all ranks" in str(outcome.error)
+
+
+# ---------------------------------------------------------------------------------------------
+# Digests of devices
+# ---------------------------------------------------------------------------------------------
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, ranks: set[int]) -> None:
+    """Let the tensors of some ranks count as memory of a device."""
+
+    def memory_of(array: Any, where: str, *, writable: bool = False) -> Memory:
+        memory = real(array, where, writable=writable)
+        is_there = isinstance(array, torch.Tensor) and array.dtype == torch.int64
+        if is_there and int(array.reshape(-1)[0]) in ranks:
+            return DeviceMemory(array, BY_NAME["int64"].carrier)
+        return memory
+
+    real = local.memory_of
+    monkeypatch.setattr(local, "memory_of", memory_of)
+
+
+@pytest.mark.parametrize("ranks", [{0, 1}, {0}, {1}])
+def test_copies_on_devices_and_hosts(ranks: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy on a device is compared with one in host memory, too."""
+    on_device(monkeypatch, ranks)
+    storage = MemoryStorage()
+
+    def save(exchange: Exchange, changed: int) -> None:
+        tensor = torch.arange(100_000)
+        tensor[0] = exchange.rank
+        tensor[70_001] += changed * exchange.rank
+        state = {f"w{exchange.rank}": tensor[:1], "w": tensor[1:]}
+        if exchange.rank in ranks:
+            state["w"] = tensor[1:]
+        remesh.save(state, storage, overwrite=True, group=exchange)
+
+    monkeypatch.setattr(copies, "DigestedMemory", DeviceMemory)
+    run_ranks(2, save, 0)
+    differ(run_ranks_outcomes(2, save, 1), "w")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
+def test_digests_of_devices_see_every_element_and_the_order(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("remesh.adapters.memory._DIGEST_CHUNK", 256)
+    tensor = torch.arange(size).to(dtype)
+    digest = digest_of(tensor)
+    assert len(digest) == 16
+    assert digest_of(tensor.clone()) == digest
+    assert digest_of(torch.stack([tensor, tensor], -1)[..., 0]) == digest
+    assert digest_of(torch.cat([tensor.new_zeros(3), tensor])[3:]) == digest
+    for at in {0, size // 2, size - 1} if size else set():
+        for bit in {0, 8 * tensor.itemsize - 1}:
+            changed = tensor.clone()
+            changed.view(torch.uint8)[at * tensor.itemsize + bit // 8] ^= 1 << bit % 8
+            assert digest_of(changed) != digest
+    if size > 1:
+        assert digest_of(tensor.flip(0)) != digest
+
+
+def test_digests_of_negated_tensors_differ() -> None:
+    """All words differ in their highest bits alone, which plain sums would not show."""
+    signs = [1.0, -1.0]
+    found = {
+        digest_of((torch.ones(4, dtype=torch.float64) * torch.tensor(sign)).view(torch.int64))
+        for sign in itertools.product(signs, repeat=4)
+    }
+    assert len(found) == 16

@@ -1,0 +1,445 @@
+"""A rank fails anywhere in a save: every rank raises at once, and what was there is left alone.
+
+Nothing is listed by hand that could be forgotten. The points are those that a save without faults
+tells of, and the functions are those that it calls, in the order of their first calls.
+
+No rank ends before all have an outcome, for the end of one would wake the others. Deadlines are an
+hour, so a rank that is not told of a failure is still waiting when the test gives up.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.checkpoint.background import Background
+from remesh.checkpoint.staged_save import StagedSave
+from remesh.checkpoint.writer_process import WriterProcess
+from remesh.events import Event
+from remesh.exchange import Exchange, ThreadGroup, protocol
+from remesh.storage import MemoryStorage
+from remesh.testing import FaultInjector, run_ranks
+
+WORLD_SIZE = 3
+HOUR = 3600.0
+LIMIT = 120.0
+
+
+def state_of(rank: int, without: int, value: float) -> dict[str, Any]:
+    """Some rows of a tensor, on all ranks but one, and a plain value."""
+    holders = [each for each in range(WORLD_SIZE) if each != without]
+    state: dict[str, Any] = {"step": value}
+    if rank != without:
+        rows = np.full((2, 5), value, dtype=np.float32)
+        shape, offset = (2 * len(holders), 5), (2 * holders.index(rank), 0)
+        state["w"] = remesh.ShardedTensor.at_offset("w", rows, shape, offset)
+    return state
+
+
+def stored_value(place: Any) -> float:
+    """The one value of a checkpoint; fails if it is a mixture or damaged."""
+    checkpoint = remesh.Checkpoint(place)
+    assert checkpoint.verify().ok
+    value = checkpoint.values["step"]
+    assert isinstance(value, float)
+    assert (checkpoint.read_array("w") == value).all()
+    return value
+
+
+class Job:
+    """Ranks that save again and again, with a fault that is chosen anew for each save.
+
+    Args:
+        place: Where they save to.
+        kind: `sync`, or what writes in the background.
+        without: The rank that has no tensor.
+    """
+
+    def __init__(self, place: Any, kind: Literal["sync", "thread", "process"], without: int):
+        self.place = place
+        self.kind = kind
+        self.without = without
+        self.faults = FaultInjector()
+        self.value = 0.0
+        self._start = threading.Barrier(WORLD_SIZE + 1)
+        self._end = threading.Barrier(WORLD_SIZE + 1)
+        self._errors: list[BaseException | None] = []
+        self._is_over = False
+        self._fault = ""
+
+    def _rank(self, exchange: Exchange) -> None:
+        saver = remesh.Saver(
+            group=exchange,
+            writer="process" if self.kind == "process" else "thread",
+            deadline=HOUR,
+            at_exit="abort",
+            on_event=self._tell,
+        )
+        while True:
+            self._start.wait(HOUR)
+            if self._is_over:
+                break
+            self._errors[exchange.rank] = self._outcome(saver, exchange.rank)
+            self._end.wait(LIMIT)
+        with suppress(Exception):
+            saver.close()
+
+    def _tell(self, event: Event) -> None:
+        self.faults(event)  # which it is changes from save to save
+
+    def _outcome(self, saver: remesh.Saver, rank: int) -> BaseException | None:
+        state = state_of(rank, self.without, self.value)
+        try:
+            if self.kind == "sync":
+                saver.save(state, self.place, overwrite=True)
+            else:
+                handle = saver.save_async(state, self.place, overwrite=True)
+                handle.wait(LIMIT)
+        except BaseException as error:  # noqa: BLE001 - it is the outcome
+            with suppress(BaseException):
+                saver.wait()
+            return error
+        saver.wait()
+        return None
+
+    def save(self) -> list[BaseException | None]:
+        """One save; what each rank raised."""
+        self.value += 1.0
+        self._errors = [None] * WORLD_SIZE
+        self._start.wait(LIMIT)
+        try:
+            self._end.wait(LIMIT)
+        except threading.BrokenBarrierError:
+            pytest.fail(f"a rank waits; fault {self._fault}, raised {self._errors}")
+        return self._errors
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The ranks run."""
+        ranks = threading.Thread(
+            target=lambda: run_ranks(WORLD_SIZE, self._rank, timeout=HOUR), daemon=True
+        )
+        ranks.start()
+        try:
+            yield
+            self._is_over = True
+            self._start.wait(LIMIT)
+            ranks.join(LIMIT)
+            assert not ranks.is_alive()
+        finally:
+            self._start.abort()
+
+    def fails_everywhere(self, victim: int, what: str, *, may_commit: bool) -> None:
+        """Save with a fault, and check what becomes of it; then save without."""
+        before = self.value
+        self._fault = f"{what} on rank {victim}"
+        errors = self.save()
+        found = stored_value(self.place)
+        if found == before:
+            assert all(error is not None for error in errors), (what, victim, errors)
+        else:
+            assert may_commit, (what, victim, errors)
+            assert found == self.value
+        assert errors[victim] is not None, (what, errors)
+        for error in errors:
+            assert not isinstance(error, TimeoutError), (what, victim, errors)
+            assert "did not come within" not in str(error), (what, victim, errors)
+        self.faults = FaultInjector()
+        assert self.save() == [None] * WORLD_SIZE, (what, victim)
+        assert stored_value(self.place) == self.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [
+        ("sync", 0),
+        ("sync", 2),
+        ("thread", 0),
+        ("thread", 2),
+        ("process", 2),
+        pytest.param("process", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_at_every_point_of_every_rank(
+    kind: Literal["sync", "thread", "process"], without: int, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "c", kind, without)
+    with job.running():
+        assert job.save() == [None] * WORLD_SIZE
+        points = sorted(set(job.faults.seen))
+        assert {point for _, point in points} >= {"save.described", "save.committed", "save.done"}
+        for victim, point in points:
+            job.faults = FaultInjector().fail_at(victim, point)
+            # What a listener raises reaches a writer process later than the moment.
+            late = point in ("save.committed", "save.done") or kind == "process"
+            job.fails_everywhere(victim, point, may_commit=late)
+
+
+# ---------------------------------------------------------------------------------------------
+# What the system refuses
+# ---------------------------------------------------------------------------------------------
+
+
+def is_rank(rank: int) -> bool:
+    return threading.current_thread().name == f"rank {rank}"
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, victim: int) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if is_rank(victim) and thread.name == "remesh-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
+def refuse_processes(patch: pytest.MonkeyPatch, victim: int) -> None:
+    popen = subprocess.Popen
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if is_rank(victim):
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(*args, **options)
+
+    patch.setattr(subprocess, "Popen", refuse)
+
+
+def refuse_descriptors(patch: pytest.MonkeyPatch, victim: int) -> None:
+    pair = socket.socketpair
+
+    def refuse() -> Any:
+        if is_rank(victim):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pair()
+
+    patch.setattr(socket, "socketpair", refuse)
+
+
+def refuse_memory(patch: pytest.MonkeyPatch, victim: int) -> None:
+    begin = StagedSave.__init__
+
+    def refuse(*args: Any, **options: Any) -> None:
+        if is_rank(victim):
+            raise MemoryError
+        begin(*args, **options)
+
+    patch.setattr(StagedSave, "__init__", refuse)
+
+
+def interrupt(patch: pytest.MonkeyPatch, victim: int) -> None:
+    see = StagedSave._see
+
+    def stop(save: StagedSave, point: str, num_bytes: int = 0) -> None:
+        if is_rank(victim) and point == "save.staged":
+            raise KeyboardInterrupt
+        see(save, point, num_bytes)
+
+    patch.setattr(StagedSave, "_see", stop)
+
+
+Refuse = Callable[[pytest.MonkeyPatch, int], None]
+
+
+@pytest.mark.parametrize("refuse", [refuse_threads, refuse_memory, interrupt])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_the_system_refuses(
+    refuse: Refuse,
+    kind: Literal["thread", "process"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(tmp_path / "c", kind, without=2)
+    with job.running():
+        assert job.save() == [None] * WORLD_SIZE
+        for victim in range(WORLD_SIZE):
+            with monkeypatch.context() as patch:
+                refuse(patch, victim)
+                before = job.value
+                errors = job.save()
+            assert all(error is not None for error in errors), (victim, errors)
+            assert stored_value(job.place) == before
+            assert len(list((tmp_path / "c").glob("data-*/*.safetensors"))) == 3
+            assert job.save() == [None] * WORLD_SIZE
+
+
+@pytest.mark.parametrize(
+    "refuse", [refuse_processes, pytest.param(refuse_descriptors, marks=pytest.mark.slow)]
+)
+def test_a_writer_process_that_cannot_be_replaced(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path / "c", "process", without=2)
+    with job.running():
+        assert job.save() == [None] * WORLD_SIZE
+        # All ranks look for another process then; only the victim gets none.
+        for victim in (2,):
+            with monkeypatch.context() as patch:
+                refuse(patch, victim)
+                patch.setattr(WriterProcess, "is_lost", True)
+                errors = job.save()
+            assert all(error is not None for error in errors), (victim, errors)
+            assert isinstance(errors[victim], OSError)
+            assert job.save() == [None] * WORLD_SIZE
+
+
+def test_a_cancelled_rank_without_a_file_cancels_the_save(tmp_path: Path) -> None:
+    written = threading.Event()
+
+    def hold(event: Event) -> None:
+        if event.point == "save.file_finished":
+            assert written.wait(LIMIT)
+
+    def train(exchange: Exchange) -> BaseException | None:
+        saver = remesh.Saver(group=exchange, deadline=HOUR, at_exit="abort", on_event=hold)
+        handle = saver.save_async(state_of(exchange.rank, 2, 1.0), tmp_path / "c")
+        if exchange.rank == 2:
+            assert handle.cancel()
+            written.set()
+        assert handle.wait_ended(LIMIT)
+        exchange.all_gather(b"")
+        return handle.exception()
+
+    for error in run_ranks(WORLD_SIZE, train):
+        assert error is not None
+        assert "cancel" in str(error).lower()
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(tmp_path / "c")
+
+
+# ---------------------------------------------------------------------------------------------
+# Every function
+# ---------------------------------------------------------------------------------------------
+
+STEPS = {protocol._attempt.__code__, StagedSave.stage.__code__, Background.run.__code__}
+"""What a failure cannot leave unnoticed; everything that may fail is called by one of them."""
+
+TOLD_BY = ("remesh.exchange.", "remesh.events", "remesh.testing.")
+"""Modules whose functions are what failures are made and told with."""
+
+TELLS = ("end_staging", "StagedWriter.end")
+"""How the names of functions end that tell the background thread of a failure."""
+
+
+class Calls:
+    """Sees the functions of remesh that a rank calls, and raises at one of them.
+
+    Args:
+        victim: The rank.
+        at: The function, or None to only look.
+    """
+
+    def __init__(self, victim: int, at: str | None) -> None:
+        self.seen: dict[str, None] = {}
+        self._victim = victim
+        self._at = at
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event != "call" or not module.startswith("remesh."):
+            return
+        name = f"{module}:{frame.f_code.co_qualname}"
+        if name in self.seen or module.startswith(TOLD_BY) or name.endswith(TELLS):
+            return
+        if not self._is_in_a_step(frame):
+            return
+        self.seen[name] = None
+        if name == self._at:
+            raise MemoryError(name)
+
+    def _is_in_a_step(self, frame: FrameType) -> bool:
+        """Whether a step of the rank calls this."""
+        above = frame.f_back
+        while above is not None:
+            if above.f_code in STEPS:
+                if above.f_code is Background.run.__code__:
+                    return bool(above.f_locals["self"]._task.rank == self._victim)
+                return is_rank(self._victim)
+            above = above.f_back
+        return False
+
+
+def save_traced(
+    kind: Literal["sync", "thread"], calls: Calls, storage: MemoryStorage, value: float
+) -> list[BaseException | None]:
+    """A save of new ranks under the eyes of `calls`; what each raised."""
+    errors: list[BaseException | None] = [None] * 2
+    over = threading.Barrier(2)
+    group = ThreadGroup(2, timeout=LIMIT)
+
+    def play(rank: int) -> None:
+        saver = remesh.Saver(group=group.exchange(rank), deadline=HOUR, at_exit="abort")
+        state: dict[str, Any] = {"step": value}
+        if rank == 0:
+            state["w"] = np.full(5, value)
+        sys.settrace(calls)
+        try:
+            if kind == "sync":
+                saver.save(state, storage, overwrite=True)
+            else:
+                saver.save_async(state, storage, overwrite=True).wait(LIMIT)
+        except BaseException as error:  # noqa: BLE001 - it is the outcome
+            errors[rank] = error
+        finally:
+            sys.settrace(None)
+        over.wait(LIMIT)
+
+    threads = [
+        threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(2)
+    ]
+    threading.settrace(calls)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LIMIT)
+    finally:
+        threading.settrace(None)
+    return errors
+
+
+def fail_in_functions(kind: Literal["sync", "thread"], victim: int, every: int) -> int:
+    """Let a rank fail in the first, the `every`-th, ... function of a save; how many failed."""
+    storage = MemoryStorage()
+    look = Calls(victim, None)
+    assert save_traced(kind, look, storage, 0.0) == [None, None]
+    num_failed = 0
+    for number, name in enumerate(list(look.seen)[::every], start=1):
+        before = stored_value(storage)
+        calls = Calls(victim, name)
+        errors = save_traced(kind, calls, storage, float(number))
+        # What is called only while a rank waits is not called each time.
+        num_failed += name in calls.seen
+        if name in calls.seen and stored_value(storage) == before:
+            assert all(error is not None for error in errors), (name, errors)
+        for error in errors:
+            assert not isinstance(error, TimeoutError), (name, errors)
+            assert "did not come within" not in str(error), (name, errors)
+    return num_failed
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("kind", ["sync", "thread"])
+def test_a_failure_in_some_functions(kind: Literal["sync", "thread"], victim: int) -> None:
+    assert fail_in_functions(kind, victim, every=10) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("kind", ["sync", "thread"])
+def test_a_failure_in_every_function(kind: Literal["sync", "thread"], victim: int) -> None:
+    assert fail_in_functions(kind, victim, every=1) > 50

@@ -1,0 +1,109 @@
+"""Several jobs that overwrite one path, and jobs that died there: the next save cleans up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.checkpoint.garbage import DEFAULT_AGE
+from remesh.events import Event
+from remesh.formats import native
+from remesh.storage import LocalStorage, MemoryStorage, Storage
+from remesh.testing import FaultInjector, InjectedError
+
+REPLACED_AGE = 2 * DEFAULT_AGE
+
+
+def save(place: Storage | Path, number: int, overtaken_at: str = "") -> None:
+    """Save a number over what is there, while another job does, or undisturbed."""
+
+    def on_event(event: Event) -> None:
+        if event.point == overtaken_at:
+            save(place, number + 1)
+
+    remesh.save({"a": np.full(100, number)}, place, overwrite=True, on_event=on_event)
+
+
+def loaded(place: Storage | Path) -> int:
+    state = {"a": np.full(100, -1)}
+    remesh.load(state, place)
+    assert len(set(state["a"].tolist())) == 1
+    return int(state["a"][0])
+
+
+def folders(storage: Storage) -> set[str]:
+    return {path.partition("/")[0] for path in storage.list("data-")}
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return LocalStorage(tmp_path / "checkpoint") if request.param == "local" else MemoryStorage()
+
+
+@pytest.mark.parametrize("point", ["save.planned", "save.file_finished", "save.before_commit"])
+def test_a_save_removes_what_another_job_committed_meanwhile(place: Storage, point: str) -> None:
+    for _ in range(2):  # first with nothing there, then over a checkpoint
+        save(place, 1, overtaken_at=point)
+        assert loaded(place) == 1
+        assert folders(place) == {native.data_folder(native.read_record(place).save_id)}
+
+
+def killed_save(path: Path, *, age: float) -> Path:
+    """What a save leaves that was killed some time ago; its folder."""
+    before = folders(LocalStorage(path))
+    # The files are copied away while they are there: a save that fails removes them.
+    kept: dict[str, bytes] = {}
+
+    def on_event(event: Event) -> None:
+        if event.point == "save.before_commit":
+            storage = LocalStorage(path)
+            kept.update({name: storage.read(name) for name in storage.list("data-")})
+            raise InjectedError
+
+    with pytest.raises(InjectedError):
+        remesh.save({"a": np.zeros(100)}, path, overwrite=True, on_event=on_event)
+    folder = next(name for name in {n.partition("/")[0] for n in kept} if name not in before)
+    for name, data in kept.items():
+        if name.startswith(folder):
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(data)
+    then = (path / native.RECORD_NAME).stat().st_mtime - age
+    for file in [*(path / folder).iterdir(), path / folder]:
+        os.utime(file, (then, then))
+    return path / folder
+
+
+def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    dead = killed_save(tmp_path, age=REPLACED_AGE)
+    alive = killed_save(tmp_path, age=0)
+    save(tmp_path, 2)
+    assert not dead.exists()
+    assert alive.exists()
+    assert loaded(tmp_path) == 2
+
+
+def test_files_that_no_save_writes_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = killed_save(tmp_path, age=REPLACED_AGE)
+    (folder / "notes.txt").write_text("mine")
+    then = (tmp_path / native.RECORD_NAME).stat().st_mtime - REPLACED_AGE
+    for file in [*folder.iterdir(), folder]:
+        os.utime(file, (then, then))
+    save(tmp_path, 2)
+    assert (folder / "notes.txt").exists()
+    assert (folder / "index.safetensors").exists()
+
+
+def test_a_failed_save_removes_nothing_of_others(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    dead = killed_save(tmp_path, age=REPLACED_AGE)
+    faults = FaultInjector().fail_at(0, "save.before_commit")
+    with pytest.raises(InjectedError):
+        remesh.save({"a": np.zeros(3)}, tmp_path, overwrite=True, on_event=faults)
+    assert dead.exists()
+    assert loaded(tmp_path) == 1

@@ -1,0 +1,195 @@
+"""Plain values on resume: what is stored comes back whole, whatever the fresh script has there."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from remesh.testing import run_ranks
+
+INF = float("inf")
+
+
+def saved(state: Any) -> MemoryStorage:
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    return storage
+
+
+def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.RestoreReport]:
+    """An entry of a state after loading, with the report."""
+    reports: list[remesh.RestoreReport] = []
+    state = {"e": fresh, "step": 0}
+    storage = saved({"e": stored, "step": 3})
+    remesh.load(state, storage, on_report=reports.append, unexpected="error", **options)
+    assert state["step"] == 3
+    assert reports[0].missing == reports[0].unexpected == ()
+    return state["e"], reports[0]
+
+
+def test_a_key_that_the_fresh_script_does_not_have_yet() -> None:
+    best = {"loss": INF}
+    found, report = resumed({"loss": 0.1, "step": 7}, best)
+    assert found == {"loss": 0.1, "step": 7}
+    assert found is best
+    assert set(report.restored) == {"e.loss", "e.step", "step"}
+    assert report.dropped == ()
+
+
+def test_a_key_that_is_not_stored_goes_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    fresh = {"loss": INF, "old": 1, "deep": {"a": 1, "b": {"c": 2}}, "flat": {"x": 1}}
+    with caplog.at_level(logging.WARNING, "remesh"):
+        found, report = resumed({"loss": 0.1, "deep": {"a": 2}, "flat": 5}, fresh)
+    assert found == {"loss": 0.1, "deep": {"a": 2}, "flat": 5}
+    assert set(report.dropped) == {"e.old", "e.deep.b", "e.flat.x"}
+    assert "3 dropped" in str(report)
+    assert "e.old" in caplog.text
+
+
+PLAIN: list[Any] = [
+    None, 7, "text", [], {}, (), [1, 2], (1, None), {"a": 1}, {"a": {"b": {}}}, {0.5: 1},
+    {"a": [1, {"b": 2}], "c": None}, {3: {"x": (1, 2)}}, [{"a": 1}, []], Counter("abba"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", PLAIN, ids=repr)
+def test_any_plain_value_comes_back_in_the_place_of_any_other(stored: Any) -> None:
+    for fresh in PLAIN:
+        # A copy, because dicts are filled in place.
+        live = dict(fresh) if isinstance(fresh, dict) else fresh
+        assert resumed(stored, live)[0] == stored
+
+
+plain = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text("ab", max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(plain, plain)
+def test_what_is_loaded_is_what_was_stored(stored: Any, fresh: Any) -> None:
+    assert resumed(stored, fresh)[0] == stored
+
+
+def test_containers_stay_the_same_objects_of_the_same_types() -> None:
+    inner: Any = collections.defaultdict(list)
+    counts = Counter("aab")
+    live = {"inner": inner, "counts": counts}
+    found, _ = resumed({"inner": {"k": [1]}, "counts": Counter("xx"), "new": 1}, live)
+    assert found is live
+    assert live["inner"] is inner
+    assert live["counts"] is counts
+    assert counts == Counter("xx")
+    assert inner["other"] == []
+
+
+TENSORS: dict[str, Any] = {
+    "dict": {"a": torch.arange(3), "n": 1, "deep": {"b": torch.ones(2, 2)}},
+    "list": [torch.ones(1), "x", (torch.zeros(2), None)],
+    "tensor": torch.arange(4.0),
+}
+
+
+@pytest.mark.parametrize("placeholder", [None, {}, [], ()], ids=repr)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_placeholder_takes_tensors_too(kind: str, placeholder: Any) -> None:
+    found, _ = resumed(TENSORS[kind], placeholder)
+    assert same(found, TENSORS[kind])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in structure, types and every element."""
+    if isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in other)
+    if isinstance(other, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_arrays_come_back_where_there_is_no_torch(tmp_path: Any) -> None:
+    remesh.save({"e": {"a": np.arange(3), "n": 1}, "b": torch.ones(1).bfloat16()}, tmp_path / "c")
+    code = f"""
+import remesh, sys
+state = {{"e": None}}
+remesh.load(state, {str(tmp_path / "c")!r})
+assert "torch" not in sys.modules
+assert state["e"]["a"].tolist() == [0, 1, 2] and state["e"]["n"] == 1
+try:
+    remesh.load({{"b": None}}, {str(tmp_path / "c")!r})
+except remesh.UnsupportedValueError as error:
+    assert "bfloat16; import torch" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_dict_that_holds_tensors_is_matched_entry_by_entry() -> None:
+    storage = saved({"part": {"w": torch.ones(2), "n": 5, "best": {"a": 1, "b": 2}}, "other": 1})
+    # Stored with a tensor beside, the plain dict of the state is no copy of it.
+    state: dict[str, Any] = {"part": {"n": 0, "best": {"a": 0}}}
+    reports: list[remesh.RestoreReport] = []
+    remesh.load(state, storage, on_report=reports.append)
+    assert state == {"part": {"n": 5, "best": {"a": 1, "b": 2}}}
+    assert set(reports[0].unexpected) == {"part.w", "other"}
+    mixed = {"part": {"w": torch.zeros(2), "best": None, "extra": 1}}
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load(mixed, storage)
+    assert caught.value.missing == ("part.extra",)
+
+
+def test_a_plain_value_takes_no_tensor() -> None:
+    for fresh in (7, "x", {"a": 1}, [1]):
+        with pytest.raises(remesh.MismatchError, match="e"):
+            resumed(torch.ones(1), fresh)
+        with pytest.raises(remesh.MismatchError, match="e"):
+            resumed([torch.ones(1)], fresh)
+
+
+def test_nothing_is_stored_in_the_place() -> None:
+    storage = saved({"step": 1})
+    for fresh in (None, {}, {"a": {"b": 1}}):
+        with pytest.raises(remesh.MismatchError) as caught:
+            remesh.load({"e": fresh}, storage)
+        assert caught.value.missing == ("e.a.b" if fresh else "e",)
+        state = {"e": fresh}
+        remesh.load(state, storage, missing="keep")
+        assert state == {"e": fresh}
+
+
+def test_transformed_and_live() -> None:
+    source = {"a": torch.ones(2), "best": {"loss": 0.1, "step": 7}}
+    transform = remesh.Transform.parse("a -> b")
+    state: dict[str, Any] = {"b": torch.zeros(2), "best": {"loss": INF}}
+    remesh.load(state, saved(source), transform=transform)
+    assert state["best"] == source["best"]
+    assert state["b"].tolist() == [1, 1]
+
+    def run(exchange: Exchange) -> dict[str, Any]:
+        target: dict[str, Any] = {"best": None, "a": None}
+        remesh.reshard({} if exchange.rank else source, target, group=exchange)
+        return target
+
+    for target in run_ranks(2, run):
+        assert target["best"] == source["best"]
+        assert target["a"].tolist() == [1, 1]

@@ -1,0 +1,237 @@
+"""Ranks that do not save to one place: no save succeeds that lacks the files of other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import remesh
+from remesh.checkpoint import sharing
+from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
+from remesh.checkpoint.foreign import prepare, save_as, writer_of
+from remesh.compat.megatron.strategies.foreign import _PreparedSave
+from remesh.errors import NotSharedError
+from remesh.events import emitter, ignore
+from remesh.exchange import Exchange
+from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
+from remesh.testing import (
+    FaultyStorage,
+    Raised,
+    Truncate,
+    returned_values,
+    run_ranks,
+    run_ranks_outcomes,
+)
+from remesh.training.export import export_weights
+
+
+class OwnDisk(LocalStorage):
+    """A disk of a node, which has the path that all nodes use."""
+
+    @property
+    def url(self) -> str:
+        return "/checkpoints/step_00000001"
+
+    def space(self) -> FileSystemSpace | None:
+        return FileSystemSpace(str(self._root), 1 << 40)
+
+
+class Unheard(MemoryStorage):
+    """A storage whose listings are older than its files."""
+
+    def list(self, prefix: str = "") -> list[str]:
+        return []
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    part = np.full((2, 5), rank, np.float32)
+    return {"w": remesh.ShardedTensor.at_offset("w", part, (6, 5), (2 * rank, 0)), "step": 1}
+
+
+def files_below(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def save_now(exchange: Exchange, place: Any) -> None:
+    remesh.save(state_of(exchange.rank), place, group=exchange)
+
+
+def save_beside(exchange: Exchange, place: Any) -> None:
+    with remesh.Saver(group=exchange) as saver:
+        saver.save_async(state_of(exchange.rank), place).wait()
+
+
+def save_foreign(exchange: Exchange, place: Any) -> None:
+    save_as(state_of(exchange.rank), place, format="torch_dcp", group=exchange)
+
+
+def save_zarr(exchange: Exchange, place: Any) -> None:
+    save_as(state_of(exchange.rank), place, format="zarr", group=exchange)
+
+
+def save_megatron(exchange: Exchange, place: Storage) -> None:
+    """What the strategies do that write the formats of Megatron."""
+    emit, writer = emitter(ignore, exchange.rank), writer_of("torch_dcp")
+    state = state_of(exchange.rank)
+    save = _PreparedSave(
+        exchange, prepare(exchange, place, state, writer, SaveOptions(True, {}), emit=emit)
+    )
+    save.write()
+    save.finalize()
+
+
+def export(exchange: Exchange, place: Any) -> None:
+    state = {"model": {f"w{number}": torch.ones(64) for number in range(6)}}
+    export_weights(state, place, max_file_bytes=256, group=exchange)
+
+
+SAVES = [save_now, save_beside, save_foreign, save_zarr, save_megatron, export]
+
+
+@pytest.fixture(autouse=True)
+def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another rank is there at once or never."""
+    monkeypatch.setattr(sharing, "PATIENCE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_paths_that_differ_are_an_error_before_anything_is_written(
+    save: Any, tmp_path: Path
+) -> None:
+    def one(exchange: Exchange) -> None:
+        save(exchange, LocalStorage(tmp_path / f"2026-01-0{1 + exchange.rank // 2}"))
+
+    for outcome in run_ranks_outcomes(3, one):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
+        first, *more = str(outcome.error).splitlines()
+        assert "ranks 0 and 2 save to different places" in first
+        assert len(first) <= 100
+        assert "2026-01-01" in more[0]
+        assert "2026-01-02" in more[1]
+        assert "broadcast" in more[2]
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_disks_of_nodes_under_one_path_are_an_error_and_are_left_clean(
+    save: Any, tmp_path: Path
+) -> None:
+    def one(exchange: Exchange) -> None:
+        save(exchange, OwnDisk(tmp_path / str(exchange.rank)))
+
+    for outcome in run_ranks_outcomes(3, one):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
+        first, *more = str(outcome.error).splitlines()
+        assert "does not see" in first
+        assert len(first) <= 100
+        assert "mounted under the same path" in "".join(more)
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("save", [save_now, save_beside, save_foreign, save_zarr, save_megatron])
+def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(save: Any) -> None:
+    inner = MemoryStorage()
+    faults = [Truncate(pattern, 10) for pattern in ("*/00002.safetensors", "__2_*.distcp", "w/2.0")]
+
+    def one(exchange: Exchange) -> None:
+        save(exchange, FaultyStorage(inner, faults))
+
+    for outcome in run_ranks_outcomes(3, one):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
+        assert "rank 0 does not see the files of ranks 2." in str(outcome.error)
+        assert "10 bytes of it" in str(outcome.error)
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(inner)
+
+
+@pytest.mark.parametrize("save", [save_now, save_foreign])
+def test_a_listing_that_is_older_than_the_files_is_no_error(save: Any) -> None:
+    storage = Unheard()
+    run_ranks(3, save, storage)
+    stored = remesh.Checkpoint(storage).read_array("w") if save is save_now else None
+    assert stored is None or stored[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_files_are_seen_with_one_listing() -> None:
+    """Rank 0 does not ask for the files one by one where a listing has their sizes."""
+
+    class Listing(MemoryStorage):
+        calls: list[str]
+
+        def list_sizes(self, prefix: str = "") -> dict[str, int]:
+            self.calls.append(f"list {prefix}")
+            return {path: MemoryStorage.size(self, path) for path in self.list(prefix)}
+
+        def size(self, path: str) -> int:
+            self.calls.append(f"size {path}")
+            return super().size(path)
+
+    storage = Listing()
+    storage.calls = []
+    run_ranks(3, save_now, storage)
+    (folder,) = {path.partition("/")[0] for path in storage.list() if "/" in path}
+    assert storage.calls == [f"list {folder}/"]
+
+
+def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_path: Path) -> None:
+    class Disk(LocalStorage):
+        """A directory that may be another one on every rank."""
+
+        def __init__(self, root: Path) -> None:
+            super().__init__(root)
+            self.names: list[str] = []
+
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            self.names.append(path)
+            super().put(path, data, overwrite=overwrite)
+
+        def space(self) -> FileSystemSpace | None:
+            return None
+
+    def save(exchange: Exchange) -> list[bool]:
+        met = []
+        with remesh.Saver(group=exchange) as saver:
+            for name in ("run/1", "run/2", "other/1"):
+                storage = Disk(tmp_path / name)
+                saver.save_async(state_of(exchange.rank), storage).wait()
+                met.append(any(path.endswith("/meeting") for path in storage.names))
+        return met
+
+    assert run_ranks(3, save) == [[True, False, True], [False] * 3, [False] * 3]
+    assert not [path for path in files_below(tmp_path) if path.name == "meeting"]
+
+
+def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
+    def options(exchange: Exchange) -> str:
+        storage = LocalStorage(tmp_path / "run" / "1")
+        cache = PlanCache()
+        agree(
+            exchange,
+            storage,
+            state_of(exchange.rank),
+            SaveOptions(False, {}, meets=True),
+            cache=cache,
+            emit=emitter(ignore, exchange.rank),
+        )
+        return cache.met_in
+
+    assert returned_values(run_ranks_outcomes(3, options)) == ["", "", ""]
+
+
+def test_a_directory_has_one_name_for_all_and_another_one_has_another(tmp_path: Path) -> None:
+    def name(path: Path) -> str:
+        space = LocalStorage(path).space()
+        assert space is not None
+        return space.directory
+
+    assert name(tmp_path / "a") == name(tmp_path / "a") != name(tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert name(tmp_path / "a") == name(tmp_path / "a") != name(tmp_path / "b")

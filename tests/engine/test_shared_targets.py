@@ -1,0 +1,251 @@
+"""Targets that share memory: what a load cannot fill with all that is stored, it refuses by name.
+
+Ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import remesh
+from remesh.exchange import Exchange
+from remesh.storage import MemoryStorage
+from remesh.testing import run_ranks, run_ranks_outcomes
+from tests.engine.raised import raised
+
+Views = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+def saved(state: Any) -> MemoryStorage:
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    return storage
+
+
+def filled_like(views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Different values for each element of each view."""
+    starts = range(1, 1000 * len(views), 1000)
+    return {
+        name: torch.arange(float(start), start + view.numel()).reshape(view.shape)
+        for start, (name, view) in zip(starts, views.items(), strict=True)
+    }
+
+
+DISJOINT: dict[str, Views] = {
+    "halves": lambda z: {"x": z[:12], "y": z[12:]},
+    "every second": lambda z: {"x": z[::2], "y": z[1::2]},
+    "columns": lambda z: {k: z.view(4, 6)[:, 2 * n : 2 * n + 2] for n, k in enumerate("qkv")},
+    "columns, transposed": lambda z: {k: z.view(4, 6)[:, n::3].T for n, k in enumerate("qkv")},
+    "skewed": lambda z: {"x": z.as_strided((2, 3), (3, 2)), "y": z[1:2], "w": z[8:]},
+}
+SHARED: dict[str, Views] = {
+    "an end": lambda z: {"x": z[:3], "y": z[2:]},
+    "one more dim": lambda z: {"x": z, "y": z.unsqueeze(-1)},
+    "transposed": lambda z: {"x": z.view(4, 6), "y": z.view(4, 6).T},
+    "every second and third": lambda z: {"x": z[::2], "y": z[1::3]},
+    "a row of all": lambda z: {"x": z.view(4, 6), "y": z.view(4, 6)[2]},
+    "other elements": lambda z: {"x": z, "y": z.view(torch.int32)[5:7]},
+    "the same name": lambda z: {"x": z[:3], "y": z[:3]},
+}
+
+
+@pytest.mark.parametrize("case", DISJOINT)
+def test_disjoint_views_of_one_memory_are_filled(case: str) -> None:
+    views = DISJOINT[case](torch.zeros(24))
+    expected = filled_like(views)
+    remesh.load(views, saved(expected))
+    for name, view in views.items():
+        assert torch.equal(view, expected[name]), name
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_views_that_share_memory_are_refused_by_their_names(case: str) -> None:
+    memory = torch.zeros(24)
+    views = SHARED[case](memory)
+    expected = {n: t.to(views[n].dtype) for n, t in filled_like(views).items()}
+    with pytest.raises(remesh.MismatchError, match=r"\b[xy] and [xy]\b.*different") as caught:
+        remesh.load(views, saved(expected))
+    assert len(caught.value.conflicts) == 1
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_was_saved_from_shared_memory_goes_back_into_it(case: str) -> None:
+    """Both views are stored, and where they meet they are equal."""
+    memory = torch.arange(1.0, 25.0)
+    storage = saved(SHARED[case](memory))
+    target = torch.zeros(24)
+    views = SHARED[case](target)
+    remesh.load(views, storage)
+    for name, view in SHARED[case](memory).items():
+        assert torch.equal(views[name], view), name
+
+
+class Tied(nn.Module):
+    """Weights that are one memory in two shapes."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.convolution = nn.Conv1d(3, 4, 1, bias=False)
+        if tied:
+            weight = self.embedding.weight.detach().unsqueeze(-1)
+            self.convolution.weight = nn.Parameter(weight)
+
+
+def test_weights_tied_through_a_view() -> None:
+    target = Tied(tied=True)
+    before = target.embedding.weight.clone()
+    names = r"model\.embedding\.weight and model\.convolution\.weight: different views"
+    with pytest.raises(remesh.MismatchError, match=names):
+        remesh.load({"model": target}, saved({"model": Tied(tied=False)}))
+    assert torch.equal(target.embedding.weight, before)
+    source = Tied(tied=True)
+    remesh.load({"model": target}, saved({"model": source}))
+    assert torch.equal(target.embedding.weight, source.embedding.weight)
+    assert torch.equal(target.convolution.weight, source.convolution.weight)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.zeros(5).unfold(0, 3, 1),
+        torch.zeros(3).expand(3, 3),
+        torch.zeros(7).as_strided((3, 3), (1, 2)),
+        np.lib.stride_tricks.sliding_window_view(np.zeros(5, np.float32), 3, writeable=True),
+    ],
+    ids=["unfold", "expand", "as_strided", "window"],
+)
+def test_a_target_that_overlaps_itself_is_refused_by_its_name(target: Any) -> None:
+    stored = torch.arange(9.0).reshape(3, 3)
+    with pytest.raises(remesh.StateError, match="t: several elements of this"):
+        remesh.load({"t": target}, saved({"t": stored}))
+
+
+def test_what_is_converted_cannot_be_compared() -> None:
+    memory = torch.zeros(4, dtype=torch.float64)
+    storage = saved({"x": torch.ones(3), "y": torch.ones(3)})
+    with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy].*converted"):
+        remesh.load({"x": memory[:3], "y": memory[1:]}, storage, cast=True)
+    fused = remesh.Transform.parse("a, b -> x, axis=0")
+    storage = saved({"a": torch.ones(1), "b": torch.ones(2), "y": torch.ones(2)})
+    float_memory = torch.zeros(4)
+    with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy].*converted"):
+        remesh.load({"x": float_memory[:3], "y": float_memory[2:]}, storage, transform=fused)
+    state = {"x": float_memory[:3], "y": float_memory[2:].new_zeros(2)}
+    remesh.load(state, storage, transform=fused)
+    assert float_memory.tolist() == [1, 1, 1, 0]
+
+
+def test_parts_of_one_tensor_in_one_memory() -> None:
+    """Each element has its place, however often it is named; but no two elements have the same."""
+    whole = torch.arange(24.0).reshape(6, 4)
+    storage = saved({"w": whole})
+    memory = torch.zeros(6, 4)
+
+    def part(rows: slice, start: int) -> remesh.ShardedTensor:
+        return remesh.ShardedTensor.at_offset("w", memory[rows], (6, 4), (start, 0))
+
+    remesh.load({"a": part(slice(0, 4), 0), "b": part(slice(2, 6), 2)}, storage)
+    assert torch.equal(memory, whole)
+    with pytest.raises(remesh.MismatchError, match="w: different views"):
+        remesh.load({"a": part(slice(0, 4), 0), "b": part(slice(2, 6), 1)}, storage)
+
+
+@st.composite
+def views_of_a_buffer(draw: st.DrawFn) -> tuple[int, int, int]:
+    start, step = draw(st.integers(0, 11)), draw(st.integers(1, 4))
+    return start, step, draw(st.integers(1, (11 - start) // step + 1))
+
+
+@given(st.lists(views_of_a_buffer(), min_size=2, max_size=4), st.sampled_from([1.0, 0.0]))
+def test_a_load_that_returns_has_filled_everything(
+    places: list[tuple[int, int, int]], step: float
+) -> None:
+    """Either all tensors hold what is stored for them, or the load fails and changes nothing."""
+    memory = np.full(12, -1.0)
+    state = {
+        str(n): memory[start : start + stride * (size - 1) + 1 : stride]
+        for n, (start, stride, size) in enumerate(places)
+    }
+    stored = {
+        name: 7 + step * (int(name) * 100 + np.arange(len(view))) for name, view in state.items()
+    }
+    can_be_filled = step == 0 or len(
+        {start + stride * k for start, stride, size in places for k in range(size)}
+    ) == sum(size for *_, size in places)
+    try:
+        remesh.load(state, saved(stored))
+    except remesh.MismatchError:
+        assert not can_be_filled
+        assert (memory == -1).all()
+    else:
+        assert can_be_filled
+        for name, view in state.items():
+            np.testing.assert_array_equal(view, stored[name])
+
+
+def test_one_rank_whose_targets_share_memory_stops_all() -> None:
+    storage = saved({"x": torch.ones(3), "y": torch.zeros(3)})
+    memory = [torch.full((6,), 9.0) for _ in range(3)]
+
+    def load(exchange: Exchange) -> None:
+        mine, cut = memory[exchange.rank], 2 if exchange.rank == 1 else 3
+        remesh.load({"x": mine[:3], "y": mine[cut : cut + 3]}, storage, group=exchange)
+
+    for error in raised(run_ranks_outcomes(3, load)):
+        assert isinstance(error, remesh.MismatchError)
+        assert "x and y: different views" in str(error)
+    assert [set(one.tolist()) for one in memory] == [{9.0}] * 3
+
+
+# ---------------------------------------------------------------------------------------------
+# Live
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_target_between_the_elements_of_the_source() -> None:
+    memory = torch.arange(8.0)
+    remesh.reshard({"x": memory[::2]}, {"x": memory[1::2]})
+    assert memory.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    with pytest.raises(remesh.StateError, match="x of the source and y of the target") as caught:
+        remesh.reshard(
+            {"x": memory[::2], "y": torch.ones(4)}, {"x": torch.zeros(4), "y": memory[:4]}
+        )
+    assert len(str(caught.value).splitlines()[0]) <= 100
+    assert memory.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_tied_targets_of_sources_on_another_rank(differ: bool) -> None:
+    """They are brought here to be compared."""
+    memory = torch.zeros(6)
+    targets: dict[str, Any] = {"a": memory, "b": memory, "c": memory.view(2, 3)}
+
+    def run(exchange: Exchange) -> None:
+        value = torch.arange(6.0)
+        source = {"a": value, "b": value.clone(), "c": value.view(2, 3) + differ}
+        sides: tuple[Any, Any] = (source, {}) if exchange.rank else ({}, targets)
+        pushing = remesh.Resharder(*sides, group=exchange)
+        for add in range(2):
+            for tensor in source.values():
+                tensor.add_(add)
+            report = pushing.push()
+            assert exchange.rank or memory.tolist() == [n + add for n in range(6)]
+        assert report.plan_reused
+
+    if not differ:
+        run_ranks(2, run)
+        return
+    for error in raised(run_ranks_outcomes(2, run)):
+        assert isinstance(error, remesh.MismatchError)
+        assert "different views" in str(error)
+    assert not memory.any()

@@ -1,0 +1,295 @@
+"""Ranks that do not come: who is named, when, and that the others do not wait for ever."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.waiting import wait_until
+
+from remesh.errors import ExchangeError
+from remesh.exchange import Exchange, ThreadGroup
+from remesh.exchange.lateness import (
+    LateError,
+    Limits,
+    Marks,
+    SlowCall,
+    describe_absent,
+    find_absent,
+)
+from remesh.exchange.torch_group import TorchGroup
+from remesh.testing import run_processes
+
+
+class DictStore:
+    """A store in this process, with the number of requests that it got."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, str] = {}
+        self.requests = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self.keys[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.keys[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return all(key in self.keys for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests += 1
+        total = int(self.keys.get(key, "0")) + amount
+        self.keys[key] = str(total)
+        return total
+
+    def delete_key(self, key: str) -> bool:
+        self.requests += 1
+        return self.keys.pop(key, None) is not None
+
+
+class LostStore(DictStore):
+    """A store whose server is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        raise ConnectionError("reset by peer")
+
+
+class FrozenStore(DictStore):
+    """A store whose server stands still until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.released.wait()
+        return super().check(keys)
+
+
+def _call(
+    store: DictStore | None, rank: int, limits: Limits, *, patience: float = 60.0
+) -> SlowCall:
+    marks = Marks(store, rank, range(3), patience=patience)
+    return SlowCall("gather", marks, range(3), limits)
+
+
+_LIMITS = Limits(timeout=100, warn_after=10)
+
+
+# ----- who is absent -----
+
+
+@given(world_size=st.integers(0, 40), data=st.data())
+def test_exactly_the_absent_are_found(world_size: int, data: st.DataObject) -> None:
+    present = data.draw(st.sets(st.sampled_from(range(world_size)))) if world_size else set()
+    found = find_absent(range(world_size), present.issuperset)
+    assert list(found) == [rank for rank in range(world_size) if rank not in present]
+
+
+def test_one_of_many_is_found_with_few_questions() -> None:
+    questions: list[Sequence[int]] = []
+
+    def all_present(ranks: Sequence[int]) -> bool:
+        questions.append(ranks)
+        return 2718 not in ranks
+
+    assert list(find_absent(range(4096), all_present)) == [2718]
+    assert len(questions) == 1 + 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("absent", "text"),
+    [
+        ([1], "rank 1 (global rank 11) has not come"),
+        ([1, 2], "ranks 1, 2 (global ranks 11, 12) have not come"),
+        ([], "all ranks wait"),
+    ],
+)
+def test_ranks_are_named_with_their_global_ranks(absent: list[int], text: str) -> None:
+    assert describe_absent(absent, range(10, 20)).startswith(text)
+    assert "global" not in describe_absent(absent, range(10))
+
+
+def test_a_message_names_so_many_ranks_at_most() -> None:
+    text = describe_absent(range(1, 4000), range(4000))
+    assert text == f"ranks {', '.join(map(str, range(1, 17)))} and more have not come"
+
+
+# ----- when to look, warn and give up -----
+
+
+def test_a_slow_call_warns_at_growing_distances(caplog: pytest.LogCaptureFixture) -> None:
+    store = DictStore()
+    call = _call(store, 0, _LIMITS)
+    _call(store, 2, _LIMITS)
+    warned_at = []
+    for waited in range(1, 100):
+        before = len(caplog.messages)
+        assert 0 < call.look(waited) <= 1
+        if len(caplog.messages) > before:
+            warned_at.append(waited)
+    assert warned_at == [10, 20, 40, 80]
+    assert caplog.messages[0] == (
+        "gather on rank 0 has waited 10 s: rank 1 has not come; every rank must make this call (it "
+        "fails after 100 s)"
+    )
+    with pytest.raises(LateError, match="no end within 100 s: rank 1 has not come"):
+        call.look(100)
+
+
+def test_one_of_the_waiting_ranks_warns(caplog: pytest.LogCaptureFixture) -> None:
+    store = DictStore()
+    with_first = [_call(store, rank, _LIMITS) for rank in (2, 0)]
+    for call in with_first:
+        call.look(10)
+    assert [message[:16] for message in caplog.messages] == ["gather on rank 0"]
+    for call in with_first:
+        call.end()
+    assert store.keys == {}
+    caplog.clear()
+    without_first = [_call(store, rank, _LIMITS) for rank in (2, 1)]
+    for waited in (10, 20):
+        for call in without_first:
+            call.look(waited)
+    assert [message[:16] for message in caplog.messages] == ["gather on rank 2"] * 2
+    for call in without_first:
+        call.end()
+    assert store.keys == {}
+
+
+def test_a_rank_that_gives_up_says_so_to_the_others() -> None:
+    store = DictStore()
+    waiting = _call(store, 2, _LIMITS)
+    waiting.look(1)
+    Marks(store, 0, range(3)).report_failure("rank 0: connection closed")
+    Marks(store, 1, range(3)).report_failure("rank 1: a consequence")
+    with pytest.raises(LateError, match="another rank has given up: rank 0: connection closed"):
+        waiting.look(2)
+
+
+def test_looks_of_a_large_job_are_rare() -> None:
+    marks = Marks(DictStore(), 1, range(4000))
+    call = SlowCall("gather", marks, range(4000), Limits(timeout=1000, warn_after=100))
+    assert call.look(1) == 20
+
+
+def test_without_a_store_the_deadline_holds() -> None:
+    call = _call(None, 0, _LIMITS)
+    call.look(99)
+    with pytest.raises(LateError, match="is not known: the group has no store"):
+        call.look(100)
+
+
+def test_a_store_that_failed_is_not_asked_again() -> None:
+    store = LostStore()
+    call = _call(store, 0, _LIMITS)
+    call.look(1)
+    asked = store.requests
+    with pytest.raises(LateError, match="not known: the group's store failed: reset by peer"):
+        call.look(100)
+    call.end()
+    assert store.requests == asked
+
+
+def test_a_store_that_stands_still_does_not_hold_up_the_deadline() -> None:
+    store = FrozenStore()
+    call = _call(store, 0, _LIMITS, patience=0.01)
+    with pytest.raises(LateError, match=r"store did not answer within 0\.01 s"):
+        call.look(100)
+    store.released.set()
+
+
+# ----- real calls -----
+
+
+class _Heard(logging.Handler):
+    """Warnings of remesh; makes a file once one has some text."""
+
+    def __init__(self, text: str, path: Path) -> None:
+        super().__init__()
+        self._text = text
+        self._path = path
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if self._text in self.messages[-1]:
+            self._path.touch()
+
+
+def _one_comes_late(exchange: Exchange, path: Path) -> tuple[list[bytes], list[str]]:
+    group = TorchGroup(warn_after=0.1)
+    heard = _Heard(": rank 1 has not come; every rank must make this call", path)
+    logging.getLogger("remesh").addHandler(heard)
+    if exchange.rank == 1:
+        wait_until(path.exists, "rank 0 warns")
+    everybody = group.all_gather(b"%d" % exchange.rank)
+    # The next call is not disturbed by what is left of the first.
+    assert group.all_gather(b"%d" % exchange.rank) == everybody
+    return everybody, heard.messages
+
+
+def test_rank_0_names_the_ranks_that_have_not_come(tmp_path: Path) -> None:
+    path = tmp_path / "heard"
+    (_, heard), *others = run_processes(3, _one_comes_late, path)
+    assert any("rank 1 has not come" in message for message in heard)
+    assert all(message.startswith("all-gather on rank 0") for message in heard)
+    for everybody, _ in others:
+        assert everybody == [b"0", b"1", b"2"]
+
+
+def _one_stays_away(exchange: Exchange) -> str:
+    """A call of a group of the global ranks 1, 2 and 3, of which the second does not make it."""
+    ranks = dist.new_group([1, 2, 3])
+    if exchange.rank in (0, 2):
+        exchange.all_gather(b"")
+        return ""
+    # Only one of them has a deadline within the time of the test.
+    group = TorchGroup(ranks, timeout=1.0 if exchange.rank == 1 else 1000.0)
+    with pytest.raises(ExchangeError) as caught:
+        group.all_gather(b"")
+    exchange.all_gather(b"go home")
+    return str(caught.value)
+
+
+def test_a_deadline_names_the_missing_and_ends_the_wait_of_all() -> None:
+    _, first, _, last = run_processes(4, _one_stays_away)
+    assert first.startswith("all-gather failed on rank 0 of 3 (global rank 1): ")
+    # Rank 2 of the group may be late, too, on a busy machine.
+    assert any(
+        f"no end within 1 s: {late} not come" in first
+        for late in ("rank 1 (global rank 2) has", "ranks 1, 2 (global ranks 2, 3) have")
+    )
+    assert "another rank has given up: rank 0: no end within 1 s" in last
+
+
+@pytest.fixture
+def patient_threads() -> Iterator[list[threading.Thread]]:
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_that_wait_name_the_rank_that_has_not_come(
+    caplog: pytest.LogCaptureFixture, patient_threads: list[threading.Thread]
+) -> None:
+    group = ThreadGroup(2, timeout=600, warn_after=0.01)
+    thread = threading.Thread(target=lambda: group.exchange(0).all_gather(b""))
+    patient_threads.append(thread)
+    thread.start()
+    wait_until(lambda: bool(caplog.messages), "rank 0 warns")
+    group.exchange(1).all_gather(b"")
+    assert "all-gather on rank 0 has waited" in caplog.messages[0]
+    assert "rank 1 has not come" in caplog.messages[0]

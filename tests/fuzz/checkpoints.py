@@ -1,0 +1,208 @@
+"""Small sound checkpoints of every format, which the fuzzer damages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pickle
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+import remesh
+from remesh.checkpoint.foreign import save_as
+from remesh.exchange import Exchange
+from remesh.testing import run_ranks
+from tests.compat.test_atorch_files import write, write_optimizer
+from tests.compat.test_flex_paddle import DATA
+from tests.fuzz.files import Files, files_in
+
+COMMON = {
+    "iteration": 7,
+    "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16),
+    "nested": {"list": [1, {"a": 2}], 5: "five", "half": 0.5, "time": (1, 2.5, None)},
+}
+
+
+def _sharded_state(exchange: Exchange) -> dict[str, Any]:
+    """Rows of two tensors on each rank, values of many kinds, and an element of an object."""
+    rank, num_ranks = exchange.rank, exchange.world_size
+    weight = torch.arange(48.0).reshape(8, 6).chunk(num_ranks)[rank]
+    bias = torch.arange(8).to(torch.bfloat16).chunk(num_ranks)[rank]
+    return {
+        **COMMON,
+        "w": remesh.ShardedTensor.from_rank_offsets("w", weight, (0, rank, num_ranks)),
+        "b": remesh.ShardedTensor.from_rank_offsets("b", bias, (0, rank, num_ranks)),
+        "count": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "rng": remesh.ShardedObject(
+            "rng", {"s": torch.arange(4), "n": np.arange(3.0)}, (num_ranks,), (rank,)
+        ),
+    }
+
+
+def _native(folder: Path) -> None:
+    def save(exchange: Exchange) -> None:
+        tied = torch.arange(6.0)
+        more = {
+            "tie": tied,
+            "tied": tied,
+            "kinds": [torch.float16, torch.Size([2]), torch.device("cpu"), {1, 2}, 2**70, 1j, b"x"],
+            "path": Path("a/b"),
+            "scalar": np.float32(1.5),
+        }
+        remesh.save(_sharded_state(exchange) | more, folder, group=exchange)
+
+    run_ranks(2, save)
+
+
+def _foreign(name: str) -> Callable[[Path], None]:
+    def write_it(folder: Path) -> None:
+        run_ranks(2, lambda exchange: save_as(
+            _sharded_state(exchange), folder, format=name, group=exchange
+        ))  # fmt: skip
+
+    return write_it
+
+
+def _dcp_state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(12.0).reshape(3, 4), "t": torch.arange(6).reshape(2, 3).t()},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {"params": ["a", "b"]}],
+        "step": 7,
+        "b": torch.ones(3, dtype=torch.bfloat16),
+    }
+
+
+def _dcp(folder: Path, **options: Any) -> None:
+    state = _dcp_state()
+    if options:
+        state["model"]["t"] = state["model"]["t"].contiguous()  # safetensors knows no strides
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is no process group
+        writer = FileSystemWriter(folder, **options)
+        dcp.state_dict_saver.save(state, storage_writer=writer, no_dist=True)
+
+
+def _dcp_safetensors(folder: Path) -> None:
+    _dcp(folder, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+def _torch_file(folder: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "base": base,
+        "view": base[1:3, 2:5],
+        "transposed": base.t(),
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
+        "pair": [torch.zeros(1), (torch.ones(2), "text")],
+        7: {"lr": 0.1, "empty": {}, "dtype": torch.int8, "scalar": np.float64(3)},
+        "names": {1, 2},
+    }
+    torch.save(state, folder / "model.pt")
+
+
+def _flat_param(folder: Path) -> None:
+    write(folder)
+    write_optimizer(folder)
+
+
+def _flat_param_json(folder: Path) -> None:
+    """As remesh writes it: with JSON where ATorch has pickles."""
+    save_file({"unit": torch.arange(8.0)}, folder / "flat_param.00000-00001")
+    slices = {
+        "w": {"param_shapes": [2, 3], "striped_fsdp_name": "unit", "param_offsets": [0, 6]},
+        "b": {"param_shapes": [2], "striped_fsdp_name": "unit", "param_offsets": [6, 8]},
+    }
+    meta = {"param_meta": slices, "flat_param_meta": {"unit": {"numels": [8]}}}
+    (folder / "flat_meta.00000-00001").write_text(json.dumps(meta))
+    (folder / "ckpt_meta").write_text(json.dumps({"version": 1, "world_size": 1}))
+    save_file(
+        {"w-exp_avg": torch.arange(6.0), "w-step": torch.tensor(1.0)},
+        folder / "optim_param.00000-00001",
+    )
+    (folder / "optim_meta").write_text(json.dumps([{"lr": 0.1, "params": ["w"]}]))
+
+
+def _zarr_itself(folder: Path) -> None:
+    """Arrays of zarr-python under the names that Megatron gave them."""
+    for name, array in {"a": np.arange(35.0).reshape(7, 5), "b.c": np.arange(3)}.items():
+        made = zarr.create_array(
+            store=str(folder / name),
+            shape=array.shape,
+            dtype=array.dtype,
+            zarr_format=2,
+            compressors=None,
+            chunks=tuple(math.ceil(n / 2) for n in array.shape),
+            config={"write_empty_chunks": True},
+        )
+        made[...] = array
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    torch.save(COMMON, folder / "common.pt")
+
+
+def _megatron_flattened(folder: Path) -> None:
+    """A tensor stored flattened, as older Megatron did, with the true shape beside it."""
+    _dcp(folder)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"flat": torch.arange(24.0).reshape(1, 1, 24)}
+        dcp.state_dict_saver.save(state, checkpoint_id=folder / "flat", no_dist=True)
+    flat = pickle.loads((folder / "flat" / ".metadata").read_bytes())
+    metadata.state_dict_metadata |= flat.state_dict_metadata
+    for index, info in flat.storage_data.items():
+        info.relative_path = "flat/" + info.relative_path
+        metadata.storage_data[index] = info
+    metadata.mcore_data = {"flat": {"nd_reformulated_orig_global_shape": (4, 6)}}
+    path.write_bytes(pickle.dumps(metadata, protocol=4))
+    (folder / "flat" / ".metadata").unlink()
+    torch.save(COMMON, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+def _paddle(name: str) -> Callable[[Path], None]:
+    def copy(folder: Path) -> None:
+        shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
+
+    return copy
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "native": _native,
+    "torch_dcp": _dcp,
+    "torch_dcp safetensors": _dcp_safetensors,
+    "torch_dcp by remesh": _foreign("torch_dcp"),
+    "megatron torch_dist": _foreign("torch_dist"),
+    "megatron flattened": _megatron_flattened,
+    "megatron zarr": _foreign("zarr"),
+    "zarr by zarr": _zarr_itself,
+    "torch.save": _torch_file,
+    "paddle": _paddle("two_rank"),
+    "paddle flattened": _paddle("flat3d"),
+    "atorch": _flat_param,
+    "atorch by remesh": _flat_param_json,
+}
+
+
+def make_checkpoint(name: str) -> Files:
+    """The files of a small checkpoint.
+
+    Args:
+        name: A key of `WRITERS`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        WRITERS[name](Path(folder))
+        return files_in(Path(folder))

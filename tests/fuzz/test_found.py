@@ -1,0 +1,301 @@
+"""What fuzzing has found, case by case: damage that once ended in an error that is not remesh's.
+
+Each case says which checkpoint it damages and how, and what the error must say. None of them may
+take memory or time that its size does not account for.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+import remesh
+from remesh.errors import CheckpointError, CoverageError
+from remesh.index import BoxTable, Index, StoredFile, TensorTable, decode_columns, encode_columns
+from tests.fuzz.checkpoints import make_checkpoint
+from tests.fuzz.files import Files, in_memory
+from tests.fuzz.mutations import forge
+from tests.fuzz.trial import attempt, import_late_modules, sound_state
+
+pytestmark = pytest.mark.usefixtures("late_modules")
+
+Damage = Callable[[Files], None]
+
+
+@pytest.fixture(scope="module")
+def late_modules() -> None:
+    import_late_modules()
+    for name in sorted({name for name, _, _ in CASES.values()}):
+        sound_state(make_checkpoint(name))
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+def in_json(path: str, **fields: Any) -> Damage:
+    """Other fields in a JSON file."""
+
+    def damage(files: Files) -> None:
+        files[path] = json.dumps(json.loads(files[path]) | fields).encode()
+
+    return damage
+
+
+def instead(path: str, content: bytes) -> Damage:
+    """Another file."""
+
+    def damage(files: Files) -> None:
+        files[path] = content
+
+    return damage
+
+
+def in_slice(**fields: Any) -> Damage:
+    """Other fields in what ATorch's meta file says of a parameter."""
+
+    def damage(files: Files) -> None:
+        path = "flat_meta.00000-00001"
+        document = json.loads(files[path])
+        document["param_meta"]["w"] |= fields
+        files[path] = json.dumps(document).encode()
+
+    return damage
+
+
+def in_metadata(change: Callable[[Any], object]) -> Damage:
+    """Other objects in the metadata of torch.distributed.checkpoint."""
+
+    def damage(files: Files) -> None:
+        metadata = pickle.loads(files[".metadata"])
+        change(metadata)
+        files[".metadata"] = pickle.dumps(metadata)
+
+    return damage
+
+
+def in_values(change: Callable[[Any], object]) -> Damage:
+    """Another document of values in a checkpoint of remesh, with the digests that it then has."""
+
+    def damage(files: Files) -> None:
+        path = next(path for path in files if path.endswith("values.msgpack"))
+        document = msgspec.msgpack.decode(files[path])
+        change(document)
+        files[path] = msgspec.msgpack.encode(document)
+        forge(files, random.Random(1))
+
+    return damage
+
+
+def in_index(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Damage:
+    """Other columns in the index of a checkpoint of remesh, with the digests that it then has."""
+
+    def damage(files: Files) -> None:
+        path = next(path for path in files if path.endswith("index.safetensors"))
+        columns, metadata = decode_columns(files[path], "index")
+        columns = {name: column.copy() for name, column in columns.items()}
+        change(columns, metadata)
+        files[path] = encode_columns(columns, metadata)
+        forge(files, random.Random(2))  # its dice leave the digests of blocks alone
+
+    return damage
+
+
+def _set_shape(columns: dict[str, Any], row: int, shape: list[int]) -> None:
+    """Give all tensors more dims, and one of them, which has no pieces, this shape."""
+    num_dims = len(shape)
+    for name, fill in (("tensor.shape", 1), ("box.shape", 1), ("box.offset", 0)):
+        column = columns[name]
+        missing = max(num_dims - column.shape[1], 0)
+        columns[name] = np.pad(column, ((0, 0), (0, missing)), constant_values=fill)
+    columns["tensor.shape"][row, :num_dims] = shape
+    columns["tensor.ndim"][row] = num_dims
+
+
+def _claim_size(_columns: dict[str, Any], metadata: dict[str, str]) -> None:
+    files = json.loads(metadata["remesh.files"])
+    files[0][1] = 1 << 61
+    metadata |= {"remesh.files": json.dumps(files), "remesh.block_size": "0"}
+
+
+_EMPTY = 2  # the row of the empty tensor in the index, whose names are sorted as they were saved
+
+CASES: dict[str, tuple[str, Damage, str]] = {
+    "zarr: a description nested without end": (
+        "zarr by zarr", instead("a/.zarray", b'{"x":' + DEEP + b"}"), r"a/\.zarray"),
+    "zarr: a configuration nested without end": (
+        "zarr by zarr", instead("metadata.json", b'{"x":' + DEEP + b"}"), "no checkpoint|not a"),
+    "zarr: 10^12 chunks": (
+        "zarr by zarr", in_json("a/.zarray", shape=[10**12], chunks=[1]), "more than there are"),
+    "zarr: a hundred dims": (
+        "zarr by zarr", in_json("a/.zarray", shape=[1] * 100, chunks=[1] * 100), "100 dims"),
+    "zarr: more elements than numbers have": (
+        "zarr by zarr", in_json("a/.zarray", shape=[0, 1 << 62, 1 << 62], chunks=[1, 1, 1]),
+        "too large"),
+    "zarr: a separator that joins two chunks' names": (
+        "zarr by zarr", in_json("a/.zarray", dimension_separator=""), r"a/\.zarray"),
+    "atorch: a world of 999999999 ranks": (
+        "atorch by remesh", instead("flat_param.00000-999999999", b""), "ranks"),
+    "atorch: a meta file nested without end": (
+        "atorch by remesh", instead("flat_meta.00000-00001", DEEP), r"flat_meta\.00000-00001"),
+    "atorch: negative extents whose product is right": (
+        "atorch by remesh", in_slice(param_shapes=[-2, -3]), "not a shape"),
+    "atorch: an extent that is infinite": (
+        "atorch by remesh", in_slice(param_shapes=[float("1e999")]), "not"),
+    "atorch: an extent of 5000 digits": (
+        "atorch by remesh", in_slice(param_shapes=["9" * 5000]), "not a shape"),
+    "atorch: a range of one number": (
+        "atorch by remesh", in_slice(param_offsets=[0]), "not the range"),
+    "atorch: a unit that is a list": (
+        "atorch by remesh", in_slice(striped_fsdp_name=[1]), "not a name"),
+    "atorch: parameters that are a number": (
+        "atorch by remesh", instead("optim_meta", b'[{"params": 0.5}]'), "optim_meta"),
+    "dcp: chunks that are no chunks": (
+        "torch_dcp", in_metadata(lambda m: setattr(m.state_dict_metadata["b"], "chunks", [3])),
+        "not the chunks"),
+    "dcp: chunks that are a number": (
+        "torch_dcp", in_metadata(lambda m: setattr(m.state_dict_metadata["b"], "chunks", 3)),
+        "not the chunks"),
+    "dcp: a chunk of other dims": (
+        "torch_dcp", in_metadata(lambda m: setattr(m.state_dict_metadata["b"], "chunks", [
+            ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((1, 3)))])), "a chunk at"),
+    "dcp: extents of 2^70": (
+        "torch_dcp", in_metadata(lambda m: setattr(m.state_dict_metadata["b"], "size", (2**70,))),
+        "not a shape"),
+    "dcp: a path of no keys": (
+        "torch_dcp", in_metadata(lambda m: m.planner_data.update(b=())), "not a path"),
+    "dcp: a path that is a number": (
+        "torch_dcp", in_metadata(lambda m: m.planner_data.update(b=5)), "not a path"),
+    "dcp: a path of half numbers": (
+        "torch_dcp", in_metadata(lambda m: m.planner_data.update(b=(0.5,))), "not a name"),
+    "dcp: a range that leaves a flattened tensor": (
+        "megatron flattened", in_metadata(lambda m: m.mcore_data.update(
+            flat={"nd_reformulated_orig_global_shape": (2**62, 6)})), "does not fit"),
+    "dcp: the true shape of a flattened tensor is a number": (
+        "megatron flattened", in_metadata(lambda m: m.mcore_data.update(
+            flat={"nd_reformulated_orig_global_shape": 5})), "not a shape"),
+    "native: a list whose items have names": (
+        "native", in_values(lambda d: d["sequences"].append([["nested"], "list"])), "called"),
+    "native: a container of an unknown kind": (
+        "native", in_values(lambda d: d["sequences"].append([["nested"], "heap"])), "heap"),
+    "native: a path of no keys": (
+        "native", in_values(lambda d: d["paths"].update(iteration=[])), "a path of"),
+    "native: a path of a million keys": (
+        "native", in_values(lambda d: d["paths"].update(iteration=[0] * 10**6)), "a path of"),
+    "native: a tensor without bytes of 10^12 elements": (
+        "native", in_values(lambda d: d["values"].update(
+            iteration={"$": "torch.Tensor", "v": ["float32", [10**12], b""]})), "cannot be"),
+    "native: attributes whose names are numbers": (
+        "native", in_values(lambda d: d["values"].update(iteration={
+            "$": "argparse.Namespace", "v": {"$": "dict", "v": [[1, 2]]}})), "cannot be"),
+    "native: a hundred dims": (
+        "native", in_index(lambda c, _: _set_shape(c, 3, [1] * 99 + [0])), "dims"),
+    "native: more elements than numbers have": (
+        "native", in_index(lambda c, _: _set_shape(c, 3, [0, 1 << 61, 1 << 61])), "too large"),
+    "native: a file that is said to have 2^61 bytes": ("native", in_index(_claim_size), "disagree"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_an_error_of_remesh(case: str) -> None:
+    name, damage, message = CASES[case]
+    files = make_checkpoint(name)
+    damage(files)
+
+    def read() -> None:
+        checkpoint = remesh.Checkpoint(in_memory(files))
+        checkpoint.verify()
+        checkpoint.state()
+
+    with pytest.raises(remesh.RemeshError, match=message) as caught:
+        read()
+
+    assert isinstance(caught.value, CheckpointError | remesh.StateError)
+    attempt(files, {}, by_command=False)
+    attempt(files, {}, by_command=True)
+
+
+def test_a_name_with_many_dots_takes_no_time_or_memory() -> None:
+    files = make_checkpoint("native")
+    name = "a." * 30_000 + "a"
+    in_values(lambda document: document["values"].update({name: 5}))(files)
+
+    assert remesh.Checkpoint(in_memory(files)).values[name] == 5
+    attempt(files, {}, by_command=False)
+
+
+def test_keys_that_are_no_names(tmp_path: Any) -> None:
+    torch.save({0.5: torch.ones(2), "a": 1}, tmp_path / "model.pt")
+    checkpoint = remesh.Checkpoint(tmp_path / "model.pt")
+
+    assert checkpoint.values == {"a": 1}
+    assert torch.equal(checkpoint.read("0.5"), torch.ones(2))
+    assert remesh.load({"a": 0}, tmp_path / "model.pt") == {"a": 1}
+
+
+def test_expanded_tensors(tmp_path: Any) -> None:
+    """A few of them load; so many that they are far more than the file are refused."""
+    torch.save({"row": torch.arange(3.0).expand(1000, 3)}, tmp_path / "small.pt")
+    assert torch.equal(
+        remesh.Checkpoint(tmp_path / "small.pt").read("row"), torch.arange(3.0).expand(1000, 3)
+    )
+    torch.save({"x": torch.ones(1).expand(1 << 20)}, tmp_path / "single.pt")
+    with pytest.raises(remesh.FormatVersionError, match="contiguous"):
+        remesh.Checkpoint(tmp_path / "single.pt")
+    torch.save({"x": torch.ones(1 << 16).expand(1 << 16, 1 << 16)}, tmp_path / "rows.pt")
+    with pytest.raises(CheckpointError, match=r"memory|contiguous"):
+        remesh.Checkpoint(tmp_path / "rows.pt")
+
+
+def test_pieces_that_share_their_bytes_too_often() -> None:
+    num_pieces = 5000
+    tensors = TensorTable.of([("w", "uint8", (num_pieces, 100))])
+    boxes = BoxTable.of(tensors, [(0, remesh.Box((row, 0), (1, 100))) for row in range(num_pieces)])
+    nowhere = np.zeros(num_pieces, np.int64)
+    index = Index(boxes, nowhere, nowhere, (StoredFile("data", 100),))
+
+    with pytest.raises(remesh.CorruptCheckpointError, match="share their bytes"):
+        Index.decode(index.encode(), "index")
+
+
+def _with_a_hole(files: Files) -> None:
+    def longer(metadata: Any) -> None:
+        metadata.state_dict_metadata["b"].size = torch.Size((8,))
+
+    in_metadata(longer)(files)
+
+
+def test_a_checkpoint_with_a_hole_does_not_verify() -> None:
+    files = make_checkpoint("torch_dcp")
+    assert remesh.Checkpoint(in_memory(files)).verify().ok
+    _with_a_hole(files)
+    report = remesh.Checkpoint(in_memory(files)).verify()
+
+    assert not report.ok
+    assert report.incomplete == ("b",)
+    assert report.damages == ()
+    with pytest.raises(CoverageError):
+        remesh.Checkpoint(in_memory(files)).read("b")
+
+
+def test_a_hole_takes_no_memory() -> None:
+    files = make_checkpoint("torch_dcp")
+
+    def far_longer(metadata: Any) -> None:
+        metadata.state_dict_metadata["b"].size = torch.Size((10**12,))
+
+    in_metadata(far_longer)(files)
+    checkpoint = remesh.Checkpoint(in_memory(files))
+
+    with pytest.raises(CoverageError):
+        checkpoint.read("b")
+    with pytest.raises(CoverageError):
+        checkpoint.state()

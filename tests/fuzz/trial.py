@@ -1,0 +1,247 @@
+"""Opening, listing, loading and verifying one damaged checkpoint, and what must not happen then.
+
+Whatever is in the files: the only errors are remesh's own, no module is imported, no code is run or
+compiled, no file is opened for writing or outside the checkpoint, no process is started, no socket
+is opened, and the memory that is taken is bounded by the size of the input.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from click.testing import CliRunner
+
+import remesh
+from remesh.cli import cli
+from remesh.cli.output import EXIT_FAULT
+from remesh.errors import RemeshError
+from tests.fuzz.files import Files, files_in, in_memory, write_files
+
+MEMORY = 160 << 20
+"""Bytes that may be taken beside what the input accounts for: mostly buffers of fixed size."""
+MEMORY_FACTOR = 200
+"""Bytes that may be taken for each byte of input; Python's objects are much larger than text."""
+CPU_SECONDS = 60
+"""CPU time after which a trial is called endless; the checkpoints are of kilobytes."""
+
+_FORBIDDEN = (
+    "exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn",
+    "os.startfile", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink",
+    "os.chmod", "os.putenv", "subprocess.Popen", "socket.connect", "socket.bind", "ctypes.dlopen",
+    "pty.spawn", "shutil.rmtree", "code.__new__", "function.__new__", "pickle.find_class",
+)  # fmt: skip
+
+
+class _Watch:
+    """What the process did while a trial ran."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.inside = ""
+        self.forbidden: Sequence[str] = ()
+        self.seen: list[str] = []
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        if event in self.forbidden:
+            self.seen.append(f"{event} {args[:2]!r:.200}")
+        elif event == "open" and not self._may_open(args):
+            self.seen.append(f"open {args!r:.200}")
+
+    def _may_open(self, args: tuple[Any, ...]) -> bool:
+        path, _, flags = args
+        if isinstance(path, int):
+            return True
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        text = os.fsdecode(path)
+        is_inside = bool(self.inside) and text.startswith(self.inside)
+        # Sources for a traceback or a warning; what says whether the file system is remote.
+        return not writes and (is_inside or text.endswith((".py", "/mountinfo")))
+
+
+_IMPORTED_LATE = (
+    "encodings.cp437",  # zipfile: names that are not in Unicode
+    "numpy.ma",
+    "remesh.cli.inspect",
+    "torch._subclasses.schema_check_mode",  # torch: when it first prints a tensor
+)
+"""Modules that are imported when they are first needed, by whatever needs them."""
+
+WATCH = _Watch()
+_installed: list[bool] = []
+
+
+@contextmanager
+def _watched(inside: str, forbidden: Sequence[str]) -> Iterator[list[str]]:
+    """Record what must not happen; audit hooks stay for good, so it is one that is switched."""
+    if not _installed:
+        sys.addaudithook(WATCH)
+        _installed.append(True)
+    WATCH.seen, WATCH.inside, WATCH.forbidden = [], inside, forbidden
+    WATCH.is_on = bool(forbidden)
+    try:
+        yield WATCH.seen
+    finally:
+        WATCH.is_on = False
+
+
+class Endless(BaseException):
+    """A trial took longer than an input of its size may take."""
+
+
+@contextmanager
+def _bounded_time() -> Iterator[None]:
+    """Raise `Endless` when the process has used up its time; it is that of processors."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise Endless(f"more than {CPU_SECONDS} seconds of CPU time")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def attempt(files: Files, state: Any, *, by_command: bool) -> str:
+    """Do all that can be done with a checkpoint.
+
+    Args:
+        files: The checkpoint.
+        state: What the sound checkpoint holds, as the target of a load; a copy is loaded into.
+        by_command: Whether to use the command line on files, instead of the library in memory.
+
+    Returns:
+        The classes of errors that there were, or `read`.
+
+    Raises:
+        AssertionError: If something happened that must not; its message says what.
+        Exception: Any error that is not remesh's own.
+    """
+    size = sum(map(len, files.values()))
+    tracemalloc.start(1)
+    try:
+        with _bounded_time():
+            end = _by_command(files) if by_command else _by_library(files, state)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MEMORY + MEMORY_FACTOR * size, f"{peak} bytes of memory for {size} bytes"
+    return end
+
+
+def _by_library(files: Files, state: Any, forbidden: Sequence[str] = _FORBIDDEN) -> str:
+    storage, target = in_memory(files), copy.deepcopy(state)
+    errors: list[RemeshError] = []
+    with _watched("", forbidden) as seen:
+        _read_all(storage, errors)
+        _try(lambda: remesh.load(target, storage), errors)
+        _try(lambda: remesh.load(target, storage, missing="keep"), errors)
+    assert not seen, seen
+    return _end_of(errors)
+
+
+def _try(action: Callable[[], object], errors: list[RemeshError]) -> Any:
+    try:
+        return action()
+    except RemeshError as error:
+        errors.append(error)
+        str(error)
+        return None
+
+
+def _end_of(errors: list[RemeshError]) -> str:
+    return "+".join(sorted({type(error).__name__ for error in errors})) or "read"
+
+
+def _read_all(storage: Any, errors: list[RemeshError]) -> None:
+    checkpoint = _try(lambda: remesh.Checkpoint(storage), errors)
+    if checkpoint is None:
+        return
+    for name in list(checkpoint.index)[:50]:
+        stored = checkpoint.tensor(name)
+        checkpoint.index.pieces(name)
+        if stored.num_bytes <= 1 << 20:
+            _try(partial(checkpoint.read_array, name), errors)
+    _try(lambda: checkpoint.values, errors)
+    _try(lambda: checkpoint.lists, errors)
+    _try(lambda: checkpoint.objects, errors)
+    _try(lambda: repr((checkpoint, checkpoint.metadata)), errors)
+    if all(checkpoint.tensor(name).num_bytes <= 1 << 20 for name in checkpoint.index):
+        _try(checkpoint.state, errors)
+    _try(checkpoint.verify, errors)
+
+
+def _by_command(files: Files, forbidden: Sequence[str] = _FORBIDDEN) -> str:
+    """`ls`, `show` and `verify`, in one process."""
+    codes = []
+    with tempfile.TemporaryDirectory(dir=_shm()) as folder:
+        write_files({path: data for path, data in files.items() if _is_path(path)}, Path(folder))
+        single = [path for path in files if path.endswith(".pt")]
+        place = f"{folder}/{single[0]}" if len(files) == 1 and single else folder
+        with _watched(folder, forbidden) as seen:
+            for command in (
+                ["ls", place, "--values", "--pieces"],
+                ["ls", place, "--values", "--json"],
+                ["show", place, "w"],
+                ["show", place, "iteration"],
+                ["verify", place, "--json"],
+            ):
+                result = CliRunner().invoke(cli, command)
+                if result.exception is not None and not isinstance(result.exception, SystemExit):
+                    raise result.exception
+                assert result.exit_code != EXIT_FAULT, result.stderr
+                codes.append(str(result.exit_code))
+    assert not seen, seen
+    return f"exit codes {'/'.join(codes)}"
+
+
+def _is_path(path: str) -> bool:
+    return "\0" not in path and not path.startswith("/") and ".." not in path.split("/")
+
+
+def _shm() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def import_late_modules() -> None:
+    """Import what is imported when it is first needed, lest a trial be blamed for it."""
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
+    # msgspec compiles the annotations of a type when it first meets it.
+    with tempfile.TemporaryDirectory() as folder:
+        remesh.save({"w": np.zeros(2), "step": 1}, f"{folder}/step_1")
+        files = files_in(Path(folder) / "step_1")
+    for some in (files, {"x": b"x"}, {"remesh.json": b"{}"}, {"metadata.json": b"{}"}):
+        _by_command(some, ())
+        _by_library(some, {}, ())
+
+
+def sound_state(files: Files) -> Any:
+    """What a sound checkpoint holds, as a target; also loads all modules that reading it takes."""
+    checkpoint = remesh.Checkpoint(in_memory(files))
+    state = checkpoint.state()
+    import_late_modules()
+    for name, element in checkpoint._contents.document.objects.items():
+        state[name] = remesh.ShardedObject(element.name, None, element.shape, element.offset)
+    remesh.load(copy.deepcopy(state), in_memory(files), missing="keep")
+    return state

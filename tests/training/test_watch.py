@@ -1,0 +1,82 @@
+"""Requests for saves: what a rank hears of them, and when they are answered."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from remesh.training.policies import OnRequest, OnSignals
+from remesh.training.watch import Watch
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Path:
+    return tmp_path / "ask"
+
+
+def test_an_empty_file_asks_for_a_save_once_it_cannot_be_one_that_is_being_written(
+    ask: Path,
+) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    ask.touch()
+    assert watch.asked() == ("", None)
+    assert watch.asked() == (f"request in {ask}", "save")
+    watch.answered()
+    assert not ask.exists()
+
+
+def test_a_file_read_while_it_is_written_asks_for_what_is_written(ask: Path) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    with ask.open("w") as file:
+        assert watch.asked() == ("", None)
+        file.write("save-and-stop")
+    assert watch.asked() == (f"request in {ask}", "save-and-stop")
+
+
+def test_an_empty_file_that_was_removed_is_new_when_it_comes_again(ask: Path) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    ask.touch()
+    assert watch.asked() == ("", None)
+    ask.unlink()
+    assert watch.asked() == ("", None)
+    ask.touch()
+    assert watch.asked() == ("", None)
+
+
+@pytest.mark.parametrize("first", [None, "save"])
+def test_what_is_asked_for_while_a_save_begins_is_not_taken_for_answered(
+    ask: Path, first: str | None
+) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    if first:
+        ask.write_text(first)
+    assert watch.asked()[1] == first
+    ask.write_text("save-and-stop")
+    watch.answered()
+    assert watch.asked() == (f"request in {ask}", "save-and-stop")
+    watch.answered()
+    assert not ask.exists()
+
+
+def test_a_signal_that_comes_while_a_save_begins_is_not_taken_for_answered() -> None:
+    watch = Watch([OnSignals((signal.SIGUSR1,))], "")
+    try:
+        assert watch.asked() == ("", None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        watch.answered()  # a save because of the step
+        assert watch.asked() == ("signal SIGUSR1", "save-and-stop")
+        watch.answered()
+        assert watch.asked() == ("", None)
+    finally:
+        watch.close()
+
+
+def test_a_request_to_wait_is_removed_by_its_sender(ask: Path) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    ask.write_text("save-and-hold")
+    assert watch.asked() == (f"request in {ask}", "save-and-hold")
+    watch.answered()
+    assert watch.is_held()
+    ask.unlink()
+    assert not watch.is_held()
