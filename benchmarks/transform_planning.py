@@ -137,7 +137,7 @@ def regions_of_rank(resolved: Resolved, targets: Infos) -> int:
 
 
 def measure(rules: Rules, found: Infos) -> dict[str, float]:
-    parse_seconds, transform = timed(lambda: Transform.parse(rules.text))
+    parse_seconds, transform = timed(lambda: Transform(rules.text))
     resolve_seconds, resolved = timed(lambda: transform.resolve(found, rules.targets))
     resolved.check()
     region_seconds, num_regions = timed(lambda: regions_of_rank(resolved, rules.targets))
@@ -173,7 +173,7 @@ def read_ratio(axis: int) -> dict[str, float]:
         q^T -> qt   k^T -> kt   v^T -> vt
         qt, kt, vt -> qkv, fused_qkv, num_heads=32, num_key_value_groups=8
     """
-    resolved = Transform.parse(text).resolve(found, target)
+    resolved = Transform(text).resolve(found, target)
     extents = list(target["qkv"].shape)
     extents[axis] //= NUM_RANKS
     offset = [0, 0]

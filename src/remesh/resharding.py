@@ -41,7 +41,7 @@ from remesh.pipeline import Want
 from remesh.pipeline.routes import Routes, deliver, find_routes
 from remesh.planner import LoadPlan
 from remesh.storage import MemoryStorage
-from remesh.transform import Transform
+from remesh.transform import Program, Transform, as_transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def reshard(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
-    transform: Transform | None = None,
+    transform: Transform | Program | None = None,
     group: Any = None,
     on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
@@ -153,14 +153,14 @@ class Resharder:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["ignore", "error"] = "ignore",
         cast: bool = False,
-        transform: Transform | None = None,
+        transform: Transform | Program | None = None,
         group: Any = None,
         on_event: OnEvent = ignore,
     ) -> None:
         self.target_state = target_state
         self._source_state = source_state
         self._options = LoadOptions(missing == "keep", unexpected == "error", cast)
-        self._transform = transform
+        self._transform = as_transform(transform)
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
         self._kept = _Kept()

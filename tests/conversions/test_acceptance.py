@@ -204,7 +204,7 @@ def test_tied_becomes_untied_by_two_statements_tp2ep2_pp4() -> None:
     """Weight, moments, master copy and step are there twice; without the statements all is told."""
     whole = random_state(TIED, 11)
     storage = save(filled(TP2_EP2, TIED, whole))
-    twice = remesh.Transform.parse("""
+    twice = remesh.Transform("""
         model.embedding.weight -> model.embedding.weight
         model.embedding.weight -> model.head.weight
     """)

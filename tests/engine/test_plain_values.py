@@ -179,7 +179,7 @@ def test_nothing_is_stored_in_the_place() -> None:
 
 def test_transformed_and_live() -> None:
     source = {"a": torch.ones(2), "best": {"loss": 0.1, "step": 7}}
-    transform = remesh.Transform.parse("a -> b")
+    transform = remesh.Transform("a -> b")
     state: dict[str, Any] = {"b": torch.zeros(2), "best": {"loss": INF}}
     remesh.load(state, saved(source), transform=transform)
     assert state["best"] == source["best"]

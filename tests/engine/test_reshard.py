@@ -121,7 +121,7 @@ def test_a_state_changes_its_names_and_shapes_on_the_way() -> None:
         source = {"a": remesh.ShardedTensor.from_rank_offsets("a", rows, (0, rank, 2))}
         part = np.zeros((3, 8))
         target = {"b": remesh.ShardedTensor.from_rank_offsets("b", part, (0, rank, 2))}
-        transform = remesh.Transform.parse("a^T -> b")
+        transform = remesh.Transform("a^T -> b")
         remesh.reshard(source, target, group=exchange, transform=transform)
         np.testing.assert_array_equal(part, a.T[3 * rank : 3 * rank + 3])
 
@@ -180,7 +180,7 @@ def fuse_live_and_from_disk(
     if shard_source:
         fully_shard(source)
     source_state = {"model": source, "optimizer": trained(source)}
-    transform = remesh.Transform.parse(FUSING)
+    transform = remesh.Transform(FUSING)
     found = []
     remesh.save(source_state, folder, group=exchange)
     for live in (False, True):
@@ -214,7 +214,7 @@ def test_fusing_with_an_optimizer_is_what_save_and_load_do(tmp_path: Path) -> No
 
 
 def test_steps_that_differ_are_not_fused() -> None:
-    transform = remesh.Transform.parse(FUSING)
+    transform = remesh.Transform(FUSING)
 
     def run(exchange: Exchange) -> None:
         torch.manual_seed(0)

@@ -135,7 +135,7 @@ def test_what_is_converted_cannot_be_compared() -> None:
     storage = saved({"x": torch.ones(3), "y": torch.ones(3)})
     with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy].*converted"):
         remesh.load({"x": memory[:3], "y": memory[1:]}, storage, cast=True)
-    fused = remesh.Transform.parse("a, b -> x, axis=0")
+    fused = remesh.Transform("a, b -> x, axis=0")
     storage = saved({"a": torch.ones(1), "b": torch.ones(2), "y": torch.ones(2)})
     float_memory = torch.zeros(4)
     with pytest.raises(remesh.MismatchError, match=r"[xy] and [xy].*converted"):

@@ -99,7 +99,7 @@ def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None
     remesh.load(
         state,
         tmp_path,
-        transform=remesh.Transform.parse(FUSE),
+        transform=remesh.Transform(FUSE),
         unexpected="error",
         on_report=reports.append,
     )
@@ -111,7 +111,7 @@ def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None
 
 def test_there_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     save_split(tmp_path / "split")
-    forth = remesh.Transform.parse(FUSE)
+    forth = remesh.Transform(FUSE)
     fused = Fused()
     state = {"model": fused, "optimizer": adamw(fused), "step": 0}
     remesh.load(state, tmp_path / "split", transform=forth)
@@ -131,7 +131,7 @@ def fuse_on_fsdp(exchange: Exchange, path: str) -> dict[str, bytes]:
     fully_shard(model)
     optimizer = adamw(model)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    remesh.load(state, path, transform=remesh.Transform.parse(FUSE), group=exchange)
+    remesh.load(state, path, transform=remesh.Transform(FUSE), group=exchange)
     tensors = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     for name, parameter in model.named_parameters():
         tensors[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
@@ -143,7 +143,7 @@ def test_fsdp2_ranks_load_their_parts_of_fused_layers(tmp_path: Path) -> None:
     model = Fused()
     optimizer = adamw(model)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    remesh.load(state, tmp_path, transform=remesh.Transform.parse(FUSE))
+    remesh.load(state, tmp_path, transform=remesh.Transform(FUSE))
     expected = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         expected[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].numpy().tobytes()
@@ -182,7 +182,7 @@ def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool
             {"c": target},
             storage,
             group=exchange,
-            transform=remesh.Transform.parse("a^T, b^T -> c, axis=1"),
+            transform=remesh.Transform("a^T, b^T -> c, axis=1"),
             unexpected="error",
             share_reads=share_reads,
             on_report=reports.append,
@@ -206,7 +206,7 @@ def test_casts_reach_weights_and_leave_moments(tmp_path: Path) -> None:
     casts = "\n".join(
         f"model.{name} -> model.{name}, dtype='bfloat16'" for name in model.state_dict()
     )
-    remesh.load(state, tmp_path, transform=remesh.Transform.parse(casts))
+    remesh.load(state, tmp_path, transform=remesh.Transform(casts))
     stored = remesh.Checkpoint(tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, stored.read(f"model.{name}").bfloat16())
@@ -219,9 +219,7 @@ def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
     def load(exchange: Exchange, text: str, name: str) -> None:
         target = np.zeros((8, 3))
         try:
-            remesh.load(
-                {name: target}, storage, group=exchange, transform=remesh.Transform.parse(text)
-            )
+            remesh.load({name: target}, storage, group=exchange, transform=remesh.Transform(text))
         finally:
             assert not target.any()
 
@@ -242,7 +240,7 @@ def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> Non
     remesh.load(
         state,
         tmp_path,
-        transform=remesh.Transform.parse("a -> x\n_ -> new"),
+        transform=remesh.Transform("a -> x\n_ -> new"),
         unexpected="error",
         on_report=reports.append,
     )

@@ -315,7 +315,7 @@ def test_verify_says_that_there_are_no_digests(saved: Path) -> None:
 
 
 def test_transformations_work(saved: Path) -> None:
-    rules = remesh.Transform.parse("w -> a, b, axis=0")
+    rules = remesh.Transform("w -> a, b, axis=0")
     state = {"a": torch.zeros(500), "b": torch.zeros(500)}
     remesh.load(state, saved, transform=rules)
     assert torch.equal(torch.cat([state["a"], state["b"]]), torch.arange(1000.0))

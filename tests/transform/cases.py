@@ -89,8 +89,9 @@ def setting_of(case: Case) -> Setting:
         parts = tuple(spec.get("parts") or (1,) * len(shape))
         targets[name] = TensorInfo(spec.get("dtype", "float32"), shape, parts)
         initial[name] = np.full(shape, spec.get("fill", -1), np.float32)
+    transform = Transform(case["statements"])
     return Setting(
-        Transform.parse(case["statements"], case.get("reverse", False)),
+        transform.reversed() if case.get("reverse") else transform,
         {name: info for name, (info, _) in described.items()},
         targets,
         arrays,

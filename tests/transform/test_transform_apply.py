@@ -18,7 +18,7 @@ from remesh.testing import run_ranks
 from remesh.transform import TensorInfo, num_pieces_of
 from remesh.transform.info import infos_of
 
-FUSE = Transform.parse("a^T, b -> c, axis=0")
+FUSE = Transform("a^T, b -> c, axis=0")
 
 
 def test_numpy_and_torch_may_be_mixed() -> None:
@@ -48,7 +48,7 @@ def test_parameters_are_filled_in_place() -> None:
     layer = torch.nn.Linear(3, 2)
     weight = torch.arange(6.0).reshape(3, 2)
     targets = dict(layer.named_parameters())
-    Transform.parse("w^T -> weight   b -> bias").apply({"w": weight, "b": torch.ones(2)}, targets)
+    Transform("w^T -> weight   b -> bias").apply({"w": weight, "b": torch.ones(2)}, targets)
     assert torch.equal(layer.weight, weight.T)
     assert layer.weight.requires_grad
 
@@ -56,37 +56,37 @@ def test_parameters_are_filled_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_all_dtypes_can_be_moved(dtype: torch.dtype) -> None:
     a = torch.arange(6).reshape(2, 3).to(dtype)
-    result = Transform.parse("a^T -> b   b, b -> c, tie").apply({"a": a})["c"]
+    result = Transform("a^T -> b   b, b -> c, tie").apply({"a": a})["c"]
     assert result.dtype == dtype
     assert torch.equal(result.to(torch.complex64), a.T.to(torch.complex64))
 
 
 def test_numpy_has_no_bfloat16() -> None:
-    result = Transform.parse("a -> b, dtype=bfloat16").apply({"a": np.ones(2, np.float32)})
+    result = Transform("a -> b, dtype=bfloat16").apply({"a": np.ones(2, np.float32)})
     assert torch.equal(result["b"], torch.ones(2, dtype=torch.bfloat16))
 
 
 def test_a_conversion_that_overflows_is_infinite() -> None:
-    result = Transform.parse("a -> b, dtype=float16").apply({"a": np.float32([1e6])})  # type: ignore[arg-type]
+    result = Transform("a -> b, dtype=float16").apply({"a": np.float32([1e6])})  # type: ignore[arg-type]
     assert result["b"].tolist() == [np.inf]
 
 
 def test_an_array_of_text_is_refused() -> None:
     with pytest.raises(UnsupportedValueError, match="a: element type"):
-        Transform.parse("a -> b").apply({"a": np.array(["text"])})
+        Transform("a -> b").apply({"a": np.array(["text"])})
 
 
 def test_nothing_is_written_if_anything_is_wrong() -> None:
     targets = {"x": np.full(2, 9.0), "y": np.full(2, 9.0)}
     sources = {"a": np.zeros(2), "b": np.zeros(2), "c": np.ones(2)}
     with pytest.raises(TransformError):
-        Transform.parse("a -> x   b, c -> y, tie").apply(sources, targets)
+        Transform("a -> x   b, c -> y, tie").apply(sources, targets)
     assert targets["x"].tolist() == targets["y"].tolist() == [9, 9]
 
 
 def test_overlapping_memory_is_copied_first() -> None:
     memory = np.arange(8.0)
-    Transform.parse("a -> b   b -> t   a -> b   old -> a").apply(
+    Transform("a -> b   b -> t   a -> b   old -> a").apply(
         {"a": memory[:4], "b": memory[4:], "old": memory[2:6]}, {"a": memory[:4], "b": memory[4:]}
     )
     assert memory.tolist() == [2, 3, 4, 5, 0, 1, 2, 3]
@@ -141,7 +141,7 @@ def test_an_index_says_how_its_tensors_are_cut(tmp_path: Path) -> None:
     run_ranks(2, save)
     checkpoint = remesh.Checkpoint(tmp_path / "checkpoint")
     assert infos_of(checkpoint.index) == {"w": TensorInfo("float64", (2, 8), (1, 2))}
-    resolved = Transform.parse("w -> gate, up, fused_ffn").resolve(checkpoint.index)
+    resolved = Transform("w -> gate, up, fused_ffn").resolve(checkpoint.index)
     assert resolved.targets["gate"] == TensorInfo("float64", (2, 4))
     regions = resolved.regions("up")
     assert [region.source_box for region in regions] == [Box((0, 2), (2, 2)), Box((0, 6), (2, 2))]
@@ -153,7 +153,7 @@ def test_tensors_on_a_device() -> None:
     a = torch.randn(64, 32, dtype=torch.bfloat16, device="cuda")
     b = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")
     text = "a^T, b -> c, axis=0   c, same -> d, tie   d -> e, dtype=float32"
-    transform = Transform.parse(text)
+    transform = Transform(text)
     joined = torch.cat([a.T, b])
     result = transform.apply({"a": a, "b": b, "same": joined})["e"]
     assert result.device == a.device
@@ -173,7 +173,7 @@ import sys
 import numpy as np
 from remesh import Transform
 state = {"a": np.zeros((2, 3), np.float32), "b": np.zeros((3, 2), np.float32)}
-Transform.parse("a^T, b -> c, tie   c -> d, dtype=float16").apply(state)
+Transform("a^T, b -> c, tie   c -> d, dtype=float16").apply(state)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

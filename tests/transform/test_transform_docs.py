@@ -28,7 +28,7 @@ def run_page() -> dict[str, object]:
 
 def recipe(name: str) -> Transform:
     found = run_page()[name]
-    return Transform.parse(found) if isinstance(found, str) else found  # type: ignore[return-value]
+    return Transform(found) if isinstance(found, str) else found  # type: ignore[return-value]
 
 
 def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def with_states(weights: dict[str, tuple[int, ...]], **counts: float) -> dict[st
 def under_model(transform: Transform) -> Transform:
     """The same statements for a state that has the weights under `model.`."""
     text = re.sub(r"\b(layers|embed|lm_head)\.", r"model.\1.", str(transform))
-    return Transform.parse(text)
+    return Transform(text)
 
 
 def moved(

@@ -19,7 +19,7 @@ def numbered(*shape: int, start: int = 0) -> Array:
 
 
 def apply(text: str, **tensors: Any) -> dict[str, Any]:
-    return Transform.parse(text).apply(tensors)
+    return Transform(text).apply(tensors)
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
         name: TensorInfo("float32", shape, (target_pieces or {}).get(name))
         for name, shape in targets.items()
     }
-    resolved = Transform.parse(text).resolve(sources, infos)
+    resolved = Transform(text).resolve(sources, infos)
     resolved.check()
     filled = {name: np.full(shape, -1, np.float32) for name, shape in targets.items()}
     return evaluate.apply(resolved, tensors, filled)
@@ -107,14 +107,14 @@ def test_cast_with_both_dtypes() -> None:
 
 def test_add_keeps_the_initial_value_even_if_there_is_a_source() -> None:
     z = np.full((2,), 7.0, np.float32)
-    Transform.parse("_ -> z").apply({"z": np.zeros(2, np.float32)}, {"z": z})
+    Transform("_ -> z").apply({"z": np.zeros(2, np.float32)}, {"z": z})
     assert z.tolist() == [7, 7]
 
 
 def test_delete_ignores_a_source_and_leaves_a_target_of_its_name_alone() -> None:
     t = {"a": numbered(2), "b": numbered(2)}
     a, b = np.full(2, 5, np.float32), np.zeros(2, np.float32)
-    resolved = Transform.parse("a -> _").resolve(evaluate.describe(t), evaluate.describe(t))
+    resolved = Transform("a -> _").resolve(evaluate.describe(t), evaluate.describe(t))
     assert resolved.kept == {"a": "'a' is deleted by statement 1"}
     assert resolved.deleted == ("a",)
     evaluate.apply(resolved, t, {"a": a, "b": b})
@@ -136,7 +136,7 @@ def test_one_name_on_either_side_with_an_axis_is_a_rename() -> None:
 
 def test_star_on_the_left_goes_by_number() -> None:
     t = {f"e.{n}.w": numbered(2, 1, start=10 * n) for n in (10, 2, 1)}
-    result = Transform.parse("e.*.w -> f, axis=1").apply(t)
+    result = Transform("e.*.w -> f, axis=1").apply(t)
     assert result["f"].tolist() == [[10, 20, 100], [11, 21, 101]]
 
 
@@ -156,7 +156,7 @@ def test_arrays() -> None:
 
 def test_layers() -> None:
     t = {f"l.{n}.w": numbered(2, start=n) for n in (0, 3, 12)}
-    result = Transform.parse("l.$LAYER_ID.w -> m.$LAYER_ID.w").apply(t)
+    result = Transform("l.$LAYER_ID.w -> m.$LAYER_ID.w").apply(t)
     assert list(result) == ["m.0.w", "m.3.w", "m.12.w"]
     assert result["m.12.w"].tolist() == [12, 13]
 
@@ -165,7 +165,7 @@ def test_layers_and_experts_need_not_be_regular() -> None:
     pairs = [(0, 0), (0, 1), (2, 5)]
     t = {f"l.{n}.e.{e}.w": numbered(2, 3, start=10 * n + e) for n, e in pairs}
     text = "l.$LAYER_ID.e.$EXPERT_ID.w^T -> l.$LAYER_ID.x.$EXPERT_ID.w"
-    result = Transform.parse(text).apply(t)
+    result = Transform(text).apply(t)
     assert list(result) == [f"l.{n}.x.{e}.w" for n, e in pairs]
     assert np.array_equal(result["l.2.x.5.w"], t["l.2.e.5.w"].T)
 
@@ -181,7 +181,7 @@ def test_layer_offset() -> None:
 def test_layer_offset_refuses_to_go_below_zero() -> None:
     t = {"l.0.w": numbered(1), "l.1.w": numbered(1)}
     with pytest.raises(TransformError, match=r"\$LAYER_ID=0"):
-        Transform.parse("l.$LAYER_ID_OFFSET.w -> l.$LAYER_ID_OFFSET.w").apply(t)
+        Transform("l.$LAYER_ID_OFFSET.w -> l.$LAYER_ID_OFFSET.w").apply(t)
 
 
 HEADS = "num_heads=4, num_key_value_groups=2"
@@ -292,7 +292,7 @@ def test_tied_to_untied() -> None:
 
 def test_export_of_a_tied_model() -> None:
     t = {"embed.weight": numbered(4, 3), "lm_head.weight": numbered(4, 3)}
-    assert Transform.parse("lm_head.weight -> _").apply(t).keys() == {"embed.weight"}
+    assert Transform("lm_head.weight -> _").apply(t).keys() == {"embed.weight"}
 
 
 def test_experts_fused_by_name() -> None:
@@ -301,7 +301,7 @@ def test_experts_fused_by_name() -> None:
         "ernie.layers.1.mlp.experts.*.down_proj.weight "
         "-> ernie.layers.1.mlp.experts_fused.down_proj.weight,axis=1"
     )
-    (result,) = Transform.parse(text).apply(t).values()
+    (result,) = Transform(text).apply(t).values()
     assert result.tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
@@ -309,7 +309,7 @@ def test_router_kept_in_float32() -> None:
     name = "model.layers.{}.mlp.gate.weight"
     t = {name.format(n): torch.tensor([1.5], dtype=torch.bfloat16) for n in range(2)}
     pattern = name.format("$LAYER_ID")
-    result = Transform.parse(f"{pattern} -> {pattern}, dtype='float32'").apply(t)
+    result = Transform(f"{pattern} -> {pattern}, dtype='float32'").apply(t)
     assert [result[name.format(n)].dtype for n in range(2)] == [torch.float32] * 2
 
 
@@ -353,9 +353,9 @@ def test_split_into_the_sizes_of_targets() -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_stack_and_unstack(axis: int) -> None:
     t = {f"e.{n}.w": numbered(2, 3, start=10 * n) for n in range(4)}
-    grouped = Transform.parse(f"e.*.w -> w, stack={axis}").apply(t)["w"]
+    grouped = Transform(f"e.*.w -> w, stack={axis}").apply(t)["w"]
     assert np.array_equal(grouped, np.stack(list(t.values()), axis))
-    back = Transform.parse(f"w -> e.*.w, unstack={axis}, parts=4").apply({"w": grouped})
+    back = Transform(f"w -> e.*.w, unstack={axis}, parts=4").apply({"w": grouped})
     assert all(np.array_equal(back[name], t[name]) for name in t)
 
 
@@ -366,7 +366,7 @@ def test_unstack_needs_as_many_names_as_there_are() -> None:
 
 def test_general_offsets_shift_all_layers_at_once() -> None:
     t = {f"l.{n}.w": numbered(1, start=n) for n in range(3)}
-    result = Transform.parse("l.$LAYER_ID.w -> l.$LAYER_ID+2.w").apply(t)
+    result = Transform("l.$LAYER_ID.w -> l.$LAYER_ID+2.w").apply(t)
     assert {name: array.tolist() for name, array in result.items()} == {
         "l.2.w": [0],
         "l.3.w": [1],
@@ -376,7 +376,7 @@ def test_general_offsets_shift_all_layers_at_once() -> None:
 
 def test_offsets_on_the_left() -> None:
     t = {f"l.{n}.w": numbered(1, start=n) for n in (5, 6)}
-    result = Transform.parse("l.$LAYER_ID+5.w -> m.$LAYER_ID.w").apply(t)
+    result = Transform("l.$LAYER_ID+5.w -> m.$LAYER_ID.w").apply(t)
     assert {name: array.tolist() for name, array in result.items()} == {"m.0.w": [5], "m.1.w": [6]}
 
 
@@ -417,7 +417,7 @@ def test_tie_compares() -> None:
     other[1, 2] += 1
     target = {"shared": np.zeros((4, 3), np.float32)}
     with pytest.raises(TransformError, match="1 of 12 elements differ"):
-        Transform.parse(text).apply({"embed": embed, "head": other}, target)
+        Transform(text).apply({"embed": embed, "head": other}, target)
     assert not target["shared"].any()
 
 
@@ -444,7 +444,7 @@ def test_degrees_can_be_stated() -> None:
 
 def test_quoted_names() -> None:
     t = {"0-weird/name": numbered(2), "tie": numbered(2)}
-    result = Transform.parse("'0-weird/name' -> \"a b\"\n tie -> x").apply(t)
+    result = Transform("'0-weird/name' -> \"a b\"\n tie -> x").apply(t)
     assert result.keys() == {"a b", "x"}
 
 
@@ -486,13 +486,13 @@ def test_two_targets_may_read_overlapping_parts_of_one_source() -> None:
 def test_wildcards_match_what_earlier_statements_made() -> None:
     t = {f"e.{n}.w": numbered(2, 3, start=10 * n) for n in range(2)}
     text = "e.$EXPERT_ID.w^T -> turned.$EXPERT_ID.w\n turned.*.w -> f, axis=0"
-    result = Transform.parse(text).apply(t)
+    result = Transform(text).apply(t)
     assert np.array_equal(result["f"], np.concatenate([t["e.0.w"].T, t["e.1.w"].T]))
 
 
 def test_wildcards_do_not_match_what_was_deleted() -> None:
     t = {f"e.{n}.w": numbered(1, start=n) for n in range(3)}
-    assert Transform.parse("e.1.w -> _\n e.*.w -> f, axis=0").apply(t)["f"].tolist() == [0, 2]
+    assert Transform("e.1.w -> _\n e.*.w -> f, axis=0").apply(t)["f"].tolist() == [0, 2]
 
 
 def test_conversions_happen_one_after_the_other() -> None:
@@ -504,7 +504,7 @@ def test_conversions_happen_one_after_the_other() -> None:
 def test_float16_wanted_from_bfloat16_is_refused() -> None:
     """One name is a part of the other; only equal names are equal."""
     with pytest.raises(TransformError, match="target 'b' is float16, but this makes it bfloat16"):
-        Transform.parse("a -> b").apply(
+        Transform("a -> b").apply(
             {"a": torch.ones(2, dtype=torch.bfloat16)}, {"b": torch.ones(2, dtype=torch.float16)}
         )
 
@@ -512,7 +512,7 @@ def test_float16_wanted_from_bfloat16_is_refused() -> None:
 def test_target_and_source_may_share_memory() -> None:
     state = names("a", "b")
     before = {name: array.copy() for name, array in state.items()}
-    Transform.parse("a -> c  b -> a  c -> b").apply(state, {"a": state["a"], "b": state["b"]})
+    Transform("a -> c  b -> a  c -> b").apply(state, {"a": state["a"], "b": state["b"]})
     assert np.array_equal(state["a"], before["b"])
     assert np.array_equal(state["b"], before["a"])
 
@@ -520,7 +520,7 @@ def test_target_and_source_may_share_memory() -> None:
 def test_missing_targets_are_all_listed() -> None:
     targets = {name: np.zeros(2, np.float32) for name in ("a", "weigth", "c")}
     with pytest.raises(MismatchError, match="nearest: 'weight'") as caught:
-        Transform.parse("").apply({"a": numbered(2), "weight": numbered(2)}, targets)
+        Transform("").apply({"a": numbered(2), "weight": numbered(2)}, targets)
     assert caught.value.missing == ("weigth", "c")
     assert "_ -> c" in str(caught.value)
 
@@ -528,7 +528,7 @@ def test_missing_targets_are_all_listed() -> None:
 def test_report_of_what_is_left_over() -> None:
     infos = {name: TensorInfo("float32", (2,)) for name in ("a", "b", "c", "d")}
     targets = {name: TensorInfo("float32", (2,)) for name in ("x", "d", "e")}
-    resolved = Transform.parse("a -> x  b -> y  c -> _  _ -> e").resolve(infos, targets)
+    resolved = Transform("a -> x  b -> y  c -> _  _ -> e").resolve(infos, targets)
     assert resolved.unused == ("b",)
     assert resolved.unused_results == ("y",)
     assert resolved.deleted == ("c",)

@@ -41,7 +41,7 @@ def test_states_go_the_way_of_their_parameter(naming: Naming) -> None:
         t[naming(name, "exp_avg")] = numbered(2, 3, start=1000 + 100 * n)
         t[naming(name, "exp_avg_sq")] = numbered(2, 3, start=2000 + 100 * n)
         t[naming(name, "step")] = np.full((), 7, np.float32)
-    result = Transform.parse("l.$LAYER_ID.q^T, l.$LAYER_ID.k^T -> l.$LAYER_ID.qk, axis=1").apply(t)
+    result = Transform("l.$LAYER_ID.q^T, l.$LAYER_ID.k^T -> l.$LAYER_ID.qk, axis=1").apply(t)
     assert result.keys() == {
         name if slot is None else naming(name, slot)
         for name in ("l.0.qk", "other")
@@ -67,7 +67,7 @@ def test_the_same_into_given_targets() -> None:
         name: np.zeros(1 if name.endswith("step") else (2, 2), np.float32)
         for name in ("model.b", "model.c", *names)
     }
-    Transform.parse("model.a -> model.b, model.c, axis=0").apply(t, targets)
+    Transform("model.a -> model.b, model.c, axis=0").apply(t, targets)
     assert np.array_equal(targets["opt.state.c.exp_avg"], numbered(2, 2, start=14))
     assert np.array_equal(targets["opt.state.b.my_slot"], numbered(2, 2, start=20))
     assert [targets[f"opt.state.{x}.step"].tolist() for x in "bc"] == [[3], [3]]
@@ -88,7 +88,7 @@ def test_paddle_names_become_torch_names() -> None:
         "optimizer.state.b.exp_avg_sq": np.zeros(2, np.float32),
         "optimizer.state.c.master_param": np.zeros(2, np.float32),
     }
-    Transform.parse("a -> model.c\n b -> model.b").apply(t, targets)
+    Transform("a -> model.c\n b -> model.b").apply(t, targets)
     assert targets["optimizer.state.c.exp_avg"].tolist() == [10, 11]
     assert targets["optimizer.state.b.exp_avg_sq"].tolist() == [20, 21]
     assert targets["optimizer.state.c.master_param"].tolist() == [30, 31]
@@ -96,14 +96,14 @@ def test_paddle_names_become_torch_names() -> None:
 
 def test_untouched_states_are_found_under_other_names_too() -> None:
     targets = {"state.a.exp_avg": np.zeros(2, np.float32), "a": np.zeros(2, np.float32)}
-    Transform.parse("").apply({"a": numbered(2), "a.moment1_0": numbered(2, start=5)}, targets)
+    Transform("").apply({"a": numbered(2), "a.moment1_0": numbered(2, start=5)}, targets)
     assert targets["state.a.exp_avg"].tolist() == [5, 6]
 
 
 def test_a_cast_leaves_states_alone() -> None:
     moment = torch.tensor([0.1, 1.1])
     t = {"a": torch.tensor([0.1, 1.1]), "a.exp_avg": moment, "a.w_0": moment * 3}
-    result = Transform.parse("a -> b, dtype=bfloat16").apply(t)
+    result = Transform("a -> b, dtype=bfloat16").apply(t)
     assert result["b"].dtype == torch.bfloat16
     assert torch.equal(result["b.exp_avg"], moment)
     assert torch.equal(result["b.w_0"], moment * 3)
@@ -116,7 +116,7 @@ def test_a_parameter_can_be_made_of_its_master_weight() -> None:
         "a.w_0": torch.zeros(2),
         "a.moment1_0": torch.zeros(2),
     }
-    Transform.parse("a.w_0 -> a, dtype=bfloat16").apply(t, targets)
+    Transform("a.w_0 -> a, dtype=bfloat16").apply(t, targets)
     assert torch.equal(targets["a"], t["a.w_0"].bfloat16())
     assert torch.equal(targets["a.w_0"], t["a.w_0"])
     assert torch.equal(targets["a.moment1_0"], t["a.moment1_0"])
@@ -132,7 +132,7 @@ def counted(**steps: Any) -> dict[str, Any]:
 
 
 def test_counts_that_merge_must_agree() -> None:
-    merge = Transform.parse("a, b -> c, axis=0")
+    merge = Transform("a, b -> c, axis=0")
     five, six = count(5), count(6)
     assert merge.apply(counted(a=five, b=five.copy()))["c.step"].tolist() == [5]
     targets = {"c": np.zeros(4, np.float32), "c.step": np.zeros(1, np.float32)}
@@ -142,14 +142,14 @@ def test_counts_that_merge_must_agree() -> None:
 
 
 def test_counts_that_are_plain_values() -> None:
-    merge = Transform.parse("a, b -> c, axis=0")
+    merge = Transform("a, b -> c, axis=0")
     assert merge.apply(counted(a=5, b=5))["c.step"] == 5
     with pytest.raises(TransformError, match=r"'a\.step' and 'b.step' hold, but these are 5 and 6"):
         merge.apply(counted(a=5, b=6))
 
 
 def test_each_part_of_a_split_has_the_count() -> None:
-    result = Transform.parse("a -> b, c, axis=0").apply(counted(a=count(5)))
+    result = Transform("a -> b, c, axis=0").apply(counted(a=count(5)))
     assert result["b.step"].tolist() == result["c.step"].tolist() == [5]
 
 
@@ -163,7 +163,7 @@ def test_moments_of_one_element_are_not_counts() -> None:
         "a.beta1_pow_acc_0": count(0.9),
         "b.beta1_pow_acc_0": count(0.9),
     }
-    result = Transform.parse("a, b -> c, axis=0").apply(t)
+    result = Transform("a, b -> c, axis=0").apply(t)
     assert result["c.moment1_0"].tolist() == [10, 20]
     assert result["c.beta1_pow_acc_0"].tolist() == pytest.approx([0.9])
 
@@ -172,16 +172,16 @@ def test_states_without_their_parameters() -> None:
     """Statements still name parameters, with wildcards and macros."""
     t = {f"e.{n}.w.exp_avg": numbered(2, 4, start=10 * n) for n in range(3)}
     targets = {"f.exp_avg": np.zeros((6, 4), np.float32)}
-    Transform.parse("e.*.w -> f, axis=0").apply(t, targets)
+    Transform("e.*.w -> f, axis=0").apply(t, targets)
     assert np.array_equal(targets["f.exp_avg"], np.concatenate(list(t.values())))
     back = {name: np.zeros((2, 4), np.float32) for name in t}
-    Transform.parse("f -> e.*.w, axis=0").apply(targets, back)
+    Transform("f -> e.*.w, axis=0").apply(targets, back)
     assert all(np.array_equal(back[name], t[name]) for name in t)
 
 
 def test_a_parameter_is_not_made_of_its_states() -> None:
     with pytest.raises(MismatchError, match="made of 'a', which the sources lack") as caught:
-        Transform.parse("a -> b").apply(
+        Transform("a -> b").apply(
             {"a.exp_avg": numbered(2)},
             {"b": np.zeros(2, np.float32), "b.exp_avg": np.zeros(2, np.float32)},
         )
@@ -193,7 +193,7 @@ def test_added_and_deleted_parameters_take_their_states_along() -> None:
     names = ("a", "a.exp_avg", "z", "z.exp_avg")
     targets = {name: np.full(2, 9, np.float32) for name in names}
     infos = {name: TensorInfo("float32", (2,)) for name in t}
-    transform = Transform.parse("_ -> z\n a -> _")
+    transform = Transform("_ -> z\n a -> _")
     resolved = transform.resolve(infos, {name: TensorInfo("float32", (2,)) for name in names})
     assert resolved.kept.keys() == set(names)
     assert resolved.deleted == ("a", "a.exp_avg")
@@ -204,7 +204,7 @@ def test_added_and_deleted_parameters_take_their_states_along() -> None:
 def test_a_missing_state_is_explained() -> None:
     t = {"a": numbered(2), "b": numbered(2), "a.exp_avg": numbered(2)}
     with pytest.raises(MismatchError, match=r"it follows 'c', which is made of 'b', of which"):
-        Transform.parse("a, b -> c, axis=0").apply(t)
+        Transform("a, b -> c, axis=0").apply(t)
 
 
 def test_states_are_not_converted_unless_asked() -> None:
@@ -214,7 +214,7 @@ def test_states_are_not_converted_unless_asked() -> None:
         "c": TensorInfo("float32", (2,)),
         "b.exp_avg": TensorInfo("bfloat16", (2,)),
     }
-    split = Transform.parse("a -> b, c, axis=0")
+    split = Transform("a -> b, c, axis=0")
     with pytest.raises(TransformError, match=r"is bfloat16, but follows 'a\.exp_avg', which"):
         split.resolve(sources, targets)
     resolved = split.resolve(sources, targets, cast=True)
@@ -233,7 +233,7 @@ def test_cast_converts_whatever_differs() -> None:
         "c.exp_avg": TensorInfo("bfloat16", (4,)),
         "b": TensorInfo("float16", (4,)),
     }
-    rename = Transform.parse("a -> c")
+    rename = Transform("a -> c")
     resolved = rename.resolve(sources, targets, cast=True)
     resolved.check()
     dtypes = {name: [region.dtypes for region in resolved.regions(name)] for name in targets}
@@ -244,18 +244,18 @@ def test_states_of_other_shapes_follow_renames_only() -> None:
     """Factored second moments have a row and a column, which no split or permutation knows of."""
     t = {"a": numbered(2, 4), "state.a.step": count(1)}
     t.update({"state.a.row": numbered(2), "state.a.col": numbered(4)})
-    result = Transform.parse("a -> b").apply(t)
+    result = Transform("a -> b").apply(t)
     assert result["state.b.row"].shape == (2,)
     assert result["state.b.col"].shape == (4,)
     with pytest.raises(TransformError, match=r"'state.a.row' has shape \(2,\), the parameter 'a'"):
-        Transform.parse("a^T -> b").apply(t)
-    stated = Transform.parse("a^T -> b  state.a.row -> state.b.col  state.a.col -> state.b.row")
+        Transform("a^T -> b").apply(t)
+    stated = Transform("a^T -> b  state.a.row -> state.b.col  state.a.col -> state.b.row")
     assert stated.apply(t)["state.b.row"].shape == (4,)
 
 
 def test_a_statement_for_a_state_comes_first() -> None:
     t = {"a": numbered(2), "a.exp_avg": numbered(2, start=5), "x": numbered(2, start=7)}
-    result = Transform.parse("a -> b  x -> b.exp_avg").apply(t)
+    result = Transform("a -> b  x -> b.exp_avg").apply(t)
     assert result["b.exp_avg"].tolist() == [7, 8]
 
 
@@ -264,7 +264,7 @@ def test_statements_that_contradict_following_are_refused() -> None:
     targets = {"b.exp_avg": np.zeros(2, np.float32)}
     for text in ("a -> b  a.exp_avg -> _", "a -> b  a.exp_avg^T -> a.exp_avg"):
         with pytest.raises(TransformError, match="statement 2 says otherwise"):
-            Transform.parse(text).apply(t, targets)
+            Transform(text).apply(t, targets)
 
 
 def test_tied_parameters_have_one_state() -> None:
@@ -284,7 +284,7 @@ def test_tied_parameters_have_one_state() -> None:
             ("optimizer.state.", ".step"),
         ]
     }
-    Transform.parse("model.embed.weight -> model.lm_head.weight").apply(t, targets)
+    Transform("model.embed.weight -> model.lm_head.weight").apply(t, targets)
     for name in names:
         assert np.array_equal(targets[f"model.{name}"], t["model.embed.weight"])
         assert targets[f"optimizer.state.{name}.exp_avg"][0, 0] == 10
@@ -296,7 +296,7 @@ def test_an_alias_finds_the_states_of_its_tensor() -> None:
     sources = {"embed": info, "head": info, "embed.exp_avg": info}
     targets = {"a": TensorInfo("float32", (2, 2)), "b": TensorInfo("float32", (2, 2))}
     targets["a.exp_avg"] = targets["a"]
-    split = Transform.parse("head -> a, b, axis=0")
+    split = Transform("head -> a, b, axis=0")
     assert split.resolve(sources, targets).missing.keys() == {"a.exp_avg"}
     resolved = split.resolve(sources, targets, aliases={"head": "embed"})
     assert resolved.sources_of("a.exp_avg") == ("embed.exp_avg",)
@@ -304,12 +304,12 @@ def test_an_alias_finds_the_states_of_its_tensor() -> None:
 
 def test_tie_takes_the_state_of_whoever_has_one() -> None:
     t = {"embed": numbered(2), "head": numbered(2), "head.exp_avg": numbered(2, start=5)}
-    assert Transform.parse("embed, head -> w, tie").apply(t)["w.exp_avg"].tolist() == [5, 6]
+    assert Transform("embed, head -> w, tie").apply(t)["w.exp_avg"].tolist() == [5, 6]
 
 
 def test_tie_compares_states() -> None:
     t = counted(embed=count(1), head=count(1))
-    tie = Transform.parse("embed, head -> w, tie")
+    tie = Transform("embed, head -> w, tie")
     assert tie.apply(t)["w.exp_avg"].tolist() == [0, 1]
     t["head.exp_avg"] = t["head.exp_avg"] + 1
     with pytest.raises(TransformError, match=r"w.exp_avg: 'head.exp_avg' must hold the same"):
@@ -328,15 +328,15 @@ def test_an_owner_that_cannot_be_told_must_be_stated() -> None:
     }
     text = "model.a -> model.b, model.c, axis=0"
     with pytest.raises(TransformError, match=r"of 'model\.a' or of 'ema\.a'.*\n?.*owners="):
-        Transform.parse(text).apply(two_models(), targets)
-    owned = Transform.parse(text, owners={"optimizer.state.": "model."})
+        Transform(text).apply(two_models(), targets)
+    owned = Transform(text, owners={"optimizer.state.": "model."})
     owned.apply(two_models(), targets)
     assert targets["optimizer.state.c.exp_avg"].tolist() == [22, 23]
 
 
 def test_an_owner_that_does_not_matter_need_not_be_stated() -> None:
     t = {**two_models(), "x": numbered(2)}
-    result = Transform.parse("x -> y").apply(t)
+    result = Transform("x -> y").apply(t)
     assert np.array_equal(result["optimizer.state.a.exp_avg"], t["optimizer.state.a.exp_avg"])
 
 
@@ -348,13 +348,13 @@ def test_names_that_only_look_like_states() -> None:
         "scheduler.step": numbered(1),
         "m.proj": numbered(3),
     }
-    assert Transform.parse("m.proj -> m.out").apply(t).keys() == {
+    assert Transform("m.proj -> m.out").apply(t).keys() == {
         "m.state.proj.weight",
         "m.state.proj.bias",
         "scheduler.step",
         "m.out",
     }
-    renamed = Transform.parse("m.state.proj.weight -> m.weight").apply(t)
+    renamed = Transform("m.state.proj.weight -> m.weight").apply(t)
     assert renamed["m.weight"].tolist() == [0, 1]
 
 
@@ -371,7 +371,7 @@ def test_two_optimizers_of_one_parameter_keep_apart() -> None:
         "first.state.a.exp_avg": numbered(2, start=10),
         "second.state.a.exp_avg": numbered(2, start=20),
     }
-    result = Transform.parse("a -> b").apply(t)
+    result = Transform("a -> b").apply(t)
     assert result["first.state.b.exp_avg"].tolist() == [10, 11]
     assert result["second.state.b.exp_avg"].tolist() == [20, 21]
 
@@ -392,7 +392,7 @@ def test_real_optimizer_names() -> None:
         assert isinstance(slots, dict)
         t.update({f"optimizer.state.{name}.{slot}": value for slot, value in slots.items()})
     text = "model.$LAYER_ID.weight -> model.$LAYER_ID.up, model.$LAYER_ID.down, axis=0"
-    result = Transform.parse(text).apply(t)
+    result = Transform(text).apply(t)
     assert torch.equal(
         result["optimizer.state.0.down.exp_avg"], t["optimizer.state.0.weight.exp_avg"][3:]
     )
@@ -423,7 +423,7 @@ def test_outputs_beside_the_targets() -> None:
         ]
         if name.startswith("model.")
     }
-    transform = Transform.parse("model.grouped -> model.e.*, axis=0\n model.embed -> model.head")
+    transform = Transform("model.grouped -> model.e.*, axis=0\n model.embed -> model.head")
     resolved = transform.resolve(sources, targets, with_outputs=True)
     resolved.check()
     names = ("e.0", "e.1", "embed", "head", "other")
@@ -437,4 +437,4 @@ def test_outputs_beside_the_targets() -> None:
 
 
 def test_a_plain_value_can_be_renamed() -> None:
-    assert Transform.parse("a -> b").apply({"a": 3, "c": 4}) == {"b": 3, "c": 4}
+    assert Transform("a -> b").apply({"a": 3, "c": 4}) == {"b": 3, "c": 4}

@@ -19,7 +19,7 @@ def _resolved(program: Program) -> Resolved:
     """All names at the end are targets."""
     sources = {n: TensorInfo(t.dtype, t.array.shape) for n, t in program.sources.items()}
     targets = {n: TensorInfo(t.dtype, t.array.shape) for n, t in program.names.items()}
-    resolved = Transform.parse(program.statements).resolve(sources, targets)
+    resolved = Transform(program.statements).resolve(sources, targets)
     resolved.check()
     return resolved
 
@@ -72,7 +72,7 @@ def test_a_region_reads_no_more_than_it_wants(program: Program, data: st.DataObj
 @given(programs())
 def test_dictionaries_of_tensors(program: Program) -> None:
     """The same through `apply`, with real dtypes, without targets and into them."""
-    transform = Transform.parse(program.statements)
+    transform = Transform(program.statements)
     dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     tensors = {n: torch.tensor(t.array).to(dtypes[t.dtype]) for n, t in program.sources.items()}
     for name, result in transform.apply(tensors).items():
@@ -92,7 +92,7 @@ def test_dictionaries_of_tensors(program: Program) -> None:
 @settings(deadline=None)
 @given(programs())
 def test_inverse_gives_back_what_was_read(program: Program) -> None:
-    transform = Transform.parse(program.statements)
+    transform = Transform(program.statements)
     try:
         inverse = transform.inverse()
     except TransformError:

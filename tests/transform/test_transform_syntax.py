@@ -16,7 +16,7 @@ from tests.transform.programs import Program, programs
 
 def message_of(text: str | list[str]) -> str:
     with pytest.raises(TransformError) as caught:
-        Transform.parse(text)
+        Transform(text)
     return str(caught.value)
 
 
@@ -24,13 +24,13 @@ def resolve_message(text: str, *names: str) -> str:
     """What resolving says, with float32 sources of shape (4, 4)."""
     sources = {name: TensorInfo("float32", (4, 4)) for name in names}
     with pytest.raises(TransformError) as caught:
-        Transform.parse(text).resolve(sources)
+        Transform(text).resolve(sources)
     return str(caught.value)
 
 
 def test_statements_need_nothing_between_them() -> None:
     text = "a -> b, axis=0 c, d -> e, axis=1 f^T -> g # the rest of the line h -> i\nj->k"
-    assert str(Transform.parse(text)).splitlines() == [
+    assert str(Transform(text)).splitlines() == [
         "a -> b",
         "c, d -> e, axis=1",
         "f^T -> g",
@@ -40,7 +40,7 @@ def test_statements_need_nothing_between_them() -> None:
 
 def test_texts_and_lists_of_texts_are_numbered_alike() -> None:
     for statements in ("a -> b\nc -> d\ne -> f", ["a -> b\n", "c -> d e -> f"]):
-        assert [s.number for s in Transform.parse(statements).statements] == [1, 2, 3]
+        assert [s.number for s in Transform(statements).statements] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,25 @@ def test_texts_and_lists_of_texts_are_numbered_alike() -> None:
     ],
 )
 def test_text_and_meaning_go_both_ways(statement: str) -> None:
-    transform = Transform.parse(statement)
+    transform = Transform(statement)
     assert str(transform) == statement
-    assert str(Transform.parse(str(transform))) == statement
+    assert str(Transform(str(transform))) == statement
 
 
 @settings(deadline=None)
 @given(programs())
 def test_random_programs_survive_their_text(program: Program) -> None:
-    once = str(Transform.parse(program.statements))
-    assert str(Transform.parse(once)) == once
+    once = str(Transform(program.statements))
+    assert str(Transform(once)) == once
 
 
 def test_attribute_values_may_be_quoted() -> None:
-    quoted = Transform.parse("a -> b, permute='[1, 0]'\n c -> d, dtype=\"float16\"")
+    quoted = Transform("a -> b, permute='[1, 0]'\n c -> d, dtype=\"float16\"")
     assert str(quoted) == "a -> b, permute=[1, 0]\nc -> d, dtype=float16"
 
 
 def test_layer_offset_is_short_for_one_less_on_the_right() -> None:
-    transform = Transform.parse("l.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w")
+    transform = Transform("l.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w")
     assert str(transform) == "l.$LAYER_ID.w -> m.$LAYER_ID-1.w"
 
 
@@ -196,7 +196,7 @@ def test_an_error_shortens_long_expansions() -> None:
 
 
 def test_an_error_in_a_reversed_program_shows_both_directions() -> None:
-    transform = Transform.parse("a, b -> c, axis=0", reverse=True)
+    transform = Transform("a, b -> c, axis=0").reversed()
     with pytest.raises(TransformError, match="reversed: c -> a, b, axis=0"):
         transform.apply({"c": np.zeros(3)})
 
@@ -231,27 +231,27 @@ def test_dtypes_that_meet_must_be_equal() -> None:
     sources = {"a": TensorInfo("float32", (4,)), "b": TensorInfo("bfloat16", (4,))}
     for text in ("a, b -> c, axis=0", "a, b -> c, stack=0", "a, b -> c, tie"):
         with pytest.raises(TransformError, match=r"'b' is bfloat16, 'a' is float32\n(.*\n)+  cast"):
-            Transform.parse(text).resolve(sources)
+            Transform(text).resolve(sources)
 
 
 def test_only_floats_are_cast() -> None:
     with pytest.raises(TransformError, match="'a' is int64; only floats can be cast"):
-        Transform.parse("a -> b, dtype=float32").resolve({"a": TensorInfo("int64", (4,))})
+        Transform("a -> b, dtype=float32").resolve({"a": TensorInfo("int64", (4,))})
 
 
 def test_shapes_that_meet_must_fit() -> None:
     sources = {"a": TensorInfo("float32", (2, 3)), "b": TensorInfo("float32", (3, 3))}
-    Transform.parse("a, b -> c, axis=0").resolve(sources)
+    Transform("a, b -> c, axis=0").resolve(sources)
     for text in ("a, b -> c, axis=1", "a, b -> c, stack=0", "a, b -> c, tie"):
         with pytest.raises(TransformError, match=r"'b' has shape \(3, 3\), which does not fit 'a'"):
-            Transform.parse(text).resolve(sources)
+            Transform(text).resolve(sources)
 
 
 def test_a_target_of_another_shape_is_refused() -> None:
     sources = {"a": TensorInfo("float32", (2, 3))}
     targets = {"b": TensorInfo("float32", (3, 3))}
     with pytest.raises(TransformError, match=r"target 'b' has shape \(3, 3\), but this makes it"):
-        Transform.parse("a -> b").resolve(sources, targets)
+        Transform("a -> b").resolve(sources, targets)
 
 
 # Sizes that would hurt if anything grew faster than the text.
@@ -260,7 +260,7 @@ def test_a_target_of_another_shape_is_refused() -> None:
 def test_many_statements_for_one_name() -> None:
     """Renaming builds nothing, and permutations cancel out."""
     statements = ["a -> a", "a^T -> a", "a -> a, permute=[1, 0]"] * 3000
-    resolved = Transform.parse(statements).resolve({"a": TensorInfo("float32", (2, 3))})
+    resolved = Transform(statements).resolve({"a": TensorInfo("float32", (2, 3))})
     (region,) = resolved.regions("a")
     assert region.steps == ()
 
@@ -268,14 +268,14 @@ def test_many_statements_for_one_name() -> None:
 def test_nesting_has_a_limit() -> None:
     statements = ["a, b -> a, axis=0"] * 400
     with pytest.raises(TransformError, match="more than 150 nested operations"):
-        Transform.parse(statements).resolve(
+        Transform(statements).resolve(
             {"a": TensorInfo("float32", (2, 3)), "b": TensorInfo("float32", (0, 3))}
         )
 
 
 def test_doubling_costs_nothing_until_it_is_read() -> None:
     statements = ["a, a -> a, axis=0"] * 60
-    resolved = Transform.parse(statements).resolve({"a": TensorInfo("float32", (2,))})
+    resolved = Transform(statements).resolve({"a": TensorInfo("float32", (2,))})
     assert resolved.targets["a"] == TensorInfo("float32", (2**61,))
 
 
@@ -289,7 +289,7 @@ def test_long_nonsense_is_refused(text: str) -> None:
 
 def _parsed_or_message(text: str) -> Transform | str:
     try:
-        return Transform.parse(text)
+        return Transform(text)
     except TransformError as error:
         return str(error)
 
@@ -301,4 +301,4 @@ def test_any_text_parses_or_fails_with_a_caret(text: str) -> None:
     if isinstance(result, str):
         assert re.search(r"\n *\^+", result)
     else:
-        assert str(Transform.parse(str(result))) == str(result)
+        assert str(Transform(str(result))) == str(result)

@@ -51,7 +51,7 @@ from remesh.pipeline import (
     deal_if_it_pays,
 )
 from remesh.storage import Storage, is_remote
-from remesh.transform import Transform
+from remesh.transform import Program, Transform, as_transform
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -63,7 +63,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
-    transform: Transform | None = None,
+    transform: Transform | Program | None = None,
     share_reads: bool | None = None,
     timeout: float | None = None,
     group: Any = None,
@@ -84,7 +84,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
             error.
         transform: What the stored tensors become on their way: renamed, fused, split, transposed,
-            cast. Their optimizer state follows. Only the bytes that are needed are read. The
+            cast. A `Transform`, its statements as text, or a dict of renames, old name to new name.
+            Optimizer state follows its parameter. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
             serves every byte once. None decides: shared if that spares more reading than it costs
@@ -101,6 +102,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         MismatchError: If state and checkpoint do not fit. Nothing was changed.
+        TransformError: If the transformation is malformed, or does not fit the stored tensors or
+            the state. Nothing was changed.
         StateError: If the state cannot be a target (a tensor on the meta device, say). Nothing
             was changed.
         CorruptCheckpointError: If stored bytes are missing or damaged.
@@ -111,6 +114,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
     started = time.monotonic()
+    rules = as_transform(transform)
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
@@ -133,7 +137,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             storage.url,
             exchange,
             LoadOptions(missing == "keep", unexpected == "error", cast),
-            transform=transform,
+            transform=rules,
             read=read,
             emit=emit,
             on_report=lambda report: (

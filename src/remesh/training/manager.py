@@ -56,7 +56,7 @@ from remesh.training.retention import Fate, KeepPolicy
 from remesh.training.rng import Randomness
 from remesh.training.trackers import runs_of
 from remesh.training.watch import Watch
-from remesh.transform import Transform
+from remesh.transform import Program, Transform, as_transform
 
 MAX_FAILURES = 3
 """How often a checkpoint may fail to load before it is not tried any more."""
@@ -446,7 +446,7 @@ class Manager:
         *,
         missing: Literal["error", "keep"] = "error",
         cast: bool = False,
-        transform: Transform | None = None,
+        transform: Transform | Program | None = None,
     ) -> Resumed | None:
         """Load the newest checkpoint that can be loaded, into any layout. Collective.
 
@@ -463,11 +463,12 @@ class Manager:
             CorruptCheckpointError: If there are checkpoints and none of them can be loaded.
             RemeshError: As `remesh.load`.
         """
+        rules = as_transform(transform)
         self.wait()
         options = {
             "missing": missing,
             "cast": cast,
-            "transform": transform,
+            "transform": rules,
             "on_event": self._on_event,
         }
         sources, incomplete = self._sources()

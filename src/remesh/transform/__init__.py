@@ -1,6 +1,6 @@
 """The transformation language: statements that turn the tensors of one state into another's.
 
-A transformation is parsed once (`Transform.parse`) and meets tensors later. From then on it can
+A transformation is parsed once (`Transform`) and meets tensors later. From then on it can
 say, for any box of any target, which boxes of which sources make it up (`Resolved.regions`), so
 whoever moves the bytes reads only those. Nothing here reads or moves bytes itself, apart from
 `Transform.apply`, which does so for dictionaries of arrays.
@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from remesh.transform.evaluate import arranged
 from remesh.transform.info import TensorInfo, num_pieces_of
-from remesh.transform.language import Transform
+from remesh.transform.language import Transform, as_transform
 from remesh.transform.order import Permute, Reshape
+from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
 
 __all__ = [
     "Permute",
+    "Program",
     "Region",
     "Reshape",
     "Resolved",
     "TensorInfo",
     "Transform",
     "arranged",
+    "as_transform",
     "num_pieces_of",
 ]

@@ -142,6 +142,7 @@ def operator_of(
         return (Add() if left[0].is_nothing else Delete()), None
     leader = _leader(attributes)
     if leader is None:
+        _check_one_side_is_single(given)
         if given.left_is_many or given.right_is_many:
             raise AttributeProblem(
                 "several names on one side need axis= (or stack=, unstack=, tie, untie, or one of "
@@ -199,14 +200,18 @@ def _one_to_one(given: _Given, what: str) -> None:
         raise AttributeProblem(f"{what} takes one name on either side")
 
 
-def _axis(given: _Given) -> Operator:
-    """Concatenation, split, or, with one name on either side, nothing at all."""
-    axis = given.integer("axis")
+def _check_one_side_is_single(given: _Given) -> None:
     if given.left_is_many and given.right_is_many:
         raise AttributeProblem(
             "several names on both sides: one side must be single (for one statement per number, "
             "write a placeholder such as $EXPERT_ID instead of *)"
         )
+
+
+def _axis(given: _Given) -> Operator:
+    """Concatenation, split, or, with one name on either side, nothing at all."""
+    axis = given.integer("axis")
+    _check_one_side_is_single(given)
     if given.right_is_many:
         return _split(given, axis)
     for name in ("sizes", "parts"):

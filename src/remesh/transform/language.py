@@ -2,79 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from remesh.transform import evaluate, inverse
 from remesh.transform.info import Described, TensorInfo, infos_of
-from remesh.transform.parser import parse_statements
+from remesh.transform.parser import Program, parse
 from remesh.transform.resolve import resolve
 from remesh.transform.resolved import Resolved
 from remesh.transform.syntax import Statement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Transform:
-    """Statements that make the tensors of one state of those of another.
+    """Statements that make the tensors of one state from those of another.
 
-    Made by `parse`. It holds no tensors and may be used any number of times.
+    It holds no tensors and may be used any number of times.
+
+    Args:
+        program: A text of any number of statements, or several texts; docs/transform.md specifies
+            the language. Or a dict of renames, old name to new name, which happen all at once.
+        owners: Only needed where the state of one optimizer may belong to either of two sets of
+            parameters: the prefix of the parameters, by the prefix of the states' names, such as
+            `{"optimizer.state.": "model."}`.
+
+    Raises:
+        TransformError: If a statement is malformed; the message shows where.
 
     Example:
         >>> import numpy as np
-        >>> transform = Transform.parse("q, k, v -> qkv, axis=0")
+        >>> transform = Transform("q, k, v -> qkv, axis=0")
         >>> state = {name: np.full((2, 3), name == "k") for name in "qkv"}
         >>> transform.apply(state)["qkv"].sum(axis=1).tolist()
         [0, 0, 3, 3, 0, 0]
 
     Attributes:
         statements: The statements, in order.
-        owners: See `parse`.
+        owners: See above.
         undone: The statements that these undo, if they were made by `inverse`.
     """
 
     statements: tuple[Statement, ...]
-    owners: Mapping[str, str] = field(default_factory=dict)
-    undone: tuple[Statement, ...] | None = None
+    owners: Mapping[str, str]
+    undone: tuple[Statement, ...] | None
 
-    @classmethod
-    def parse(
-        cls,
-        statements: str | Iterable[str],
-        reverse: bool = False,
-        *,
-        owners: Mapping[str, str] | None = None,
-    ) -> Self:
-        """Parse a text, or several, each of any number of statements.
+    def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
+        self._set(parse(program), dict(owners or {}), None)
 
-        Args:
-            statements: The text. docs/transform.md specifies the language.
-            reverse: Turn the statements around: last first, arrows from right to left. Nothing
-                is promised of the result; `inverse` is the checked counterpart.
-            owners: Only needed where two sets of parameters could be what an optimizer's state
-                belongs to: what stands before the parameters, by what stands before them in the
-                names of the states, such as `{"optimizer.state.": "model."}`.
+    def _set(
+        self,
+        statements: tuple[Statement, ...],
+        owners: Mapping[str, str],
+        undone: tuple[Statement, ...] | None,
+    ) -> None:
+        object.__setattr__(self, "statements", statements)
+        object.__setattr__(self, "owners", owners)
+        object.__setattr__(self, "undone", undone)
+
+    def reversed(self) -> Transform:
+        """The statements turned around: last first, arrows from right to left.
+
+        The result need not undo this transformation; `inverse` is the checked counterpart.
 
         Raises:
-            TransformError: If a statement is malformed; the message shows where.
+            TransformError: If a statement has no opposite (`dtype=`).
         """
-        parsed = parse_statements(statements)
-        if reverse:
-            parsed = inverse.reverse(parsed)
-        return cls(parsed, dict(owners or {}))
+        result = object.__new__(Transform)
+        result._set(inverse.reverse(self.statements), self.owners, None)
+        return result
 
-    def inverse(self) -> Self:
+    def inverse(self) -> Transform:
         """The transformation that undoes this one.
 
-        It gives back every source that this one reads. Where that needs to know sizes, it takes
-        them from the targets.
+        It gives back every source that this one reads. Sizes that it needs come from the targets.
 
         Raises:
             TransformError: If this one loses something: a deleted source, an overwritten result,
                 digits of a cast.
         """
-        statements = inverse.invert(self.statements)
-        return replace(self, statements=statements, undone=self.statements)
+        result = object.__new__(Transform)
+        result._set(inverse.invert(self.statements), self.owners, self.statements)
+        return result
 
     def resolve(
         self,
@@ -172,3 +181,12 @@ class Transform:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.statements))
+
+
+def as_transform(value: Transform | Program | None) -> Transform | None:
+    """What the argument `transform=` of a load or a reshard stands for; None for none.
+
+    Raises:
+        TransformError: If it is malformed, or neither a transformation nor what makes one.
+    """
+    return value if value is None or isinstance(value, Transform) else Transform(value)

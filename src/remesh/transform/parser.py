@@ -19,10 +19,11 @@ names an operator takes, that placeholders match, that nothing right of an arrow
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from remesh.errors import TransformError
 from remesh.transform import attributes
 from remesh.transform.attributes import Attribute, AttributeProblem, Value
 from remesh.transform.lexer import (
@@ -37,25 +38,94 @@ from remesh.transform.lexer import (
     Token,
     lex,
 )
-from remesh.transform.report import text_error
-from remesh.transform.syntax import FLAGS, STAR, Name, Span, Statement, Wildcard
+from remesh.transform.names import form_of
+from remesh.transform.report import shorten, text_error
+from remesh.transform.syntax import FLAGS, NOTHING, STAR, Name, Span, Statement, Wildcard
 
 _WILDCARD = re.compile(r"\*|\$([A-Za-z_][A-Za-z0-9_]*)([+-][0-9]+)?")
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\$[A-Z][A-Z0-9_]*(?:[+-][0-9]+)?)+")
 _PREVIOUS_LAYER = "LAYER_ID_OFFSET"
 _MAX_DIGITS = 18
 
 
-def parse_statements(statements: str | Iterable[str]) -> tuple[Statement, ...]:
-    """Parse a text, or several, into statements.
+Program = str | Iterable[str] | Mapping[str, str]
+"""A text of statements, several texts, or a dict of renames."""
+
+
+def parse(program: Program) -> tuple[Statement, ...]:
+    """Parse a program into statements.
 
     Raises:
-        TransformError: If a text is malformed; the message shows where.
+        TransformError: If a text is malformed; the message shows where. If the program is neither
+            text nor a dict of renames.
     """
-    texts = [statements] if isinstance(statements, str) else list(statements)
+    given: Any = program
+    texts: list[Any]
+    if isinstance(given, str):
+        texts = [given]
+    elif isinstance(given, Mapping):
+        texts = rename_statements(given)
+    elif isinstance(given, Iterable) and not isinstance(given, bytes):
+        texts = list(given)
+    else:
+        raise TransformError(
+            "a transformation is a Transform, statements as text, or a dict of renames; this is "
+            f"of type {type(given).__name__}"
+        )
     parsed: list[Statement] = []
     for text in texts:
+        if not isinstance(text, str):
+            raise TransformError(
+                f"a list of statements holds texts; {shorten(repr(text))} is of type "
+                f"{type(text).__name__}"
+            )
         parsed += _Parser(text, len(parsed) + 1).program()
     return tuple(parsed)
+
+
+def rename_statements(renames: Mapping[Any, Any]) -> list[str]:
+    """The statements of a dict of renames, which happen all at once.
+
+    A name that is both old and new is first read into a temporary name, as statements run in order.
+
+    Raises:
+        TransformError: If two names become one, or a name cannot be written in a statement.
+    """
+    old_of: dict[str, str] = {}
+    for old, new in renames.items():
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise TransformError(f"a dict of renames holds names, not {old!r}: {new!r}")
+        if new in old_of:
+            raise TransformError(f"{old_of[new]!r} and {old!r} are both renamed to {new!r}")
+        old_of[new] = old
+    forms = {_form(new) for new in old_of}
+    wildcard_forms = {_form(new) for new in old_of if "$" in new}
+    first, rest = [], []
+    for old, new in renames.items():
+        own = old_of.get(old)
+        reassigned = _form(old) in (forms if "$" in old else wildcard_forms)
+        source = old
+        if reassigned or (own is not None and own != old):
+            source = f"_renamed.{old}"
+            first.append(f"{_written(old)} -> {_written(source)}")
+        rest.append(f"{_written(source)} -> {_written(new)}")
+    return [*first, *rest]
+
+
+def _form(name: str) -> str:
+    return form_of(_WILDCARD.sub("0", name))[0]
+
+
+def _written(name: str) -> str:
+    """A name of a dict of renames as statements spell it: quoted if it must be."""
+    if _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
+        return name
+    quote = '"' if "'" in name else "'"
+    if quote in name or "\n" in name:
+        raise TransformError(
+            f"{name!r} cannot be renamed: it holds both kinds of quotes, or a line break"
+        )
+    return f"{quote}{name}{quote}"
 
 
 @dataclass(slots=True)

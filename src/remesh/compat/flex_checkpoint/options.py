@@ -31,7 +31,8 @@ def transform_of(aoa_config: Mapping[str, Any] | None) -> Transform | None:
     statements = config.get("aoa_statements")
     if not statements:
         return None
-    return Transform.parse(statements, reverse=bool(config.get("aoa_config_reverse", False)))
+    transform = Transform(statements)
+    return transform.reversed() if config.get("aoa_config_reverse") else transform
 
 
 def check_coordinator(exchange: Exchange, coordinator_rank: int | None) -> None:

@@ -1,0 +1,141 @@
+"""What may be given as a transformation: texts, dicts of renames, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import remesh
+from remesh import Transform, TransformError
+from remesh.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("renames", "text"),
+    [
+        ({"a": "b", "c": "d"}, "a -> b\nc -> d"),
+        ({"l.$LAYER_ID.w": "m.$LAYER_ID+1.w"}, "l.$LAYER_ID.w -> m.$LAYER_ID+1.w"),
+        ({"a-b": "12", "it's": "_"}, "'a-b' -> '12'\n\"it's\" -> '_'"),
+        ({"a[0:2]": "b^T"}, "'a[0:2]' -> 'b^T'"),
+        ({"a": "b", "b": "c"}, "b -> _renamed.b\na -> b\n_renamed.b -> c"),
+        ({"a.0": "a.0", "a.1": "b.1"}, "a.0 -> a.0\na.1 -> b.1"),
+        ({}, ""),
+    ],
+)
+def test_renames_as_statements(renames: dict[str, str], text: str) -> None:
+    assert str(Transform(renames)) == text
+
+
+@pytest.mark.parametrize(
+    ("renames", "expected"),
+    [
+        ({"a.0": "a.1", "a.1": "a.0"}, {"a.0": 1, "a.1": 0}),
+        ({"a.0": "a.1", "a.1": "a.2", "a.2": "a.0"}, {"a.0": 2, "a.1": 0, "a.2": 1}),
+        ({"a.$N": "b.$N", "b.$N": "a.$N"}, {"a.0": 10, "a.1": 11, "b.0": 0, "b.1": 1, "b.2": 2}),
+        ({"a.$N": "a.$N+1", "b.0": "a.0"}, {"a.0": 10, "a.1": 0, "a.2": 1, "a.3": 2}),
+        ({"a.$N": "b.$N+1", "b.1": "x"}, {"b.1": 0, "b.2": 1, "b.3": 2, "x": 11}),
+        ({"a.0": "a.0", "a.1": "y"}, {"a.0": 0, "y": 1}),
+    ],
+)
+def test_renames_happen_all_at_once(renames: dict[str, str], expected: dict[str, int]) -> None:
+    """Whatever their order in the dict."""
+    values = {"a.0": 0, "a.1": 1, "a.2": 2, "b.0": 10, "b.1": 11}
+    state = {name: np.full(1, value) for name, value in values.items()}
+    for given in (renames, dict(reversed(renames.items()))):
+        result = Transform(given).apply(state)
+        assert {name: int(result[name][0]) for name in expected} == expected
+
+
+def test_swapped_names_come_back() -> None:
+    swap = Transform({"a": "b", "b": "a"})
+    state = {"a": np.zeros(2), "b": np.ones(2), "a.exp_avg": np.zeros(2), "b.exp_avg": np.ones(2)}
+    targets = {name: np.empty(2) for name in state}
+    there = swap.apply(state, targets)
+    assert {name: array[0] for name, array in there.items()} == {
+        "a": 1,
+        "b": 0,
+        "a.exp_avg": 1,
+        "b.exp_avg": 0,
+    }
+    back = swap.inverse().apply(there, {name: np.empty(2) for name in state})
+    assert all(np.array_equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (7, "statements as text, or a dict of renames; this is of type int"),
+        (b"a -> b", "this is of type bytes"),
+        (lambda name: name, "this is of type function"),
+        (["a -> b", 7], "a list of statements holds texts; 7 is of type int"),
+        ({"a": None}, "a dict of renames holds names, not 'a': None"),
+        ({"a": "c", "b": "c"}, "'a' and 'b' are both renamed to 'c'"),
+        ({"a\"'": "b"}, "cannot be renamed: it holds both kinds of quotes"),
+        ({"": "b"}, "a name cannot be empty"),
+        ({"a.*.w": "b.*.w"}, "a placeholder such as $EXPERT_ID instead of *"),
+        ({"a": "b.$LAYER_ID"}, "this name lacks $LAYER_ID"),
+    ],
+)
+def test_anything_else_is_refused(program: Any, says: str) -> None:
+    with pytest.raises(TransformError) as caught:
+        Transform(program)
+    assert says in str(caught.value)
+
+
+GIVEN: list[Any] = [Transform("a -> b"), "a -> b", ["a -> b"], {"a": "b"}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_load_reshard_and_resume_take_what_makes_a_transformation(
+    given: Any, tmp_path: Path
+) -> None:
+    ways: list[Callable[[Any, Any], Any]] = []
+
+    def loaded(state: Any, exchange: Any) -> None:
+        remesh.save({"a": torch.arange(3)}, tmp_path / "load", group=exchange)
+        remesh.load(state, tmp_path / "load", transform=given, group=exchange)
+
+    def resharded(state: Any, exchange: Any) -> None:
+        remesh.reshard({"a": torch.arange(3)}, state, transform=given, group=exchange)
+
+    def pushed(state: Any, exchange: Any) -> None:
+        source = {"a": torch.arange(3)}
+        remesh.Resharder(source, state, transform=given, group=exchange).push()
+
+    def resumed(state: Any, exchange: Any) -> None:
+        with remesh.Manager(tmp_path / "run", group=exchange) as manager:
+            manager.save(1, {"a": torch.arange(3)})
+        with remesh.Manager(tmp_path / "run", group=exchange) as manager:
+            assert manager.resume(state, transform=given)
+
+    ways += [loaded, resharded, pushed, resumed]
+
+    def run(exchange: Any) -> list[list[int]]:
+        found = []
+        for way in ways:
+            state = {"b": torch.zeros(3, dtype=torch.int64)}
+            way(state, exchange)
+            found.append(state["b"].tolist())
+        return found
+
+    assert run_ranks(1, run) == [[[0, 1, 2]] * len(ways)]
+
+
+@pytest.mark.parametrize(("given", "says"), [(7, "of type int"), ("a ->", "the text ends")])
+def test_what_is_malformed_is_refused_before_anything_is_done(
+    given: Any, says: str, tmp_path: Path
+) -> None:
+    state = {"b": torch.zeros(3)}
+    with pytest.raises(TransformError, match=says):
+        remesh.load(state, tmp_path / "nothing is here", transform=given)
+    with pytest.raises(TransformError, match=says):
+        remesh.reshard({}, state, transform=given)
+    with pytest.raises(TransformError, match=says):
+        remesh.Resharder({}, state, transform=given)
+    with remesh.Manager(tmp_path / "run") as manager, pytest.raises(TransformError, match=says):
+        manager.resume(state, transform=given)
