@@ -41,10 +41,10 @@ def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_attribute_is_documented() -> None:
-    from remesh.transform.attributes import KNOWN
+    from remesh.transform.operators import ATTRIBUTES
 
     text = PAGE.read_text()
-    assert [name for name in KNOWN if f"{name}=" not in text and f"`{name}`" not in text] == []
+    assert [name for name in ATTRIBUTES if f"{name}=" not in text and f"`{name}`" not in text] == []
 
 
 def test_links_on_the_page_lead_somewhere() -> None:

@@ -172,7 +172,7 @@ def test_states_come_back_too() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a -> _", "what is deleted cannot be had again"),
+        ("a -> _", "what is deleted cannot be restored"),
         ("a -> b, dtype=float32", "does not say what to go back to"),
         ("a -> b, src_dtype=float32, dst_dtype=bfloat16", "from float32 to bfloat16 loses digits"),
         ("a -> b, src_dtype=float16, dst_dtype=bfloat16", "from float16 to bfloat16 loses digits"),

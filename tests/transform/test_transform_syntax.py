@@ -219,7 +219,10 @@ def test_an_error_in_a_reversed_program_shows_both_directions() -> None:
         ("l.0.q_proj -> a, b, axis=0, parts=3", "parts=3, but there are 2 names"),
         ("l.0.q_proj -> e.*.w, axis=0", "nothing tells how many names '*' stands for"),
         ("a[0:2000000] -> b, axis=0", "stands for more than 1000000 names"),
-        ("l.0.q_proj -> a, fused_ffn, src_parts=3", "2 heads or rows cannot be dealt out to 3"),
+        (
+            "l.0.q_proj -> a, fused_ffn, src_parts=3",
+            "2 heads or rows cannot be divided into 3 blocks",
+        ),
         ("l.0.q_proj -> e.*.w, axis=0, parts=99999999", "stands for more than 1000000 names"),
     ],
 )

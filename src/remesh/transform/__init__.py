@@ -5,11 +5,11 @@ say, for any box of any target, which boxes of which sources make it up (`Resolv
 whoever moves the bytes reads only those. Nothing here reads or moves bytes itself, apart from
 `Transform.apply`, which does so for dictionaries of arrays.
 
-The path of a transformation: `lexer` and `parser` make `syntax` of text; `expand` writes out
-wildcards; `build` executes the statements, which makes a graph of `tensors` for each name;
-`resolve` matches that with the targets; `resolved` answers. `inverse` turns statements around,
-`optimizer` knows which tensors follow a parameter, `order` traces boxes through permutations and
-reshapes. The language is specified in docs/transform.md.
+The path of a transformation: `lexer` and `parser` make `syntax` of text, with one of the
+`operators` for each statement; `expand` writes out wildcards; `build` executes the statements,
+which makes a graph of `tensors` for each name; `resolve` matches that with the targets; `resolved`
+answers. `inverse` turns statements around, `optimizer` knows which tensors follow a parameter,
+`order` traces boxes through permutations and reshapes. docs/transform.md specifies the language.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remesh.transform import syntax
 from remesh.transform.expand import Operand, Step
 from remesh.transform.labels import Axes, Value, merge_labels, transposed
 from remesh.transform.layout import Layout
-from remesh.transform.operations import OPERATIONS, Call
+from remesh.transform.operator_base import Problem
 from remesh.transform.order import Shape
 from remesh.transform.tensors import MAX_DEPTH
 
@@ -57,29 +56,28 @@ class Builder:
         self.bindings = Bindings()
         self.read_shapes: dict[tuple[int, str], Shape] = {}
 
-    def execute(self, number: int, steps: Sequence[Step]) -> None:
-        """Execute the steps of statement `number` (from 0), which all read before any assigns.
+    def execute(self, steps: Sequence[Step]) -> None:
+        """Execute the steps of a statement, which all read before any assigns.
 
         Raises:
             TransformError: If a name does not exist or shapes, dtypes or labels do not fit.
         """
-        results: list[tuple[Step, list[Value]]] = []
+        results = [(step, self._apply(step)) for step in steps if step.left and step.right]
         for step in steps:
-            operator = step.statement.operator
-            if isinstance(operator, syntax.Add | syntax.Delete):
-                continue
-            values = [self._read(step, operand) for operand in step.left]
-            results.append(
-                (step, OPERATIONS[type(operator)](Call(self.layout, number, step), values))
-            )
-        for step in steps:
-            if isinstance(step.statement.operator, syntax.Add):
+            if not step.left:
                 self._add(step)
-            elif isinstance(step.statement.operator, syntax.Delete):
+            elif not step.right:
                 self._delete(step)
         for step, values in results:
             for operand, value in zip(step.right, values, strict=True):
                 self._assign(step, operand, value)
+
+    def _apply(self, step: Step) -> list[Value]:
+        values = [self._read(step, operand) for operand in step.left]
+        try:
+            return step.statement.operator.apply(step, values, self.layout)
+        except Problem as problem:
+            raise step.error(str(problem), problem.span, problem.hints) from None
 
     def _read(self, step: Step, operand: Operand) -> Value:
         name = operand.name

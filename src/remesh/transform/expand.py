@@ -18,8 +18,7 @@ whole story; nothing is written down in advance.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remesh.errors import TransformError
@@ -33,23 +32,7 @@ from remesh.transform.names import (
     substitute,
 )
 from remesh.transform.optimizer import is_state_like
-from remesh.transform.syntax import (
-    Add,
-    Delete,
-    FusedFfn,
-    FusedQkv,
-    Name,
-    Reshape,
-    Span,
-    Split,
-    Stack,
-    Statement,
-    Tie,
-    Unstack,
-    Untie,
-    Wildcard,
-    attributes_text,
-)
+from remesh.transform.syntax import Name, Span, Statement, Wildcard
 
 _MAX_NAMES = 1_000_000
 
@@ -64,9 +47,18 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A statement with plain names: what is executed."""
+    """A statement with plain names: what is executed.
+
+    Attributes:
+        statement: The statement.
+        position: Its place in the program, from 0.
+        binding: The numbers that placeholders stand for.
+        left: What it reads; nothing if it adds.
+        right: What it assigns; nothing if it deletes.
+    """
 
     statement: Statement
+    position: int
     binding: Binding
     left: tuple[Operand, ...]
     right: tuple[Operand, ...]
@@ -100,12 +92,12 @@ class Step:
             story.append((macro, str(self)))
         if any(operand.origin.transposed for operand in self.left):
             story.append(("^T", "the marked names are transposed before anything else"))
-        explanation = _fused_story(statement)
+        explanation = statement.operator.explain()
         return [*story, *([explanation] if explanation else [])]
 
     def __str__(self) -> str:
         left, right = (_operands_text(side) for side in (self.left, self.right))
-        return f"{left} -> {right}{attributes_text(self.statement.operator)}"
+        return f"{left} -> {right}{self.statement.operator}"
 
 
 def _operands_text(operands: Sequence[Operand]) -> str:
@@ -128,28 +120,7 @@ def _placeholder_story(statement: Statement, binding: Binding) -> list[tuple[str
             array = f"[{name.array[0]}:{name.array[1]}]" if name.array else ""
             texts.append(f"{text}{array}{'^T' if name.transposed else ''}")
         sides.append(", ".join(texts))
-    return [(values, f"{sides[0]} -> {sides[1]}{attributes_text(statement.operator)}")]
-
-
-def _fused_story(statement: Statement) -> tuple[str, str] | None:
-    match statement.operator:
-        case FusedQkv(by_rank=False) as fused:
-            per_block = fused.num_heads // fused.num_kv_heads
-            return "fused_qkv", (
-                f"along axis {fused.axis}, {fused.num_kv_heads} blocks of {per_block} query heads, "
-                "1 key head and 1 value head"
-            )
-        case FusedQkv() as fused:
-            return "fused_qkv_old", (
-                f"along axis {fused.axis}, for each tensor-parallel rank its query, key and value "
-                "heads"
-            )
-        case FusedFfn(axis):
-            return "fused_ffn", (
-                f"along axis {axis}, for each tensor-parallel rank its rows of gate and of up"
-            )
-        case _:
-            return None
+    return [(values, f"{sides[0]} -> {sides[1]}{statement.operator}")]
 
 
 class Expander:
@@ -179,9 +150,10 @@ class Expander:
         self._targets: NameIndex | None = None
         self._assigned: dict[str, None] = {}
         self._deleted: set[str] = set()
+        self._num_expanded = 0
 
     def expand(self, statement: Statement) -> tuple[Step, ...]:
-        """The steps of a statement.
+        """The steps of the next statement.
 
         Raises:
             TransformError: If a wildcard matches nothing, or an expansion makes no sense.
@@ -189,20 +161,20 @@ class Expander:
         steps = tuple(self._step(statement, binding) for binding in self._bindings(statement))
         seen: set[str] = set()
         for step in steps:
-            for operand in step.left if isinstance(statement.operator, Delete) else step.right:
+            for operand in step.right or step.left:
                 if operand.name in seen:
                     raise step.error(
                         f"{operand.name!r} stands twice on this side of the statement", operand
                     )
                 seen.add(operand.name)
-        self._record(statement, steps)
+        self._record(steps)
+        self._num_expanded += 1
         return steps
 
-    def _record(self, statement: Statement, steps: Iterable[Step]) -> None:
+    def _record(self, steps: Iterable[Step]) -> None:
         for step in steps:
-            if isinstance(statement.operator, Delete):
+            if not step.right:
                 self._deleted.update(operand.name for operand in step.left)
-                continue
             for operand in step.right:
                 self._deleted.discard(operand.name)
                 self._assigned[operand.name] = None
@@ -226,7 +198,7 @@ class Expander:
 
     def _bindings(self, statement: Statement) -> list[Binding]:
         """Every combination of numbers for the placeholders of a statement."""
-        is_add = isinstance(statement.operator, Add)
+        is_add = statement.adds
         names = statement.right if is_add else statement.left
         if not any(name.placeholders for name in names):
             return [()]
@@ -253,12 +225,12 @@ class Expander:
         return report.nearest(text, self._target_names() if self._target_names else ())
 
     def _step(self, statement: Statement, binding: Binding) -> Step:
-        draft = Step(statement, binding, (), ())
+        draft = Step(statement, self._num_expanded, binding, (), ())
         left = [o for name in statement.left for o in self._operands(draft, name, is_left=True)]
         right = [o for name in statement.right for o in self._operands(draft, name, is_left=False)]
         if max(len(left), len(right)) > _MAX_NAMES:
             raise draft.error(f"this stands for more than {_MAX_NAMES} names")
-        return Step(statement, binding, tuple(left), tuple(right))
+        return Step(statement, self._num_expanded, binding, tuple(left), tuple(right))
 
     def _operands(self, draft: Step, name: Name, *, is_left: bool) -> list[Operand]:
         literal = name.literal
@@ -316,81 +288,10 @@ def _first_of_array(pieces: Sequence[str | Wildcard], name: Name) -> tuple[str |
 
 def _numbered(draft: Step, pieces: Sequence[str | Wildcard]) -> list[str]:
     """The names of a star that no target matches, if the statement says how many: 0, 1, 2, ..."""
-    operator = draft.statement.operator
-    if not isinstance(operator, Split | Unstack) or len(draft.statement.right) > 1:
-        return []
-    num_parts = operator.parts or 0
-    if isinstance(operator, Split) and operator.sizes is not None:
-        num_parts = num_parts or len(operator.sizes)
+    num_parts = draft.statement.operator.num_parts if len(draft.statement.right) == 1 else 0
     if num_parts > _MAX_NAMES:
         raise draft.error(f"this stands for more than {_MAX_NAMES} names")
     return [
         "".join(str(number) if isinstance(piece, Wildcard) else piece for piece in pieces)
         for number in range(num_parts)
     ]
-
-
-# ---------------------------------------------------------------------------------------------
-# Where the results of steps go
-# ---------------------------------------------------------------------------------------------
-
-
-def _passes_on(step: Step) -> bool:
-    match step.statement.operator:
-        case Tie():
-            return not any(operand.origin.transposed for operand in step.left)
-        case Untie():
-            return True
-        case Reshape() | Stack() | Unstack():
-            return False
-        case _:
-            return len(step.left) == len(step.right) == 1
-
-
-class Flows:
-    """Follows a name through later statements that only pass it on, to the target it ends up in.
-
-    Macros whose layout depends on how the target is cut need to know that target. A statement
-    passes a tensor on if it has one name on either side: it renames, permutes or casts. Ties and
-    copies pass it on too.
-
-    Args:
-        groups: The steps of each statement, in order.
-        targets: The targets by name.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[Step]], targets: Container[str]) -> None:
-        self._targets = targets
-        self._assigned: dict[str, list[int]] = {}
-        self._passed_on: dict[str, list[tuple[int, Step]]] = {}
-        self._num_groups = len(groups)
-        for number, steps in enumerate(groups):
-            for step in steps:
-                for operand in step.right:
-                    self._assigned.setdefault(operand.name, []).append(number)
-                if _passes_on(step):
-                    for operand in step.left:
-                        self._passed_on.setdefault(operand.name, []).append((number, step))
-
-    def target_of(self, name: str, number: int) -> tuple[str, tuple[Step, ...]] | None:
-        """The target that `name`, as statement `number` assigned it, ends up in.
-
-        Returns:
-            The target's name and the steps on the way to it; None if there is no such target.
-        """
-        way: list[Step] = []
-        while True:
-            assigned = self._assigned.get(name, [])
-            after = bisect.bisect_right(assigned, number)
-            is_last = after == len(assigned)
-            if is_last and name in self._targets:
-                return name, tuple(way)
-            # The statement that assigns the name again still reads what it was before.
-            last = self._num_groups if is_last else assigned[after]
-            readers = self._passed_on.get(name, [])
-            next_reader = bisect.bisect_right(readers, number, key=lambda reader: reader[0])
-            if next_reader == len(readers) or readers[next_reader][0] > last:
-                return None
-            number, step = readers[next_reader]
-            way.append(step)
-            name = step.right[0].name

@@ -14,18 +14,17 @@ program may match the same tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remesh.errors import TransformError
-from remesh.transform import report, syntax
+from remesh.transform import report
 from remesh.transform.names import Pattern
-from remesh.transform.order import inverse_order
-from remesh.transform.syntax import Name, Operator, Statement
+from remesh.transform.operator_base import Operator, Problem
+from remesh.transform.operators import Tie
+from remesh.transform.syntax import STAR, Name, Statement, Wildcard
 
-Key = tuple[tuple[str | syntax.Wildcard, ...], tuple[int, int] | None]
-
-_EXACT_CASTS = {("float16", "float32"), ("bfloat16", "float32")}
+Key = tuple[tuple[str | Wildcard, ...], tuple[int, int] | None]
 
 
 def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -34,7 +33,10 @@ def reverse(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     Raises:
         TransformError: If a statement has no opposite (`dtype=`).
     """
-    return tuple(_turned(statement) for statement in reversed(statements))
+    return tuple(
+        _turned(statement, lambda operator: operator.opposite())
+        for statement in reversed(statements)
+    )
 
 
 def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -49,8 +51,8 @@ def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     for number in reversed(range(len(statements))):
         if not history.is_undone[number]:
             continue
-        turned = _undoing(statements[number])
-        if isinstance(turned.operator, syntax.Delete):
+        turned = _turned(statements[number], lambda operator: operator.undo())
+        if turned.deletes:
             result.append(turned)
             continue
         names: list[Name] = []
@@ -75,96 +77,21 @@ def invert(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _turned(statement: Statement, operator: Operator | None = None) -> Statement:
-    """A statement with left and right exchanged, and the opposite operator or the given one."""
+def _turned(statement: Statement, turn: Callable[[Operator], Operator]) -> Statement:
+    """A statement with left and right exchanged, and its operator turned around."""
+    try:
+        operator = turn(statement.operator)
+    except Problem as problem:
+        raise report.statement_error(
+            str(problem), statement, statement.operator_span, hints=problem.hints
+        ) from None
     return replace(
         statement,
         left=statement.right,
         right=statement.left,
-        operator=_opposite(statement) if operator is None else operator,
+        operator=operator,
         is_reversed=not statement.is_reversed,
     )
-
-
-def _opposite(statement: Statement) -> Operator:
-    match statement.operator:
-        case syntax.Alias() as alias:
-            return alias
-        case syntax.Concat(axis):
-            return syntax.Split(axis)
-        case syntax.Split(axis):
-            return syntax.Concat(axis)
-        case syntax.Stack(axis):
-            return syntax.Unstack(axis)
-        case syntax.Unstack(axis):
-            return syntax.Stack(axis)
-        case syntax.Permute(order):
-            ndim = len(order)
-            return syntax.Permute(inverse_order([axis % ndim for axis in order]))
-        case syntax.Add():
-            return syntax.Delete()
-        case syntax.Delete():
-            return syntax.Add()
-        case syntax.Tie():
-            return syntax.Untie()
-        case syntax.Untie():
-            return syntax.Tie()
-        case syntax.FusedQkv() | syntax.FusedFfn() as fused:
-            return replace(fused, source_ranks=fused.target_ranks, target_ranks=fused.source_ranks)
-        case syntax.Cast() | syntax.Reshape():
-            return _opposite_by_attributes(statement)
-
-
-def _opposite_by_attributes(statement: Statement) -> Operator:
-    operator = statement.operator
-    if isinstance(operator, syntax.Cast):
-        if operator.source_dtype is None:
-            raise report.statement_error(
-                "a cast with dtype= does not say what to go back to",
-                statement,
-                statement.operator_span,
-                hints=["write src_dtype= and dst_dtype= instead"],
-            )
-        return syntax.Cast(operator.source_dtype, operator.dtype)
-    assert isinstance(operator, syntax.Reshape)
-    if operator.shape is None or len(operator.shape) < 3:
-        raise report.statement_error(
-            "a reshape to fewer than three axes does not say what to go back to",
-            statement,
-            statement.operator_span,
-        )
-    return operator
-
-
-def _check_is_exact(statement: Statement) -> None:
-    """A statement must not lose anything by itself.
-
-    Raises:
-        TransformError: If it does.
-    """
-    operator = statement.operator
-    if isinstance(operator, syntax.Delete):
-        raise report.statement_error(
-            "what is deleted cannot be had again, so there is no inverse", statement
-        )
-    if isinstance(operator, syntax.Cast) and operator.source_dtype is not None:
-        casts = (operator.source_dtype, operator.dtype)
-        if casts[0] != casts[1] and casts not in _EXACT_CASTS:
-            raise report.statement_error(
-                f"a cast from {casts[0]} to {casts[1]} loses digits, so it has no inverse",
-                statement,
-                statement.operator_span,
-            )
-
-
-def _undoing(statement: Statement) -> Statement:
-    """A statement turned around; sizes and shapes that it forgot come from the targets."""
-    if isinstance(statement.operator, syntax.Reshape):
-        return _turned(statement, syntax.Reshape(None))
-    turned = _turned(statement)
-    if isinstance(turned.operator, syntax.Split):
-        return replace(turned, operator=replace(turned.operator, from_targets=True))
-    return turned
 
 
 def _tie(like: Statement, copies: Sequence[Name], name: Name) -> Statement:
@@ -172,7 +99,7 @@ def _tie(like: Statement, copies: Sequence[Name], name: Name) -> Statement:
         like,
         left=tuple(replace(copy, transposed=False) for copy in copies),
         right=(replace(name, transposed=False),),
-        operator=syntax.Tie(),
+        operator=Tie(),
     )
 
 
@@ -233,9 +160,12 @@ class _History:
         sources: list[_Version] = []
         _check_no_overlap(statements)
         for number, statement in enumerate(statements):
-            _check_is_exact(statement)
+            if statement.deletes:
+                raise report.statement_error(
+                    "what is deleted cannot be restored, so there is no inverse", statement
+                )
             readings = []
-            for name in () if isinstance(statement.operator, syntax.Add) else statement.left:
+            for name in () if statement.adds else statement.left:
                 version = current.get(_key(name))
                 if version is None:
                     version = current[_key(name)] = _Version(name, None)
@@ -288,15 +218,15 @@ def _key(name: Name) -> Key:
 
     Offsets do not count: a statement that shifts layers reads and assigns one family of names.
     """
-    star = syntax.Wildcard(syntax.STAR)
-    pieces = tuple(star if isinstance(piece, syntax.Wildcard) else piece for piece in name.pieces)
+    star = Wildcard(STAR)
+    pieces = tuple(star if isinstance(piece, Wildcard) else piece for piece in name.pieces)
     return pieces, name.array
 
 
 def _pattern(name: Name) -> Pattern:
     if name.array is None:
         return Pattern.of(name.pieces)
-    return Pattern.of((*name.pieces, "_", syntax.Wildcard(syntax.STAR)))
+    return Pattern.of((*name.pieces, "_", Wildcard(STAR)))
 
 
 def _check_no_overlap(statements: Sequence[Statement]) -> None:

@@ -73,3 +73,42 @@ def common_labels(step: Step, values: Sequence[Value], free: int | None) -> Axes
     if free is not None:
         axes[free] = None
     return tuple(axes)
+
+
+def full_axis(step: Step, axis: int, ndim: int) -> int:
+    """An axis, not counted from the end.
+
+    Raises:
+        TransformError: If there are fewer axes.
+    """
+    if not -ndim <= axis < ndim:
+        raise step.error(f"there is no axis {axis}: {step.left[0].name!r} has {ndim}")
+    return axis % ndim
+
+
+def check_alike(step: Step, values: Sequence[Value], axis: int | None) -> None:
+    """Refuse tensors that are joined and differ in dtype, or in shape, except along `axis`.
+
+    Raises:
+        TransformError: If they do.
+    """
+    first = values[0].node
+    for operand, value in zip(step.left, values, strict=True):
+        node = value.node
+        same_shape = len(node.shape) == len(first.shape) and all(
+            a == b
+            for i, (a, b) in enumerate(zip(node.shape, first.shape, strict=True))
+            if i != axis
+        )
+        if not same_shape:
+            raise step.error(
+                f"{operand.name!r} has shape {node.shape}, which does not fit "
+                f"{step.left[0].name!r} with {first.shape}",
+                operand,
+            )
+        if node.dtype is not None and first.dtype is not None and node.dtype != first.dtype:
+            raise step.error(
+                f"{operand.name!r} is {node.dtype}, {step.left[0].name!r} is {first.dtype}",
+                operand,
+                ["cast one of them in a statement of its own before this"],
+            )

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Callable, Container, Mapping, Sequence
 
-from remesh.transform import syntax
-from remesh.transform.expand import Flows, Operand, Step
+from remesh.transform.expand import Operand, Step
 from remesh.transform.info import TensorInfo
 from remesh.transform.labels import Value
+from remesh.transform.operator_base import Problem
 from remesh.transform.order import Shape, inverse_order, take
 from remesh.transform.sources import SourceSpace
 from remesh.transform.tensors import Leaf, Permuted, without_conversions
 
 ShapeOf = Callable[[Step, Operand], Shape | None]
+
+
+class Flows:
+    """Follows a name through later statements that only pass it on, to the target it ends up in.
+
+    Macros whose layout depends on how the target is cut need to know that target. A statement
+    passes a tensor on if it has one name on either side: it renames, permutes or casts. Ties and
+    copies pass it on too.
+
+    Args:
+        groups: The steps of each statement, in order.
+        targets: The targets by name.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Step]], targets: Container[str]) -> None:
+        self._targets = targets
+        self._assigned: dict[str, list[int]] = {}
+        self._passed_on: dict[str, list[tuple[int, Step]]] = {}
+        self._num_groups = len(groups)
+        for number, steps in enumerate(groups):
+            for step in steps:
+                for operand in step.right:
+                    self._assigned.setdefault(operand.name, []).append(number)
+                if _passes_on(step):
+                    for operand in step.left:
+                        self._passed_on.setdefault(operand.name, []).append((number, step))
+
+    def target_of(self, name: str, number: int) -> tuple[str, tuple[Step, ...]] | None:
+        """The target that `name`, as statement `number` assigned it, ends up in.
+
+        Returns:
+            The target's name and the steps on the way to it; None if there is no such target.
+        """
+        way: list[Step] = []
+        while True:
+            assigned = self._assigned.get(name, [])
+            after = bisect.bisect_right(assigned, number)
+            is_last = after == len(assigned)
+            if is_last and name in self._targets:
+                return name, tuple(way)
+            # The statement that assigns the name again still reads what it was before.
+            last = self._num_groups if is_last else assigned[after]
+            readers = self._passed_on.get(name, [])
+            next_reader = bisect.bisect_right(readers, number, key=lambda reader: reader[0])
+            if next_reader == len(readers) or readers[next_reader][0] > last:
+                return None
+            number, step = readers[next_reader]
+            way.append(step)
+            name = step.right[0].name
 
 
 class Layout:
@@ -40,10 +90,6 @@ class Layout:
 
     def source_ranks(self, step: Step, value: Value, axis: int) -> int:
         """Into how many ranges the source that a value comes from is cut along an axis."""
-        operator = step.statement.operator
-        assert isinstance(operator, syntax.FusedQkv | syntax.FusedFfn)
-        if operator.source_ranks is not None:
-            return operator.source_ranks
         node = without_conversions(value.node)
         while isinstance(node, Permuted):
             axis = node.order[axis]
@@ -57,25 +103,21 @@ class Layout:
         num_pieces = self.sources.info(node.name).num_pieces
         return 1 if num_pieces is None else num_pieces[axis]
 
-    def target_ranks(self, number: int, step: Step, axis: int, ndim: int) -> int:
+    def target_ranks(self, step: Step, axis: int, ndim: int) -> int:
         """Into how many ranges the target that a result goes to is cut along an axis."""
-        operator = step.statement.operator
-        assert isinstance(operator, syntax.FusedQkv | syntax.FusedFfn)
-        if operator.target_ranks is not None:
-            return operator.target_ranks
         operand = step.right[0]
-        info = self.target_info(number, operand)
+        info = self.target_info(step, operand)
         if info is None or info.num_pieces is None or len(info.shape) != ndim:
             return 1
         return info.num_pieces[ndim - 1 - axis if operand.origin.transposed else axis]
 
-    def result_shape(self, number: int, step: Step, operand: Operand) -> Shape:
+    def result_shape(self, step: Step, operand: Operand) -> Shape:
         """The shape that a result must have, before `^T` on the right is undone.
 
         Raises:
             TransformError: If nothing tells.
         """
-        info = self.target_info(number, operand)
+        info = self.target_info(step, operand)
         shape = self.original_shape(step, operand) if info is None else info.shape
         if shape is None:
             raise step.error(
@@ -85,50 +127,43 @@ class Layout:
             )
         return shape[::-1] if operand.origin.transposed else shape
 
-    def target_info(self, number: int, operand: Operand) -> TensorInfo | None:
+    def target_info(self, step: Step, operand: Operand) -> TensorInfo | None:
         """The target that a result ends up in, its axes in the order of what is assigned.
 
         Args:
-            number: The statement that makes the result.
+            step: The step that makes the result.
             operand: The name right of its arrow.
         """
         if self.flows is None or self.targets is None:
             return None
-        found = self.flows.target_of(operand.name, number)
+        found = self.flows.target_of(operand.name, step.position)
         if found is None:
             return None
         name, way = found
         info = self.targets[name]
         order = tuple(range(len(info.shape)))
-        for step in way:
-            order = take(order, _order_of(step, len(order)))
+        for passing in way:
+            order = take(order, _order_of(passing, len(order)))
         back = inverse_order(order)
         num_pieces = None if info.num_pieces is None else take(info.num_pieces, back)
         return TensorInfo(info.dtype, take(info.shape, back), num_pieces)
 
 
+def _passes_on(step: Step) -> bool:
+    """Whether a result is the tensor that was read, at most with its axes permuted and cast."""
+    operator = step.statement.operator
+    if operator.copies:
+        return len({operand.origin.transposed for operand in step.left}) == 1
+    return operator.keeps_shape and len(step.left) == len(step.right) == 1
+
+
 def _order_of(step: Step, ndim: int) -> tuple[int, ...]:
     """How a step that passes a tensor on permutes its axes."""
-    operator = step.statement.operator
     order = tuple(range(ndim))
     if step.left[0].origin.transposed:
         order = order[::-1]
-    if isinstance(operator, syntax.Permute):
-        order = take(order, full_order(step, operator, ndim))
+    try:
+        order = take(order, step.statement.operator.order(ndim))
+    except Problem as problem:
+        raise step.error(str(problem)) from None
     return order[::-1] if step.right[0].origin.transposed else order
-
-
-def full_order(step: Step, operator: syntax.Permute, ndim: int) -> tuple[int, ...]:
-    """The order of axes that a permutation asks for, none of them counted from the end.
-
-    Raises:
-        TransformError: If it is no order of as many axes.
-    """
-    if not operator.order:
-        return tuple(reversed(range(ndim)))
-    order = tuple(axis + ndim if axis < 0 else axis for axis in operator.order)
-    if sorted(order) != list(range(ndim)):
-        raise step.error(
-            f"{list(operator.order)} is no order of the {ndim} axes of {step.left[0].name!r}"
-        )
-    return order

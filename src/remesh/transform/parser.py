@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from remesh.errors import TransformError
-from remesh.transform import attributes
-from remesh.transform.attributes import Attribute, AttributeProblem, Value
 from remesh.transform.lexer import (
     ARROW,
     END,
@@ -39,6 +37,8 @@ from remesh.transform.lexer import (
     lex,
 )
 from remesh.transform.names import form_of
+from remesh.transform.operator_base import Attribute, AttributeValue, Problem
+from remesh.transform.operators import operator_of
 from remesh.transform.report import shorten, text_error
 from remesh.transform.syntax import FLAGS, NOTHING, STAR, Name, Span, Statement, Wildcard
 
@@ -218,7 +218,7 @@ class _Parser:
             self.fail(f"{attribute.name} is given twice", attribute.span)
         draft.attributes[attribute.name] = attribute
 
-    def value(self) -> Value:
+    def value(self) -> AttributeValue:
         token = self.token
         if self.take(MARK, "["):
             numbers = self.integers("']'")
@@ -346,10 +346,8 @@ class _Parser:
             self.fail("_ on both sides does nothing", span)
         self.check_placeholders([*draft.left, *draft.right])
         try:
-            operator, operator_span = attributes.operator_of(
-                draft.left, draft.right, draft.attributes
-            )
-        except AttributeProblem as problem:
+            operator, operator_span = operator_of(draft.left, draft.right, draft.attributes)
+        except Problem as problem:
             self.fail(str(problem), problem.span or span)
         return Statement(
             self.number,

@@ -27,10 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from remesh.errors import TransformError
 from remesh.transform import report, syntax
 from remesh.transform.build import Bindings, Builder
-from remesh.transform.expand import Expander, Flows, Operand, Step
+from remesh.transform.expand import Expander, Operand, Step
 from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.inverse import COPY
-from remesh.transform.layout import Layout
+from remesh.transform.layout import Flows, Layout
 from remesh.transform.names import Binding
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.order import Shape
@@ -185,12 +185,14 @@ class _Resolver:
         groups = [expander.expand(statement) for statement in self.statements]
         targets: dict[str, TensorInfo] | None = None
         flows: Flows | None = None
-        if self.given_targets is not None and any(map(_asks_for_targets, self.statements)):
+        if self.given_targets is not None and any(
+            s.operator.needs_targets for s in self.statements
+        ):
             targets = self.parameter_targets()
             flows = Flows(groups, targets)
         builder = Builder(Layout(self.sources, targets, flows, self.original.shape))
-        for number, steps in enumerate(groups):
-            builder.execute(number, steps)
+        for steps in groups:
+            builder.execute(steps)
         return builder, groups
 
     def parameter_targets(self) -> dict[str, TensorInfo]:
@@ -472,16 +474,6 @@ class _Resolver:
 
 def _literal_names(names: Iterable[syntax.Name]) -> list[str]:
     return [name.literal for name in names if name.literal is not None and not name.is_nothing]
-
-
-def _asks_for_targets(statement: Statement) -> bool:
-    match statement.operator:
-        case syntax.FusedFfn() | syntax.FusedQkv(by_rank=True):
-            return True
-        case syntax.Split(from_targets=True) | syntax.Reshape(None):
-            return True
-        case _:
-            return False
 
 
 def _told(info: TensorInfo | None) -> str:

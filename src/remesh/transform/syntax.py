@@ -8,8 +8,11 @@ where it came from in the text, so that errors can point at it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remesh.transform.operator_base import Operator
 
 NOTHING = "_"
 STAR = "*"
@@ -102,144 +105,6 @@ class Name:
         return f"{text}^T" if self.transposed else text
 
 
-# ---------------------------------------------------------------------------------------------
-# Operators
-# ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """`a -> b`: the same tensor under another name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Concat:
-    """`a, b -> c, axis=1`."""
-
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """`a -> b, c, axis=0`: into equal parts, or into the given sizes.
-
-    Attributes:
-        axis: The axis that is cut.
-        sizes: Extents of the parts; None if they are equal.
-        from_targets: Whether the extents are those of the targets that the parts go to.
-        parts: How many parts a `*` on the right stands for.
-    """
-
-    axis: int
-    sizes: tuple[int, ...] | None = None
-    from_targets: bool = False
-    parts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """`a, b -> c, stack=0`: along a new axis at this place."""
-
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unstack:
-    """`c -> a, b, unstack=0`: the axis at this place disappears."""
-
-    axis: int
-    parts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Permute:
-    """`a -> b, permute=[2, 0, 1]`: axis i of b is axis order[i] of a; empty reverses all axes."""
-
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reshape:
-    """`a -> b, reshape=[8, 128, 4096]`, or back to two axes if `a` has that shape.
-
-    The shape is None for `reshape=targets`: that of the target which the result goes to.
-    """
-
-    shape: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """`a -> b, dtype=float32`, or with the source's dtype stated so that it can be undone."""
-
-    dtype: str
-    source_dtype: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """`_ -> z`: z keeps its initial value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """`a -> _`: the source a is not wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """`a, b -> c, tie`: a and b hold the same values, which is checked, and c is either."""
-
-
-@dataclass(frozen=True, slots=True)
-class Untie:
-    """`a -> b, c, untie`: b and c are copies."""
-
-
-@dataclass(frozen=True, slots=True)
-class FusedQkv:
-    """Attention projections, `num_kv_heads` blocks of query heads, a key head and a value head.
-
-    With `by_rank`, one block for each tensor-parallel rank: its query, key and value heads.
-    The direction follows from the numbers of names. `source_ranks` and `target_ranks` are the
-    tensor-parallel degrees if the statement gives them.
-    """
-
-    axis: int
-    num_heads: int
-    num_kv_heads: int
-    by_rank: bool = False
-    source_ranks: int | None = None
-    target_ranks: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FusedFfn:
-    """Gate and up projections, one block of both for each tensor-parallel rank."""
-
-    axis: int
-    source_ranks: int | None = None
-    target_ranks: int | None = None
-
-
-Operator = (
-    Alias
-    | Concat
-    | Split
-    | Stack
-    | Unstack
-    | Permute
-    | Reshape
-    | Cast
-    | Add
-    | Delete
-    | Tie
-    | Untie
-    | FusedQkv
-    | FusedFfn
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Statement:
     """One statement.
@@ -264,59 +129,16 @@ class Statement:
     operator_span: Span
     is_reversed: bool = False
 
+    @property
+    def adds(self) -> bool:
+        """Whether it says that targets keep their initial values: `_ -> ...`."""
+        return self.left[0].is_nothing
+
+    @property
+    def deletes(self) -> bool:
+        """Whether it says that sources are not wanted: `... -> _`."""
+        return self.right[0].is_nothing
+
     def __str__(self) -> str:
         left, right = (", ".join(map(str, names)) for names in (self.left, self.right))
-        return f"{left} -> {right}{attributes_text(self.operator)}"
-
-
-def attributes_text(operator: Operator) -> str:
-    """The attributes that the parser would turn into this operator, with a comma before each."""
-    return "".join(f", {name}={value}" if value else f", {name}" for name, value in _of(operator))
-
-
-def _of(operator: Operator) -> list[tuple[str, str]]:
-    """Attributes as (name, value); flags have an empty value."""
-    items: list[tuple[str, object]] = []
-    match operator:
-        case Concat(axis):
-            items = [("axis", axis)]
-        case Split(axis, sizes, from_targets, parts):
-            extents = "targets" if from_targets else _integers(sizes)
-            items = [("axis", axis), ("sizes", extents), ("parts", parts)]
-        case Stack(axis):
-            items = [("stack", axis)]
-        case Unstack(axis, parts):
-            items = [("unstack", axis), ("parts", parts)]
-        case Permute(order):
-            items = [("permute", _integers(order))]
-        case Reshape(shape):
-            items = [("reshape", "targets" if shape is None else _integers(shape))]
-        case Cast(dtype, source_dtype):
-            name = "dtype" if source_dtype is None else "dst_dtype"
-            items = [("src_dtype", source_dtype), (name, dtype)]
-        case Tie() | Untie():
-            items = [("tie" if isinstance(operator, Tie) else "untie", "")]
-        case FusedQkv():
-            items = [
-                ("fused_qkv_old" if operator.by_rank else "fused_qkv", ""),
-                ("num_heads", operator.num_heads),
-                ("num_key_value_groups", operator.num_kv_heads),
-                *_fused(operator),
-            ]
-        case FusedFfn():
-            items = [("fused_ffn", ""), *_fused(operator)]
-        case Alias() | Add() | Delete():
-            pass
-    return [(name, str(value)) for name, value in items if value is not None]
-
-
-def _fused(operator: FusedQkv | FusedFfn) -> list[tuple[str, object]]:
-    return [
-        ("axis", operator.axis),
-        ("src_parts", operator.source_ranks),
-        ("dst_parts", operator.target_ranks),
-    ]
-
-
-def _integers(numbers: Sequence[int] | None) -> str | None:
-    return None if numbers is None else f"[{', '.join(map(str, numbers))}]"
+        return f"{left} -> {right}{self.operator}"

@@ -1,0 +1,212 @@
+"""What an operator is, and the attributes that it is parsed from.
+
+An operator is one class, a subclass of `Operator`: how attributes say it, how it is written, what
+it makes of tensors, and what turns it around. `remesh.transform.operators.OPERATORS` has a row for
+each attribute that names one; nothing else asks which operator a statement has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from remesh.transform.syntax import Name, Span
+
+if TYPE_CHECKING:
+    from remesh.transform.expand import Step
+    from remesh.transform.labels import Value
+    from remesh.transform.layout import Layout
+
+CAST_DTYPES = ("float16", "bfloat16", "float32")
+_INTEGER_LIST = re.compile(r"\s*[\[(]\s*((?:-?[0-9]{1,18}\s*,\s*)*(?:-?[0-9]{1,18})?)\s*[\])]\s*")
+
+AttributeValue = int | str | tuple[int, ...] | bool
+
+
+class Operator:
+    """What a statement does.
+
+    Attributes:
+        keeps_shape: Whether a result that is made of one tensor has its axes, in some order.
+        copies: Whether each result holds what each source does.
+    """
+
+    __slots__ = ()
+    keeps_shape: ClassVar[bool] = True
+    copies: ClassVar[bool] = False
+
+    @classmethod
+    def parse(cls, given: Attributes) -> Operator:
+        """The operator that a statement's attributes and numbers of names say.
+
+        Raises:
+            Problem: If they do not go together.
+        """
+        raise NotImplementedError
+
+    def attributes(self) -> list[tuple[str, object]]:
+        """The attributes that `parse` takes, by name; None stands for an absent one, "" for a flag.
+
+        The text of a statement is made of them.
+        """
+        return []
+
+    def apply(self, step: Step, values: list[Value], layout: Layout) -> list[Value]:
+        """The tensors right of the arrow, made of those on the left.
+
+        Raises:
+            TransformError: If shapes, dtypes or labels do not fit.
+            Problem: The same; it is pointed at the operator.
+        """
+        raise NotImplementedError
+
+    def opposite(self) -> Operator:
+        """What the statement does when its sides are exchanged.
+
+        Raises:
+            Problem: If that is not known.
+        """
+        raise NotImplementedError
+
+    def undo(self) -> Operator:
+        """Like `opposite`, but it restores the sources exactly; sizes may come from the targets.
+
+        Raises:
+            Problem: If something is lost.
+        """
+        return self.opposite()
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether the result depends on the targets that it goes to."""
+        return False
+
+    @property
+    def num_parts(self) -> int:
+        """How many results a `*` on the right stands for; 0 if the statement does not say."""
+        return 0
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """The axes of the tensor that is read, in the order of the result's.
+
+        Raises:
+            Problem: If the operator does not fit so many axes.
+        """
+        return tuple(range(ndim))
+
+    def explain(self) -> tuple[str, str] | None:
+        """For errors: the name of a macro, and what it does."""
+        return None
+
+    def __str__(self) -> str:
+        """The attributes as text, with a comma before each."""
+        items = [(name, value) for name, value in self.attributes() if value is not None]
+        return "".join(
+            f", {name}" if value == "" else f", {name}={_text(value)}" for name, value in items
+        )
+
+
+def _text(value: object) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+class Problem(Exception):  # noqa: N818 - it is turned into an error that shows the text
+    """What is wrong with an operator, and where; the whole statement if `span` is None."""
+
+    def __init__(self, message: str, span: Span | None = None, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.span = span
+        self.hints = hints
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """`name=value`, or a flag, whose value is True."""
+
+    name: str
+    value: AttributeValue
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """The names and attributes of a statement, as operators ask for them."""
+
+    left: Sequence[Name]
+    right: Sequence[Name]
+    by_name: Mapping[str, Attribute]
+
+    @property
+    def left_is_many(self) -> bool:
+        """Whether there may be several names left of the arrow."""
+        return len(self.left) > 1 or self.left[0].is_many
+
+    @property
+    def right_is_many(self) -> bool:
+        """Whether there may be several names right of the arrow."""
+        return len(self.right) > 1 or self.right[0].is_many
+
+    def check_one_to_one(self, what: str) -> None:
+        """Refuse several names on a side."""
+        if self.left_is_many or self.right_is_many:
+            raise Problem(f"{what} takes one name on either side")
+
+    def check_one_side_is_single(self) -> None:
+        """Refuse several names on both sides."""
+        if self.left_is_many and self.right_is_many:
+            raise Problem(
+                "several names on both sides: one side must be single (for one statement per "
+                "number, write a placeholder such as $EXPERT_ID instead of *)"
+            )
+
+    def span(self, name: str) -> Span:
+        """Where an attribute stands."""
+        return self.by_name[name].span
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number; an attribute without a default must be there."""
+        attribute = self.by_name.get(name)
+        if attribute is None:
+            if default is None:
+                raise Problem(f"{name}= is missing")
+            return default
+        if type(attribute.value) is not int:
+            raise Problem(f"{name} must be a whole number", attribute.span)
+        return attribute.value
+
+    def positive(self, name: str) -> int:
+        """A whole number of at least 1."""
+        value = self.integer(name)
+        if value < 1:
+            raise Problem(f"{name} must be at least 1", self.span(name))
+        return value
+
+    def optional_positive(self, name: str) -> int | None:
+        """The same; None if the attribute is not there."""
+        return self.positive(name) if name in self.by_name else None
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers, which may be quoted."""
+        attribute = self.by_name[name]
+        value = attribute.value
+        if isinstance(value, tuple):
+            return value
+        match = _INTEGER_LIST.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise Problem(f"{name} must be a list such as [1, 0]", attribute.span)
+        return tuple(int(item) for item in match.group(1).split(",") if item.strip())
+
+    def integers_or_targets(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers; None for the word `targets`."""
+        return None if self.by_name[name].value == "targets" else self.integers(name)
+
+    def dtype(self, name: str) -> str:
+        """A dtype that a cast may name."""
+        attribute = self.by_name.get(name)
+        if attribute is None:
+            raise Problem(f"{name}= is missing")
+        if attribute.value not in CAST_DTYPES:
+            raise Problem(f"{name} must be one of {', '.join(CAST_DTYPES)}", attribute.span)
+        return str(attribute.value)
