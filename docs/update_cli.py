@@ -21,7 +21,6 @@ import numpy as np
 from click.testing import CliRunner
 
 import remesh
-from remesh.checkpoint import Checkpoint
 from remesh.cli import cli
 from remesh.exchange import ThreadExchange
 from remesh.testing import run_ranks
@@ -37,7 +36,7 @@ def save_examples(directory: Path) -> dict[str, str]:
         run_ranks(2, _save, directory / f"runs/step_{step:08d}", step)
     damaged, unfinished = (directory / f"runs/step_{step:08d}" for step in (1100, 1200))
     replaced = {
-        Checkpoint(path).record.save_id: f"{0x5F3A9C1E07B2 + number:012x}"
+        remesh.Checkpoint(path).record.save_id: f"{0x5F3A9C1E07B2 + number:012x}"
         for number, path in enumerate(sorted((directory / "runs").iterdir()))
     }
     file = next(damaged.glob("data-*/00001.safetensors"))
@@ -63,7 +62,7 @@ def _save(exchange: ThreadExchange, path: Path, step: int) -> None:
     state = {
         "model": {"embed": embed, "norm": {"weight": norm}, "head": {"weight": norm}},
         "step": step,
-        "rng": remesh.ShardedObject("rng", {"seed": rank}, (world_size,), (rank,)),
+        "rng": remesh.sharding.ShardedObject("rng", {"seed": rank}, (world_size,), (rank,)),
     }
     remesh.save(state, path, group=exchange, metadata={"git": "2f0c1d7"})
 

@@ -28,10 +28,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import remesh
 from remesh.run_info import run_info
-from remesh.training.export import export_weights
-from remesh.training.sampling import SkipBatchSampler
-from remesh.training.steps import convert_step
-from remesh.training.trackers import run_id_of
+from remesh.training import SkipBatchSampler, convert_step, export_weights, run_id_of
 
 log = logging.getLogger("minimind")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import remesh
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -58,16 +56,7 @@ def test_the_first_minute_of_the_readme(tmp_path: Path) -> None:
     assert all(line in readme for line in printed)
 
 
-def test_every_public_name_is_in_the_documentation() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(page.read_text() for page in pages)
-    missing = [
-        name for name in remesh.__all__ if name[0] != "_" and not re.search(rf"\b{name}\b", text)
-    ]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/api.md"])
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         if "://" not in target:

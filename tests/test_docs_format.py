@@ -145,7 +145,8 @@ def test_it_reads_what_several_ranks_wrote(
         rank = exchange.rank
         begin, end = rank * 20, rank * 20 + 20
         parts = tuple(
-            remesh.Part(box, flat[box.slices]) for box in boxes_of_flat_range((5, 3, 4), begin, end)
+            remesh.sharding.Part(box, flat[box.slices])
+            for box in boxes_of_flat_range((5, 3, 4), begin, end)
         )
         state = {
             "columns": remesh.ShardedTensor.at_offset(
@@ -307,7 +308,7 @@ def test_the_values_file(tmp_path: Path) -> None:
     state = {
         "layers": [{"w": np.zeros(2)}, (np.zeros(1), {"k": 2**70})],
         "a.b": 5,
-        "rng": remesh.ShardedObject("rng", (1, 2), (4, 2), (3, 0)),
+        "rng": remesh.sharding.ShardedObject("rng", (1, 2), (4, 2), (3, 0)),
     }
     remesh.save(state, tmp_path)
     [path] = tmp_path.glob("data-*/values.msgpack")
@@ -335,7 +336,7 @@ def test_what_the_page_says_of_data_files(tmp_path: Path) -> None:
     assert f"blocks of {BLOCK_SIZE:_} bytes".replace("_", " ") in PAGE
     data = np.arange(2048.0).reshape(1, 2048)
     left, right = (
-        remesh.Part(Box((0, begin), (1, 1024)), data[:, begin : begin + 1024])
+        remesh.sharding.Part(Box((0, begin), (1, 1024)), data[:, begin : begin + 1024])
         for begin in (0, 1024)
     )
     remesh.save(

@@ -5,7 +5,7 @@ bucket. What a manager knows when it saves is in the commit record, as metadata 
 (`ManagerNote`). What is learned later stands in small files beside the record:
 
 * `pinned.json`: keep this one. `pin` and `unpin`.
-* `in-use-<token>.json`: somebody reads this one, until a time at the latest. `hold`.
+* `in-use-<token>.json`: somebody reads this one, until a time at the latest. `lease`.
 * `failures.json`: how often it could not be loaded, and why. `note_failure`.
 * `removing.json`: it is being removed. `remove`.
 
@@ -23,6 +23,7 @@ import math
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,13 +41,15 @@ from remesh.errors import (
 from remesh.formats import native
 from remesh.storage import Storage, open_storage
 
+__all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]
+
 _LOGGER = logging.getLogger("remesh")
 
 NOTE_KEY = "manager"
 """Where the metadata of a commit record holds the `ManagerNote`."""
 
-HOLD_SECONDS = 6 * 3600.0
-"""How long a mark of a reader counts if it dies without removing it."""
+LEASE_SECONDS = 6 * 3600.0
+"""How long a lease counts if its reader dies without ending it."""
 
 _PINNED = "pinned.json"
 _FAILURES = "failures.json"
@@ -354,16 +357,20 @@ def unpin(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def hold(
-    path: str | os.PathLike[str], *, now: float, seconds: float = HOLD_SECONDS, run: str = ""
+def lease(
+    path: str | os.PathLike[str],
+    *,
+    seconds: float = LEASE_SECONDS,
+    run: str = "",
+    now: float | None = None,
 ) -> Iterator[None]:
     """Keep a checkpoint from being removed while it is read.
 
     Args:
         path: The checkpoint.
-        now: The time, in seconds since the epoch.
         seconds: After which the mark does not count any more, if this process dies.
         run: The run that resumes from it; empty for other readers.
+        now: The time, in seconds since the epoch; by default that of this machine's clock.
 
     Raises:
         CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
@@ -374,7 +381,8 @@ def hold(
     storage.size(native.RECORD_NAME)
     mark = f"in-use-{secrets.token_hex(6)}.json"
     with best_effort(f"marking {storage.url} as in use"):
-        storage.put(mark, msgspec.json.encode(_InUse(now + seconds, run)), overwrite=True)
+        until = (time.time() if now is None else now) + seconds
+        storage.put(mark, msgspec.json.encode(_InUse(until, run)), overwrite=True)
     try:
         # Checked after the mark is there; `remove` checks in the opposite order.
         storage.size(native.RECORD_NAME)

@@ -28,9 +28,31 @@
 A collective call that fails raises on every rank. Exceptions of this tree arrive on the other
 ranks as the same class with the same message and `rank` set to where they came from; any other
 exception arrives as `RankFailedError`.
+
+Those that a training script catches are documented at the top level, so `__all__` has the others.
 """
 
 from __future__ import annotations
+
+__all__ = [
+    "AgentLostError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointReplacedError",
+    "CoverageError",
+    "DivergedReplicaError",
+    "ExchangeError",
+    "FormatVersionError",
+    "MasterError",
+    "NameCollisionError",
+    "NoSpaceError",
+    "NotSharedError",
+    "PickleRefusedError",
+    "RankFailedError",
+    "StateError",
+    "TransformError",
+    "UnsupportedValueError",
+]
 
 
 class RemeshError(Exception):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+__all__ = ["LOAD_POINTS", "SAVE_POINTS", "Event", "Moment", "Timeline"]
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -36,6 +36,8 @@ import msgspec
 
 from remesh.errors import StorageError
 
+__all__ = ["Heartbeat", "read_heartbeat", "request", "write_heartbeat"]
+
 StrPath = str | os.PathLike[str]
 
 Request = Literal["save", "save-and-stop", "save-and-hold"]

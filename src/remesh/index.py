@@ -29,6 +29,8 @@ from remesh.errors import CorruptCheckpointError
 from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray, pad_dims, row_products
 from remesh.safetensors_file import decode_header, encode_header
 
+__all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
+
 Columns = Mapping[str, npt.NDArray[Any]]
 
 _COLUMN_CODES = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}

@@ -43,6 +43,8 @@ from remesh.planner import LoadPlan
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform, as_transform
 
+__all__ = ["ReshardReport"]
+
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:

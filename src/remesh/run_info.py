@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+__all__ = ["RunInfo", "run_info"]
+
 HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
 SNAPSHOT_VARIABLE = "REMESH_SNAPSHOT_DIR"
 AGENT_VARIABLE = "REMESH_AGENT_DIR"

@@ -38,6 +38,8 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import NoReturn
 
+__all__ = ["finish"]
+
 AGENT_DIRECTORY = "REMESH_AGENT_DIR"
 """Environment variable: the directory of the agent, where a process leaves the note that its work
 is done."""

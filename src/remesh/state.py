@@ -211,7 +211,7 @@ class Walk:
         if len(path) > _MAX_DEPTH:
             raise UnsupportedValueError(
                 f"{name_of(path[:8])}...: nested more than {_MAX_DEPTH} deep, or it holds itself; "
-                "flatten it, or wrap it in remesh.LocalNonpersistentObject"
+                "flatten it, or wrap it in remesh.sharding.LocalNonpersistentObject"
             )
         # Framework leaves come first: a module or a tensor subclass may also be a container.
         rebuild = self._describe_leaf(self, path, node)

@@ -10,7 +10,7 @@ need a program that has imported torch. What cannot be resolved comes back as an
 so that a checkpoint can always be inspected.
 
 Arrays are not plain: in a state they are tensors with names of their own. Only inside an opaque
-object (`remesh.ShardedObject`, or what another system pickled) do they travel as values;
+object (`remesh.sharding.ShardedObject`, or what another system pickled) do they travel as values;
 `encode_object` takes such objects.
 """
 
@@ -196,7 +196,7 @@ def _encode(value: object, where: str) -> object:
     raise UnsupportedValueError(
         f"{where}: a value of type {_type_name(value)} has no safe encoding. Give it state_dict() "
         "and load_state_dict(), turn it into plain values (for instance dataclasses.asdict), or "
-        "wrap it in remesh.LocalNonpersistentObject to leave it out of the checkpoint."
+        "wrap it in remesh.sharding.LocalNonpersistentObject to leave it out of the checkpoint."
     )
 
 

@@ -304,7 +304,7 @@ def from_meta(source: Path) -> tuple[int, list[Any]]:
         use_orig_params=True,
         param_init_fn=lambda m: m.to_empty(device=CPU, recurse=False),
     )
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load({"model": module}, source, on_report=reports.append)
     return reports[0].bytes_needed, module(torch.ones(2, 5)).tolist()
 

@@ -143,7 +143,7 @@ def load_whole(storage: Storage) -> str:
     state = whole_state()
     try:
         remesh.load(state, storage)
-    except (remesh.CheckpointError, remesh.MismatchError):
+    except (remesh.errors.CheckpointError, remesh.MismatchError):
         assert nothing_wrong_in(state)
         return "refused"
     assert is_right(state)
@@ -154,14 +154,14 @@ def look_inside(storage: Storage) -> bool:
     """Read each tensor and the values without a state; whether all of it could be read."""
     try:
         checkpoint = remesh.Checkpoint(storage)
-    except remesh.CheckpointError:
+    except remesh.errors.CheckpointError:
         return False
     assert dict(checkpoint.values) == {f"values.{name}": value for name, value in VALUES.items()}
     num_read = 0
     for name, right in arrays(fill=True).items():
         try:
             found = checkpoint.read_array(name)
-        except remesh.CheckpointError:
+        except remesh.errors.CheckpointError:
             continue
         num_read += 1
         np.testing.assert_array_equal(found, right)

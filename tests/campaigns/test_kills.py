@@ -67,7 +67,7 @@ def run(launch: Launch) -> bool:
     for outcome in outcomes:
         assert not isinstance(outcome, TimedOut), outcome
         if isinstance(outcome, Raised):
-            assert isinstance(outcome.error, remesh.ExchangeError), outcome
+            assert isinstance(outcome.error, remesh.errors.ExchangeError), outcome
         elif isinstance(outcome, Died):
             assert outcome == Died(-signal.SIGKILL)
     was_killed = isinstance(outcomes[launch.death.rank], Died)

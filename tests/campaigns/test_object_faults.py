@@ -62,7 +62,7 @@ def have_succeeded(outcomes: Sequence[Outcome[object]], name: str) -> bool:
             continue
         assert isinstance(outcome, Raised), outcome
         assert isinstance(outcome.error, remesh.RemeshError), outcome.traceback
-        assert not isinstance(outcome.error, remesh.RankFailedError), outcome.traceback
+        assert not isinstance(outcome.error, remesh.errors.RankFailedError), outcome.traceback
         assert f"s3://{BUCKET}/{name}" in str(outcome.error), outcome.traceback
     return all(isinstance(outcome, Returned) for outcome in outcomes)
 

@@ -107,7 +107,7 @@ def have_succeeded(outcomes: Sequence[Outcome[object]], root: Path, fault: OneFa
     for outcome in outcomes:
         assert isinstance(outcome, Raised), outcome
         assert isinstance(outcome.error, remesh.RemeshError), outcome.traceback
-        assert not isinstance(outcome.error, remesh.RankFailedError), outcome.traceback
+        assert not isinstance(outcome.error, remesh.errors.RankFailedError), outcome.traceback
         assert str(root) in str(outcome.error), outcome.traceback
     return False
 

@@ -54,7 +54,9 @@ def save_two_ranks(path: Path, step: int = 1) -> None:
             "embed": remesh.ShardedTensor.from_rank_offsets("model.embed", rows, (0, rank, 2)),
             "model": {"head": head, "tied": head, "half": np.full((2, 3), 0.5, np.float16)},
             "layers": {f"{n}": np.full(4, n, np.int32) for n in (10, 9)},
-            "rng": remesh.ShardedObject("rng", {"seed": rank, "raw": b"\x01\xff"}, (2,), (rank,)),
+            "rng": remesh.sharding.ShardedObject(
+                "rng", {"seed": rank, "raw": b"\x01\xff"}, (2,), (rank,)
+            ),
             "step": step,
             "betas": (0.9, 0.95),
             "worst": float("nan"),

@@ -116,7 +116,7 @@ def test_statistics_of_many_chunks_are_those_of_the_whole(
         "w",
         values.shape,
         tuple(
-            remesh.Part(box, values[box.slices].copy())
+            remesh.sharding.Part(box, values[box.slices].copy())
             for box in (Box((0, 0, 0), (20, 5, 11)), Box((20, 0, 0), (17, 5, 11)))
         ),
     )

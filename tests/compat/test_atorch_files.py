@@ -115,7 +115,7 @@ def test_parameters_and_buffers(tmp_path: Path, version: int | None) -> None:
     for name in SHAPES:
         assert torch.equal(checkpoint.read(f"model.{name}"), content(name)), name
     assert checkpoint.read("model.running").tolist() == [7, 8]
-    corner = checkpoint.read("model.block.weight", remesh.Box((1, 2), (2, 3)))
+    corner = checkpoint.read("model.block.weight", remesh.sharding.Box((1, 2), (2, 3)))
     assert torch.equal(corner, content("block.weight")[1:, 2:])
 
 

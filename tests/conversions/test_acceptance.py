@@ -217,7 +217,7 @@ def test_tied_becomes_untied_by_two_statements_tp2ep2_pp4() -> None:
 def test_untied_becomes_tied_if_weights_are_equal_pp4_tp2ep2() -> None:
     whole = random_state(TIED, 11)
     storage = save(filled(PP4, APART, untied(whole)))
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     check(load(TP2_EP2, TIED, storage, unexpected="ignore", on_report=reports.append), whole)
     states = {f"optimizer.state.head.weight.{kind}" for kind in (MASTER, *MOMENTS, "step")}
     assert all(set(report.unexpected) == states for report in reports)
@@ -235,11 +235,11 @@ def test_buffers_on_one_side_only_are_told_tp2ep2_pp4() -> None:
     whole = random_state(TIED, 11)
     storage = save(filled(TP2_EP2, TIED, whole))
 
-    def resume(exchange: Exchange) -> remesh.RestoreReport:
+    def resume(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         job = Job(PP4, TIED, exchange.rank)
         for module in job.module.modules():
             module._buffers.pop("router_bias", None)
-        reports: list[remesh.RestoreReport] = []
+        reports: list[remesh.checkpoint.RestoreReport] = []
         remesh.load(job.state(), storage, group=exchange, on_report=reports.append)
         return reports[0]
 
@@ -347,7 +347,7 @@ def test_a_shard_that_nobody_declares_is_an_error_tp2ep2pp2(marked: bool) -> Non
             layer.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         remesh.save({"model": layer}, storage, group=exchange)
 
-    kind = remesh.StateError if marked else remesh.DivergedReplicaError
+    kind = remesh.errors.StateError if marked else remesh.errors.DivergedReplicaError
     for outcome in run_ranks_outcomes(2, write):
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error, kind)

@@ -54,7 +54,7 @@ def save(exchange: Exchange, path: Path, how: str, buffers: Choice | None) -> No
 
 def load(exchange: Exchange, path: Path) -> tuple[float, float, int]:
     model = model_of(100)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load({"model": model}, path, on_report=reports.append, group=exchange)
     assert not [name for name in reports[0].unexpected if name.startswith("model.")]
     assert (next(model.parameters()).detach() == 0.5).all()
@@ -65,7 +65,7 @@ def load(exchange: Exchange, path: Path) -> tuple[float, float, int]:
 def test_without_a_choice_the_error_names_it(how: str, tmp_path: Path) -> None:
     for outcome in run_ranks_outcomes(3, save, tmp_path, how, None):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
         assert 'buffers="rank0", "mean" or "per_rank"' in str(outcome.error)
 
 
@@ -132,13 +132,13 @@ def test_parameters_that_differ_are_an_error_whatever_is_chosen(tmp_path: Path) 
 
     for outcome in run_ranks_outcomes(2, save_it):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
 
 
 def test_a_choice_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(remesh.StateError, match='must be "rank0", "mean", "per_rank"'):
+    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "mean", "per_rank"'):
         remesh.save({}, tmp_path, buffers="median")  # type: ignore[arg-type]
-    with pytest.raises(remesh.StateError, match='must be "rank0", "mean", "per_rank"'):
+    with pytest.raises(remesh.errors.StateError, match='must be "rank0", "mean", "per_rank"'):
         remesh.Saver(buffers="median")  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, in
     with remesh.Saver() as saver:
         try:
             saver.save_async({"model": model}, f"{path}/none").wait()
-        except remesh.DivergedReplicaError as error:
+        except remesh.errors.DivergedReplicaError as error:
             assert "buffers=" in str(error)  # noqa: PT017 - in another process
         else:
             raise AssertionError

@@ -143,7 +143,7 @@ def test_of_two_concurrent_saves_one_wins() -> None:
     assert len(winners) == 1
     loser = outcomes[1 - winners[0]]
     assert isinstance(loser, Raised)
-    assert isinstance(loser.error, remesh.CheckpointExistsError)
+    assert isinstance(loser.error, remesh.errors.CheckpointExistsError)
     assert remesh.Checkpoint(storage).values["step"] == winners[0]
     assert remesh.Checkpoint(storage).verify().ok
 
@@ -158,6 +158,6 @@ def test_overwriting_removes_the_replaced_files(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     remesh.save({"a": 1}, tmp_path)
-    with pytest.raises(remesh.CheckpointExistsError, match="overwrite=True"):
+    with pytest.raises(remesh.errors.CheckpointExistsError, match="overwrite=True"):
         remesh.save({"a": 2}, tmp_path)
     assert remesh.Checkpoint(LocalStorage(tmp_path)).values == {"a": 1}

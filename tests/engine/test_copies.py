@@ -39,7 +39,7 @@ def as_copies(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
 def differ(outcomes: Any, name: str) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
         assert f"{name}: ranks 0 and 1 hold different values" in str(outcome.error)
         assert 'buffers="rank0"' in str(outcome.error)
 
@@ -77,7 +77,7 @@ def test_stages_with_equal_names_are_found_when_their_layers_differ() -> None:
                 layer.weight[150_000] += exchange.rank
             try:
                 saver.save({"model": layer}, storage, overwrite=True)
-            except remesh.DivergedReplicaError as error:
+            except remesh.errors.DivergedReplicaError as error:
                 seen.append(str(error))
         return seen
 
@@ -131,7 +131,7 @@ def test_verify_replicas_finds_one_element_of_a_copy_of_a_framework(
 def test_verify_replicas_compares_what_descriptions_say() -> None:
     def save(exchange: Exchange, differs: bool) -> None:
         part = np.full(6, exchange.rank * differs)
-        tensor = remesh.ShardedTensor("w", (6,), (Part(remesh.Box((0,), (6,)), part),))
+        tensor = remesh.ShardedTensor("w", (6,), (Part(remesh.sharding.Box((0,), (6,)), part),))
         tensor = remesh.ShardedTensor("w", (6,), tensor.parts, replica_id=exchange.rank)
         remesh.save({"w": tensor}, storage, verify_replicas=True, overwrite=True, group=exchange)
 

@@ -59,13 +59,13 @@ def test_the_undamaged_checkpoint_is_right(saved: Path) -> None:
 def check_damage_is_found(saved: Path, file: Path, what: str) -> None:
     """Loading and verifying find the damage and name the file."""
     error = loading_error(saved)
-    assert isinstance(error, remesh.CheckpointError), what
+    assert isinstance(error, remesh.errors.CheckpointError), what
     assert file.name in str(error), (what, str(error))
     if file.name.startswith("0"):
         damages = remesh.Checkpoint(saved).verify().damages
         assert {damage.path for damage in damages} == {str(file.relative_to(saved))}, what
     else:
-        with pytest.raises(remesh.CheckpointError, match=file.name):
+        with pytest.raises(remesh.errors.CheckpointError, match=file.name):
             remesh.Checkpoint(saved)
 
 
@@ -176,11 +176,11 @@ def test_a_checkpoint_of_a_newer_format(
     record = msgspec.structs.replace(native.read_record(LocalStorage(saved)), **change)
     (saved / "remesh.json").write_bytes(native.encode_record(record))
     error = loading_error(saved)
-    assert isinstance(error, remesh.FormatVersionError)
+    assert isinstance(error, remesh.errors.FormatVersionError)
     assert all(word in str(error) for word in [*words, "remesh.json"])
-    with pytest.raises(remesh.FormatVersionError):
+    with pytest.raises(remesh.errors.FormatVersionError):
         remesh.Checkpoint(saved)
-    with pytest.raises(remesh.FormatVersionError):
+    with pytest.raises(remesh.errors.FormatVersionError):
         remesh.save({"a": 1}, saved)
 
 
@@ -204,9 +204,9 @@ def test_damage_that_is_not_read_does_no_harm(tmp_path: Path) -> None:
     file.write_bytes(content)
     for name in "ac":
         np.testing.assert_array_equal(checkpoint.read_array(name), arrays[name])
-    first_rows = remesh.Box((0, 0), (16, 1024))
+    first_rows = remesh.sharding.Box((0, 0), (16, 1024))
     np.testing.assert_array_equal(checkpoint.read_array("b", first_rows), arrays["b"][:16])
-    for box in (None, remesh.Box((150, 7), (1, 1))):
+    for box in (None, remesh.sharding.Box((150, 7), (1, 1))):
         with pytest.raises(remesh.CorruptCheckpointError, match=rf"{file.name}.*tensors b"):
             checkpoint.read_array("b", box)
     report = checkpoint.verify()

@@ -70,7 +70,7 @@ def test_a_failing_save_fails_on_all_ranks_and_leaves_what_was(fault: str, again
     errors = raised(run_ranks_outcomes(NUM_RANKS, save_part, storage))
     full = WRITE_FAULTS[fault].number != errno.EIO
     for error in errors:
-        assert type(error) is (remesh.NoSpaceError if full else remesh.StorageError)
+        assert type(error) is (remesh.errors.NoSpaceError if full else remesh.StorageError)
         assert "injected" in str(error)
     if fault != "record":
         assert inner.list() == before
@@ -95,7 +95,7 @@ def test_what_cannot_be_removed_does_not_hide_why_the_save_failed() -> None:
     faults = [Fail("put", "*/index.safetensors", number=errno.ENOSPC), Fail("delete")]
     storage = FaultyStorage(MemoryStorage(), faults)
     for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
-        assert isinstance(error, remesh.NoSpaceError)
+        assert isinstance(error, remesh.errors.NoSpaceError)
         assert "put" in str(error)
 
 
@@ -196,7 +196,7 @@ def test_a_full_disk_is_found_before_anything_is_written() -> None:
     space = FileSystemSpace("disk", needed_bytes() - 1)
     storage = Crowded(MemoryStorage(), space)
     for error in raised(run_ranks_outcomes(NUM_RANKS, save_part, storage)):
-        assert isinstance(error, remesh.NoSpaceError)
+        assert isinstance(error, remesh.errors.NoSpaceError)
         assert "Nothing was written" in str(error)
         assert storage.url in str(error)
     assert {operation for operation, _ in storage.calls} == {"read", "list"}
@@ -214,7 +214,7 @@ def test_room_is_counted_by_disk(identities: tuple[str, str]) -> None:
 
     outcomes = run_ranks_outcomes(NUM_RANKS, save)
     if identities[0] == identities[1]:
-        assert all(isinstance(error, remesh.NoSpaceError) for error in raised(outcomes))
+        assert all(isinstance(error, remesh.errors.NoSpaceError) for error in raised(outcomes))
         assert inner.list() == []
     else:
         assert not any(isinstance(outcome, Raised) for outcome in outcomes)
@@ -247,7 +247,7 @@ def test_files_that_may_not_be_so_large(num_bytes: int, tmp_path: Path) -> None:
     with file_size_limit(num_bytes):
         errors = raised(run_ranks_outcomes(NUM_RANKS, big_part, tmp_path))
     for error in errors:
-        assert isinstance(error, remesh.NoSpaceError)
+        assert isinstance(error, remesh.errors.NoSpaceError)
         assert "ulimit -f" in str(error)
     assert sorted(tmp_path.rglob("*")) == before
     assert loading_error(tmp_path) is None
@@ -282,6 +282,6 @@ def test_a_disk_that_becomes_full(num_bytes: int, honest: bool, tmp_path: Path) 
             big_part(exchange, storage if honest else Crowded(storage, None))
 
         for error in raised(run_ranks_outcomes(NUM_RANKS, save)):
-            assert isinstance(error, remesh.NoSpaceError)
+            assert isinstance(error, remesh.errors.NoSpaceError)
         assert sorted(path.rglob("*")) == before
         assert loading_error(path) is None

@@ -378,7 +378,7 @@ def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
     for rank in (0, 2):
         outcome = outcomes[rank]
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.ExchangeError)
+        assert isinstance(outcome.error, remesh.errors.ExchangeError)
     with pytest.raises(remesh.CheckpointNotFoundError):
         remesh.Checkpoint(tmp_path)
 

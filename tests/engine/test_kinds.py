@@ -25,7 +25,7 @@ SHAPES = {"matrix": (3, 4), "scalar": (), "empty": (0, 3), "deep": (2, 1, 3, 1, 
 
 def load_exactly(target: Any, path: Path) -> Any:
     """Load everything that is stored, and no more."""
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     loaded = remesh.load(target, path, unexpected="error", on_report=reports.append)
     report = reports[0]
     assert (report.missing, report.cast, report.resized) == ((), {}, {})
@@ -68,9 +68,9 @@ def test_reading_outside_a_tensor_or_by_a_wrong_name_is_refused(tmp_path: Path) 
     remesh.save({"layer": {"weight": torch.ones(2, 3)}}, tmp_path)
     checkpoint = remesh.Checkpoint(tmp_path)
     for box in (Box((0, 1), (2, 3)), Box((0,), (2,)), Box((0, 0, 0), (1, 1, 1))):
-        with pytest.raises(remesh.StateError, match=r"layer\.weight: box .* shape \(2, 3\)"):
+        with pytest.raises(remesh.errors.StateError, match=r"layer\.weight: box .* shape \(2, 3\)"):
             checkpoint.read("layer.weight", box)
-    with pytest.raises(remesh.StateError, match=r"layer\.wieght: .* near are layer\.weight"):
+    with pytest.raises(remesh.errors.StateError, match=r"layer\.wieght: .* near are layer\.weight"):
         checkpoint.read("layer.wieght")
 
 
@@ -134,7 +134,9 @@ def test_numpy_arrays_keep_values_and_dtype(code: str, tmp_path: Path) -> None:
         assert target["a"].dtype == source.dtype
         np.testing.assert_array_equal(target["a"], source)
     else:
-        with pytest.raises(remesh.UnsupportedValueError, match=f"^a: element type {code} cannot"):
+        with pytest.raises(
+            remesh.errors.UnsupportedValueError, match=f"^a: element type {code} cannot"
+        ):
             remesh.save({"a": source}, tmp_path)
 
 
@@ -187,7 +189,7 @@ REFUSED_ON_SAVE: dict[str, Callable[[], Any]] = {
 def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_written(
     kind: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(remesh.UnsupportedValueError, match=r"^deep\.down"):
+    with pytest.raises(remesh.errors.UnsupportedValueError, match=r"^deep\.down"):
         remesh.save({"fine": 1, "deep": {"down": REFUSED_ON_SAVE[kind]()}}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -203,7 +205,7 @@ REFUSED_ON_LOAD: dict[str, Callable[[], Any]] = {
 def test_what_cannot_be_filled_is_refused_and_nothing_is_changed(kind: str, tmp_path: Path) -> None:
     remesh.save({"first": torch.ones(2), "odd": torch.ones(3)}, tmp_path)
     target = {"first": torch.zeros(2), "odd": REFUSED_ON_LOAD[kind]()}
-    with pytest.raises(remesh.UnsupportedValueError, match=r"^odd: "):
+    with pytest.raises(remesh.errors.UnsupportedValueError, match=r"^odd: "):
         remesh.load(target, tmp_path)
     assert target["first"].tolist() == [0, 0]
 
@@ -212,7 +214,7 @@ def test_a_module_on_the_meta_device_is_refused_with_the_remedy(tmp_path: Path) 
     remesh.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
     with torch.device("meta"):
         module = torch.nn.Linear(2, 2)
-    with pytest.raises(remesh.StateError, match=r"model\.weight: .*to_empty"):
+    with pytest.raises(remesh.errors.StateError, match=r"model\.weight: .*to_empty"):
         remesh.load({"model": module}, tmp_path)
     module.to_empty(device="cpu")
     load_exactly({"model": module}, tmp_path)
@@ -379,7 +381,7 @@ def test_a_list_of_values_may_grow_and_shrink(tmp_path: Path) -> None:
     ],
 )
 def test_a_state_must_have_names(state: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(remesh.StateError, match=message):
+    with pytest.raises(remesh.errors.StateError, match=message):
         remesh.save(state, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -404,6 +406,6 @@ def test_metadata_is_kept_beside_the_state(tmp_path: Path) -> None:
     "metadata", [{"a": object()}, {1: "int key"}, {"t": (1,)}, {"nan": math.nan}]
 )
 def test_metadata_that_is_not_json_is_refused(metadata: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(remesh.StateError, match="metadata must be a JSON object"):
+    with pytest.raises(remesh.errors.StateError, match="metadata must be a JSON object"):
         remesh.save({}, tmp_path, metadata=metadata)
     assert list(tmp_path.iterdir()) == []

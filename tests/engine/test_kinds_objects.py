@@ -212,7 +212,7 @@ def test_a_tied_weight_that_is_stored_under_its_second_name(tmp_path: Path) -> N
     values = torch.rand(5, 3)
     remesh.save({"model": {"out.weight": values}}, tmp_path)
     target = Tied(tied=True)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load({"model": target}, tmp_path, on_report=reports.append)
     assert torch.equal(target.embed.weight, values)
     assert reports[0].derived == {"model.embed.weight": "model.out.weight"}
@@ -309,9 +309,9 @@ ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 def test_an_optimizer_alone_has_no_names(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(net().parameters())
-    with pytest.raises(remesh.StateError, match="belongs to no module of the state"):
+    with pytest.raises(remesh.errors.StateError, match="belongs to no module of the state"):
         remesh.save({"optim": optimizer}, tmp_path)
-    with pytest.raises(remesh.StateError, match="belongs to no module of the state"):
+    with pytest.raises(remesh.errors.StateError, match="belongs to no module of the state"):
         remesh.save(optimizer, tmp_path)
 
 
@@ -572,7 +572,7 @@ def vocabulary(rows: int, *, fill: bool) -> dict[str, ShardedTensor]:
         whole[:7] = torch.arange(14.0)[: 2 * rows].reshape(-1, 2)
     cut = rows // 2
     parts = tuple(
-        remesh.Part(remesh.Box((start, 0), (stop - start, 2)), whole[start:stop])
+        remesh.sharding.Part(remesh.sharding.Box((start, 0), (stop - start, 2)), whole[start:stop])
         for start, stop in ((0, cut), (cut, rows))
     )
     return {"embed": ShardedTensor("embed", (rows, 2), parts, allow_shape_mismatch=True)}
@@ -583,7 +583,7 @@ def vocabulary(rows: int, *, fill: bool) -> dict[str, ShardedTensor]:
 def test_padding_may_differ_where_it_is_allowed(stored: int, wanted: int, tmp_path: Path) -> None:
     remesh.save(vocabulary(stored, fill=True), tmp_path)
     target = vocabulary(wanted, fill=False)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(target, tmp_path, on_report=reports.append)
     found = torch.cat([torch.as_tensor(part.data) for part in target["embed"].parts])
     expected = torch.zeros(wanted, 2)

@@ -78,7 +78,7 @@ def test_after_the_time_limit(share_reads: bool) -> None:
 
     for outcome in run_ranks_outcomes(2, load):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.ExchangeError)
+        assert isinstance(outcome.error, remesh.errors.ExchangeError)
     for place, tensor in zip(places, tensors, strict=True):
         check_that_nothing_comes_late(place, tensor)
 
@@ -98,7 +98,7 @@ class Interrupted(Alone):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), remesh.ExchangeError("rank 1 has died")], ids=repr
+    "error", [KeyboardInterrupt(), remesh.errors.ExchangeError("rank 1 has died")], ids=repr
 )
 def test_after_ctrl_c_and_after_the_death_of_another_rank(
     error: BaseException, monkeypatch: pytest.MonkeyPatch

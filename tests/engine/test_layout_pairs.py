@@ -22,7 +22,7 @@ def load_rank(
     exchange: Exchange, layout: Layout, storage: MemoryStorage, share_reads: bool = False
 ) -> Any:
     state = layout.state(exchange.rank, fill=False)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     loaded = remesh.load(
         state,
         storage,

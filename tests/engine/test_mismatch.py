@@ -119,7 +119,7 @@ def test_missing_keep_leaves_what_is_missing() -> None:
     new, module = torch.full((2,), 7.0), nn.Linear(2, 1)
     bias = module.bias.detach().clone()
     target = {"w": torch.zeros(2), "new": new, "step": 0, "epoch": 9, "rng": element, "m": module}
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     loaded = remesh.load(target, storage, missing="keep", on_report=reports.append)
     assert loaded["w"].tolist() == [1, 1]
     assert loaded["step"] == 3
@@ -148,7 +148,7 @@ def test_unexpected_names_are_ignored_or_an_error() -> None:
     assert set(error.unexpected) == {"v", "step", rng.unique_name}
     assert error.missing == error.conflicts == ()
     assert target["w"].tolist() == [0, 0]
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(target, storage, on_report=reports.append)
     assert target["w"].tolist() == [1, 1]
     assert set(reports[0].unexpected) == set(error.unexpected)
@@ -169,8 +169,8 @@ def test_a_name_that_only_one_rank_asks_for_is_expected() -> None:
     assert states[0]["w"].tolist() == [0, 0]
     states[1]["u"] = torch.zeros(1)
 
-    def load(exchange: Exchange) -> remesh.RestoreReport:
-        reports: list[remesh.RestoreReport] = []
+    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
+        reports: list[remesh.checkpoint.RestoreReport] = []
         remesh.load(
             states[exchange.rank],
             storage,
@@ -260,7 +260,7 @@ def test_casts_convert_as_torch_does(stored: torch.dtype) -> None:
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(state, storage)
     assert len(caught.value.conflicts) == len(wanted)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(state, storage, cast=True, on_report=reports.append)
     assert bits_of_all(state) == bits_of_all({str(target): source.to(target) for target in wanted})
     names = [str(dtype).removeprefix("torch.") for dtype in (stored, *wanted)]
@@ -314,7 +314,7 @@ def quarter(rank: int, fill: float) -> dict[str, Any]:
     rows = torch.full((2, 3), fill)
     return {
         "w": ShardedTensor.at_offset("w", rows, (8, 3), (2 * rank, 0)),
-        "rows": remesh.LocalNonpersistentObject(rows),
+        "rows": remesh.sharding.LocalNonpersistentObject(rows),
         "m": nn.Linear(2, 2),
         "step": fill,
     }
@@ -364,7 +364,7 @@ def test_a_state_that_cannot_be_a_target_stops_all() -> None:
     storage = saved({"w": torch.ones(2)})
     states = [{"w": torch.zeros(2)}, {"w": torch.empty(2, device="meta")}, {"w": torch.zeros(2)}]
     errors = errors_of_load(states, storage)
-    check_all_raise(errors, remesh.UnsupportedValueError, 1, "w: a meta tensor", "to_empty")
+    check_all_raise(errors, remesh.errors.UnsupportedValueError, 1, "w: a meta tensor", "to_empty")
     assert states[0]["w"].tolist() == states[2]["w"].tolist() == [0, 0]
 
 
@@ -390,7 +390,7 @@ def test_an_object_that_refuses_its_state_fails_all_ranks() -> None:
     states = [{"o": Willing(), "w": torch.zeros(2)}, {"o": Stubborn(), "w": torch.zeros(2)}]
     others, own = errors_of_load(states, storage)
     assert isinstance(own, KeyError)
-    assert isinstance(others, remesh.RankFailedError)
+    assert isinstance(others, remesh.errors.RankFailedError)
     assert others.rank == 1
     assert others.error_type == "builtins.KeyError"
     for error in (own, others):
@@ -416,7 +416,7 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
         "new": torch.zeros(2),
         "p": ShardedTensor.whole("p", torch.zeros(3, 2), allow_shape_mismatch=True),
     }
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(target, storage, cast=True, missing="keep", on_report=reports.append)
     report = reports[0]
     assert set(report.restored) == {"w", "n"}
@@ -435,7 +435,7 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
         "2 restored, 1 cast, 1 resized, 1 derived, 1 missing, 1 unexpected; "
         "read 4.000 GB for 3.000 GB wanted in 2.00 s (2.00 GB/s)"
     )
-    empty = remesh.RestoreReport((), {}, {}, {}, (), (), (), 0, 0, 0, 0.0)
+    empty = remesh.checkpoint.RestoreReport((), {}, {}, {}, (), (), (), 0, 0, 0, 0.0)
     assert str(empty) == "0 restored; read 0.000 GB for 0.000 GB wanted in 0.00 s (0.00 GB/s)"
 
 
@@ -447,8 +447,8 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
 def test_plain_values_that_differ() -> None:
     errors = errors_of_save(3, lambda rank: {"w": torch.ones(1), "step": 5 + (rank == 2)})
     check_all_raise(
-        errors, remesh.DivergedReplicaError, 0,
-        "step", "rank 0 has 5", "rank 2 has 6", "remesh.ShardedObject",
+        errors, remesh.errors.DivergedReplicaError, 0,
+        "step", "rank 0 has 5", "rank 2 has 6", "remesh.sharding.ShardedObject",
     )  # fmt: skip
 
 
@@ -461,8 +461,8 @@ def test_undeclared_shards_of_one_name(where: int) -> None:
 
     errors = errors_of_save(3, state_of)
     check_all_raise(
-        errors, remesh.DivergedReplicaError, 0,
-        "shard", "ranks 0 and 1", "(1500,)", "DTensor", "remesh.ShardedObject",
+        errors, remesh.errors.DivergedReplicaError, 0,
+        "shard", "ranks 0 and 1", "(1500,)", "DTensor", "remesh.sharding.ShardedObject",
     )  # fmt: skip
 
 
@@ -487,23 +487,23 @@ def test_equal_copies_that_are_not_numbers_agree() -> None:
 )
 def test_ranks_that_disagree_about_a_tensor(tensors: list[torch.Tensor], words: list[str]) -> None:
     errors = errors_of_save(2, lambda rank: {"v": torch.ones(1), "w": tensors[rank]})
-    check_all_raise(errors, remesh.StateError, 0, "w: ", *words, "remesh.ShardedTensor")
+    check_all_raise(errors, remesh.errors.StateError, 0, "w: ", *words, "remesh.ShardedTensor")
 
 
 def test_a_tensor_on_one_rank_and_a_value_on_another() -> None:
     errors = errors_of_save(2, lambda rank: {"x": torch.ones(1) if rank else 1.0})
-    check_all_raise(errors, remesh.StateError, 0, "x: a tensor", "a value on another")
+    check_all_raise(errors, remesh.errors.StateError, 0, "x: a tensor", "a value on another")
 
 
 def test_tied_on_one_rank_and_two_tensors_on_another() -> None:
     weight = torch.ones(2)
     errors = errors_of_save(2, lambda rank: {"a": weight, "b": weight if rank else weight.clone()})
-    check_all_raise(errors, remesh.StateError, 0, "b: a tensor", "a tied tensor on another")
+    check_all_raise(errors, remesh.errors.StateError, 0, "b: a tensor", "a tied tensor on another")
 
 
 def test_two_entries_of_one_name() -> None:
     errors = errors_of_save(2, lambda rank: {"a": {"b": 1}, "a.b": 2} if rank else {"a": {"b": 1}})
-    check_all_raise(errors, remesh.NameCollisionError, 1, "'a.b'", "('a', 'b')", "rename")
+    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "'a.b'", "('a', 'b')", "rename")
 
 
 COLLISIONS: dict[str, Any] = {
@@ -527,12 +527,12 @@ COLLISIONS: dict[str, Any] = {
 @pytest.mark.parametrize("case", COLLISIONS)
 def test_collisions_on_one_rank(case: str) -> None:
     errors = errors_of_save(2, lambda rank: {"state": COLLISIONS[case]} if rank else {})
-    check_all_raise(errors, remesh.NameCollisionError, 1, "rename")
+    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "rename")
 
 
 def test_elements_of_objects_with_two_main_replicas() -> None:
     errors = errors_of_save(2, lambda rank: {"rng": ShardedObject("rng", rank, (2,), (0,))})
-    check_all_raise(errors, remesh.DivergedReplicaError, 0, "rng/shard_0_2", "rank 1")
+    check_all_raise(errors, remesh.errors.DivergedReplicaError, 0, "rng/shard_0_2", "rank 1")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -548,14 +548,19 @@ def rows(start: int, stop: int, total: int = 6, **options: Any) -> dict[str, Any
 def test_a_hole_is_named() -> None:
     spans = [(0, 2), (2, 3), (5, 6)]
     errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
-    check_all_raise(errors, remesh.CoverageError, 0, "w (6, 2)", "nobody holds [3:5, 0:2]")
+    check_all_raise(errors, remesh.errors.CoverageError, 0, "w (6, 2)", "nobody holds [3:5, 0:2]")
 
 
 def test_an_overlap_is_named_with_its_ranks() -> None:
     spans = [(0, 3), (2, 4), (4, 6)]
     errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
     check_all_raise(
-        errors, remesh.CoverageError, 0, "overlap", "[0:3, 0:2] (rank 0)", "[2:4, 0:2] (rank 1)"
+        errors,
+        remesh.errors.CoverageError,
+        0,
+        "overlap",
+        "[0:3, 0:2] (rank 0)",
+        "[2:4, 0:2] (rank 1)",
     )
 
 
@@ -564,7 +569,7 @@ def test_hole_and_overlap_of_several_ranks() -> None:
     replicas = [0, 1, 0, 0]
     errors = errors_of_save(4, lambda rank: rows(*spans[rank], replica_id=replicas[rank]))
     check_all_raise(
-        errors, remesh.CoverageError, 0,
+        errors, remesh.errors.CoverageError, 0,
         "nobody holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)",
     )  # fmt: skip
 
@@ -572,13 +577,18 @@ def test_hole_and_overlap_of_several_ranks() -> None:
 def test_several_main_replicas() -> None:
     errors = errors_of_save(3, lambda rank: rows(0, 6, replica_id=int(rank == 1)))
     check_all_raise(
-        errors, remesh.CoverageError, 0, "w: box [0:6, 0:2]", "several main", "ranks [0, 1, 2]"
+        errors,
+        remesh.errors.CoverageError,
+        0,
+        "w: box [0:6, 0:2]",
+        "several main",
+        "ranks [0, 1, 2]",
     )
 
 
 def test_no_main_replica() -> None:
     errors = errors_of_save(2, lambda _rank: rows(0, 6, replica_id=(0, 1)))
-    check_all_raise(errors, remesh.CoverageError, 0, "no main replica", "ranks [0, 1]")
+    check_all_raise(errors, remesh.errors.CoverageError, 0, "no main replica", "ranks [0, 1]")
 
 
 def test_a_rank_that_raises_in_its_description_is_named() -> None:
@@ -586,15 +596,21 @@ def test_a_rank_that_raises_in_its_description_is_named() -> None:
         return {"fine": 1, "bad": print} if rank == 1 else {"fine": 1}
 
     errors = errors_of_save(3, state_of)
-    check_all_raise(errors, remesh.UnsupportedValueError, 1, "bad: ", "LocalNonpersistentObject")
+    check_all_raise(
+        errors, remesh.errors.UnsupportedValueError, 1, "bad: ", "LocalNonpersistentObject"
+    )
 
 
 def test_boxes_outside_or_on_top_of_each_other_are_refused_where_they_are_made() -> None:
-    with pytest.raises(remesh.StateError, match=r"w: box \[5:7, 0:2\] does not lie in shape"):
+    with pytest.raises(
+        remesh.errors.StateError, match=r"w: box \[5:7, 0:2\] does not lie in shape"
+    ):
         rows(5, 7)
-    boxes = (remesh.Box((0,), (3,)), remesh.Box((2,), (2,)))
+    boxes = (remesh.sharding.Box((0,), (3,)), remesh.sharding.Box((2,), (2,)))
     parts = tuple(Part(box, torch.zeros(box.shape)) for box in boxes)
-    with pytest.raises(remesh.StateError, match=r"boxes \[0:3\] and \[2:4\] overlap"):
+    with pytest.raises(remesh.errors.StateError, match=r"boxes \[0:3\] and \[2:4\] overlap"):
         ShardedTensor("w", (4,), parts)
-    with pytest.raises(remesh.StateError, match=r"box \[0:3\] has shape \(3,\), its array \(2,\)"):
+    with pytest.raises(
+        remesh.errors.StateError, match=r"box \[0:3\] has shape \(3,\), its array \(2,\)"
+    ):
         ShardedTensor("w", (4,), (Part(boxes[0], torch.zeros(2)),))

@@ -15,12 +15,12 @@ def test_an_object_without_a_main_replica_is_refused() -> None:
     storage = MemoryStorage()
 
     def save(exchange: Exchange) -> None:
-        element = remesh.ShardedObject("rng", exchange.rank, (2,), (1,), replica_id=1)
+        element = remesh.sharding.ShardedObject("rng", exchange.rank, (2,), (1,), replica_id=1)
         remesh.save({"rng": element}, storage, group=exchange)
 
     for outcome in run_ranks_outcomes(2, save):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.CoverageError)
+        assert isinstance(outcome.error, remesh.errors.CoverageError)
         assert "rng/shard_1_2" in str(outcome.error)
 
 
@@ -41,5 +41,5 @@ def test_an_object_that_this_program_cannot_have_is_refused() -> None:
     assert all(element.data is None for element in state.values())
 
 
-def shard(name: str, value: object) -> remesh.ShardedObject:
-    return remesh.ShardedObject(name, value, (1,), (0,))
+def shard(name: str, value: object) -> remesh.sharding.ShardedObject:
+    return remesh.sharding.ShardedObject(name, value, (1,), (0,))

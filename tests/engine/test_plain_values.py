@@ -29,9 +29,9 @@ def saved(state: Any) -> MemoryStorage:
     return storage
 
 
-def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.RestoreReport]:
+def resumed(stored: Any, fresh: Any, **options: Any) -> tuple[Any, remesh.checkpoint.RestoreReport]:
     """An entry of a state after loading, with the report."""
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     state = {"e": fresh, "step": 0}
     storage = saved({"e": stored, "step": 3})
     remesh.load(state, storage, on_report=reports.append, unexpected="error", **options)
@@ -136,7 +136,7 @@ assert "torch" not in sys.modules
 assert state["e"]["a"].tolist() == [0, 1, 2] and state["e"]["n"] == 1
 try:
     remesh.load({{"b": None}}, {str(tmp_path / "c")!r})
-except remesh.UnsupportedValueError as error:
+except remesh.errors.UnsupportedValueError as error:
     assert "bfloat16; import torch" in str(error)
 else:
     raise AssertionError("no error")
@@ -148,7 +148,7 @@ def test_a_dict_that_holds_tensors_is_matched_entry_by_entry() -> None:
     storage = saved({"part": {"w": torch.ones(2), "n": 5, "best": {"a": 1, "b": 2}}, "other": 1})
     # Stored with a tensor beside, the plain dict of the state is no copy of it.
     state: dict[str, Any] = {"part": {"n": 0, "best": {"a": 0}}}
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(state, storage, on_report=reports.append)
     assert state == {"part": {"n": 5, "best": {"a": 1, "b": 2}}}
     assert set(reports[0].unexpected) == {"part.w", "other"}

@@ -49,7 +49,7 @@ def save_part(exchange: Exchange, path: Path) -> None:
         state[name] = remesh.ShardedTensor.at_offset(name, part, array.shape, (rank * size, 0))
     state["tied"] = state["pairs"]
     state["layers"] = [np.full(3, number, np.float32) for number in range(3)]
-    state["seed"] = remesh.ShardedObject("seed", rank, (2,), (rank,))
+    state["seed"] = remesh.sharding.ShardedObject("seed", rank, (2,), (rank,))
     state["config"] = {"lr": 0.5, "betas": (0.9, 0.95)}
     remesh.save(state, path, group=exchange, metadata={"git": "abc"})
 
@@ -333,7 +333,7 @@ def test_what_is_unchecked_is_told_by_loads_and_verifications(
     report = repair(damaged, damaged.with_name("repaired"), keep_unchecked=True)
     (name, *_) = (name for name in report.unchecked if name in truth())
     assert remesh.Checkpoint(report.target).verify().unchecked == report.unchecked
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load({name: truth()[name]}, report.target, on_report=reports.append)
     assert reports[0].unchecked == (name,)
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")

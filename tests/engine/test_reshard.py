@@ -36,7 +36,7 @@ def test_any_layout_becomes_any_other(source: Layout) -> None:
         for target in LAYOUTS:
             held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
             wanted: Any = target.state(rank, fill=False) if rank < target.world_size else {}
-            reports: list[remesh.RestoreReport] = []
+            reports: list[remesh.checkpoint.RestoreReport] = []
             found = remesh.reshard(held, wanted, group=exchange, on_report=reports.append)
             assert found is wanted
             target.check(rank, wanted)
@@ -53,11 +53,11 @@ def test_values_and_objects_come_along() -> None:
             source = {
                 "step": 7,
                 "name": "a",
-                "rng": remesh.ShardedObject("rng", [rank], (2,), (rank,)),
+                "rng": remesh.sharding.ShardedObject("rng", [rank], (2,), (rank,)),
             }
         target: dict[str, Any] = {"step": 0}
         if rank >= 2:
-            target["rng"] = remesh.ShardedObject("rng", None, (2,), (rank - 2,))
+            target["rng"] = remesh.sharding.ShardedObject("rng", None, (2,), (rank - 2,))
         remesh.reshard(source, target, group=exchange)
         return {"step": target["step"], "rng": target["rng"].data if rank >= 2 else None}
 
@@ -99,7 +99,7 @@ def train_to_inference(exchange: Exchange) -> bool:
         parallelize_module(model, mesh["rank"], plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         source, target = {}, {"model": model, "optimizer": optimizer}
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.reshard(source, target, group=exchange, on_report=reports.append)
     whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
     whole += [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
@@ -282,11 +282,11 @@ def case(name: str, rank: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("hole", remesh.CoverageError),
+        ("hole", remesh.errors.CoverageError),
         ("missing", remesh.MismatchError),
         ("shape", remesh.MismatchError),
         ("dtype", remesh.MismatchError),
-        ("memory", remesh.StateError),
+        ("memory", remesh.errors.StateError),
     ],
 )
 def test_bad_input_is_found_on_all_ranks_before_a_byte_moves(
@@ -319,7 +319,7 @@ def test_weights_are_pushed_again_and_again() -> None:
     """Planned once while the layouts stay; planned anew when one changes."""
     first = np.arange(600_000.0).reshape(600, 1000)
 
-    def run(exchange: Exchange) -> list[remesh.ReshardReport]:
+    def run(exchange: Exchange) -> list[remesh.resharding.ReshardReport]:
         source = {**grid("rows", exchange.rank, first), "step": 0}
         target = {**grid("columns", exchange.rank, first * 0), "step": -1}
         pushing = remesh.Resharder(source, target, group=exchange)
@@ -352,7 +352,7 @@ def test_weights_are_pushed_again_and_again() -> None:
 def test_no_byte_travels_that_is_there_already_and_none_twice(source: Layout) -> None:
     target = next(layout for layout in LAYOUTS if layout.name == "mesh2x2x2")
 
-    def run(exchange: Exchange) -> tuple[int, remesh.ReshardReport]:
+    def run(exchange: Exchange) -> tuple[int, remesh.resharding.ReshardReport]:
         rank = exchange.rank
         held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
         wanted = target.state(rank, fill=False)

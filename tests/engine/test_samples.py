@@ -54,7 +54,7 @@ def test_shards_that_differ_in_the_middle_only_are_found(kind: str) -> None:
 
     for outcome in run_ranks_outcomes(2, save):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.DivergedReplicaError)
+        assert isinstance(outcome.error, remesh.errors.DivergedReplicaError)
         assert "w: ranks 0 and 1 hold different values" in str(outcome.error)
 
 

@@ -395,4 +395,4 @@ def test_errors_of_the_foreground_reach_all_at_once() -> None:
     outcomes = run_ranks_outcomes(WORLD_SIZE, train)
     for outcome in outcomes:
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.UnsupportedValueError)
+        assert isinstance(outcome.error, remesh.errors.UnsupportedValueError)

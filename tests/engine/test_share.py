@@ -67,10 +67,10 @@ def storage() -> MemoryStorage:
 
 def load_box(
     exchange: Exchange, storage: Storage, box: Box, *, share_reads: bool | None = True
-) -> remesh.RestoreReport:
+) -> remesh.checkpoint.RestoreReport:
     part = np.full(box.shape, -1.0)
     tensor = remesh.ShardedTensor.at_offset("w", part, SHAPE, box.offset)
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(
         {"w": tensor},
         storage,
@@ -89,7 +89,7 @@ def column(rank: int, world_size: int) -> Box:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_columns_of_rows_are_read_once(storage: MemoryStorage, world_size: int) -> None:
-    def load(exchange: Exchange) -> remesh.RestoreReport:
+    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         return load_box(exchange, storage, column(exchange.rank, world_size))
 
     reports = run_ranks(world_size, load)
@@ -106,7 +106,7 @@ def test_replicas_are_read_once(storage: MemoryStorage) -> None:
 
 
 def test_the_default_shares_columns_and_says_so(storage: MemoryStorage) -> None:
-    def load(exchange: Exchange, share_reads: bool | None) -> remesh.RestoreReport:
+    def load(exchange: Exchange, share_reads: bool | None) -> remesh.checkpoint.RestoreReport:
         box = column(exchange.rank, exchange.world_size)
         return load_box(exchange, storage, box, share_reads=share_reads)
 
@@ -123,7 +123,7 @@ def test_the_default_shares_columns_and_says_so(storage: MemoryStorage) -> None:
 
 
 def test_the_default_does_not_share_what_each_needs_alone(storage: MemoryStorage) -> None:
-    def load(exchange: Exchange) -> remesh.RestoreReport:
+    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         rows = SHAPE[0] // 2
         box = Box((exchange.rank * rows, 0), (rows, SHAPE[1]))
         return load_box(exchange, storage, box, share_reads=None)
@@ -132,7 +132,7 @@ def test_the_default_does_not_share_what_each_needs_alone(storage: MemoryStorage
 
 
 def test_what_nobody_shares_is_read_by_whoever_needs_it(storage: MemoryStorage) -> None:
-    def load(exchange: Exchange) -> remesh.RestoreReport:
+    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         rows = SHAPE[0] // 3
         return load_box(exchange, storage, Box((exchange.rank * rows, 0), (rows, SHAPE[1])))
 

@@ -126,7 +126,7 @@ def test_weights_tied_through_a_view() -> None:
 )
 def test_a_target_that_overlaps_itself_is_refused_by_its_name(target: Any) -> None:
     stored = torch.arange(9.0).reshape(3, 3)
-    with pytest.raises(remesh.StateError, match="t: several elements of this"):
+    with pytest.raises(remesh.errors.StateError, match="t: several elements of this"):
         remesh.load({"t": target}, saved({"t": stored}))
 
 
@@ -216,7 +216,9 @@ def test_a_target_between_the_elements_of_the_source() -> None:
     memory = torch.arange(8.0)
     remesh.reshard({"x": memory[::2]}, {"x": memory[1::2]})
     assert memory.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-    with pytest.raises(remesh.StateError, match="x of the source and y of the target") as caught:
+    with pytest.raises(
+        remesh.errors.StateError, match="x of the source and y of the target"
+    ) as caught:
         remesh.reshard(
             {"x": memory[::2], "y": torch.ones(4)}, {"x": torch.zeros(4), "y": memory[:4]}
         )

@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_named_when_time_is_up(share_reads: bool, hanging: 
         let_go.set()
     for outcome, timeout in zip(outcomes, timeouts, strict=True):
         assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, remesh.ExchangeError)
+        assert isinstance(outcome.error, remesh.errors.ExchangeError)
         assert str(outcome.error).startswith(
             f"rank {hanging} did not finish reading within {timeout:g} s; see whether the storage "
             "answers"

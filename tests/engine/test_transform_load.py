@@ -95,7 +95,7 @@ def test_fused_layers_and_their_optimizer_go_on_training(tmp_path: Path) -> None
     model = Fused()
     optimizer = adamw(model)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(
         state,
         tmp_path,
@@ -174,10 +174,10 @@ def test_shards_of_a_fused_transposed_source(num_targets: int, share_reads: bool
         }
         remesh.save(state, storage, group=exchange)
 
-    def load(exchange: Exchange) -> remesh.RestoreReport:
+    def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         expected = np.concatenate([a.T, b.T], axis=1)
         target = sharded(exchange.rank, num_targets, "c", np.zeros_like(expected), 1)
-        reports: list[remesh.RestoreReport] = []
+        reports: list[remesh.checkpoint.RestoreReport] = []
         remesh.load(
             {"c": target},
             storage,
@@ -224,8 +224,8 @@ def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
             assert not target.any()
 
     for text, name, kind in (
-        ("a, bb -> c, axis=0", "c", remesh.TransformError),
-        ("a, b -> c, axis=1", "c", remesh.TransformError),
+        ("a, bb -> c, axis=0", "c", remesh.errors.TransformError),
+        ("a, b -> c, axis=1", "c", remesh.errors.TransformError),
         ("a, b -> c, axis=0", "d", remesh.MismatchError),
     ):
         for outcome in run_ranks_outcomes(2, load, text, name):
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_found_on_all_ranks_and_changes_nothing() -> None:
 def test_untouched_names_load_as_ever_and_added_ones_stay(tmp_path: Path) -> None:
     remesh.save({"a": np.ones(3), "b": np.full(2, 2.0), "n": 7}, tmp_path)
     state = {"x": np.zeros(3), "b": np.zeros(2), "n": 0, "new": np.full(2, 5.0)}
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load(
         state,
         tmp_path,

@@ -155,7 +155,9 @@ def test_cost_follows_from_the_length(burden: str) -> None:
 def test_strided_tensors_have_no_more_pieces_than_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"t": torch.ones(1).expand(1 << 17)}, path)
-    with pytest.raises(remesh.FormatVersionError, match="more pieces than its files have bytes"):
+    with pytest.raises(
+        remesh.errors.FormatVersionError, match="more pieces than its files have bytes"
+    ):
         remesh.Checkpoint(path)
     torch.save({"t": torch.ones(1).expand(100), "u": torch.arange(4.0).reshape(2, 2).t()}, path)
     checkpoint = remesh.Checkpoint(path)
@@ -228,7 +230,7 @@ def test_keys_that_are_no_text(key: Any, tmp_path: Path) -> None:
 
 def test_keys_that_look_alike(tmp_path: Path) -> None:
     torch.save({0.5: torch.ones(1), "0.5": torch.ones(1)}, tmp_path / "x.pt")
-    with pytest.raises(remesh.NameCollisionError, match="two entries have one name"):
+    with pytest.raises(remesh.errors.NameCollisionError, match="two entries have one name"):
         remesh.Checkpoint(tmp_path / "x.pt")
 
 

@@ -200,7 +200,9 @@ def our_state(exchange: Exchange, *, empty: bool) -> dict[str, Any]:
     if empty:
         for part in parts.values():
             part.zero_()
-    rng = remesh.ShardedObject("rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank)
+    rng = remesh.sharding.ShardedObject(
+        "rng", None if empty else rng_of(0), (1,), (0,), replica_id=rank
+    )
     return {
         **({"iteration": 0} if empty else COMMON),
         "tensors": [

@@ -208,7 +208,7 @@ def test_flattened_tensors_have_their_true_shape(tmp_path: Path) -> None:
     checkpoint = remesh.Checkpoint(tmp_path)
     assert checkpoint.index["moment"].shape == (4, 6)
     np.testing.assert_array_equal(checkpoint.read_array("moment"), whole)
-    box = remesh.Box((1, 2), (2, 3))
+    box = remesh.sharding.Box((1, 2), (2, 3))
     np.testing.assert_array_equal(checkpoint.read_array("moment", box), whole[1:3, 2:5])
 
 
@@ -258,7 +258,7 @@ def test_metadata_that_names_other_classes_is_refused(saved: Path, tmp_path: Pat
     (saved / ".metadata").write_bytes(
         b"cos\nsystem\n(Vtouch " + str(tmp_path).encode() + b"/ran\ntR."
     )
-    with pytest.raises(remesh.PickleRefusedError, match=r"os\.system"):
+    with pytest.raises(remesh.errors.PickleRefusedError, match=r"os\.system"):
         remesh.Checkpoint(saved)
     assert not (tmp_path / "ran").exists()
 
@@ -284,18 +284,18 @@ def test_compressed_checkpoints_are_refused(saved: Path) -> None:
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["stream.zstd/1"]
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(remesh.FormatVersionError, match="zstd"):
+    with pytest.raises(remesh.errors.FormatVersionError, match="zstd"):
         remesh.Checkpoint(saved)
 
 
 def test_two_formats_in_one_directory(saved: Path, tmp_path: Path) -> None:
     remesh.save({"step": 1}, saved)
-    with pytest.raises(remesh.StateError, match="say which"):
+    with pytest.raises(remesh.errors.StateError, match="say which"):
         remesh.Checkpoint(saved)
-    assert remesh.Checkpoint(remesh.Source(saved, format="remesh")).values == {"step": 1}
-    assert remesh.Checkpoint(remesh.Source(saved, format="torch_dcp")).values == {"step": 7}
-    with pytest.raises(remesh.StateError, match="known are"):
-        remesh.Checkpoint(remesh.Source(saved, format="nonsense"))
+    assert remesh.Checkpoint(remesh.formats.Source(saved, format="remesh")).values == {"step": 1}
+    assert remesh.Checkpoint(remesh.formats.Source(saved, format="torch_dcp")).values == {"step": 7}
+    with pytest.raises(remesh.errors.StateError, match="known are"):
+        remesh.Checkpoint(remesh.formats.Source(saved, format="nonsense"))
 
 
 def test_an_unknown_directory_lists_what_was_looked_for(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_verify_says_that_there_are_no_digests(saved: Path) -> None:
     assert (report.ok, report.has_digests) == (True, False)
     cut(saved / "__0_0.distcp", 5000)
     assert [damage.tensors for damage in checkpoint.verify().damages] == [("w",)]
-    with pytest.raises(remesh.StateError, match="no commit record"):
+    with pytest.raises(remesh.errors.StateError, match="no commit record"):
         _ = checkpoint.record
 
 
@@ -329,7 +329,7 @@ def test_transformations_work(saved: Path) -> None:
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
     save_as({"w": torch.zeros(3)}, tmp_path, format="torch_dcp")
     before = set(tmp_path.iterdir())
-    with pytest.raises(remesh.CheckpointExistsError):
+    with pytest.raises(remesh.errors.CheckpointExistsError):
         save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp")
     assert set(tmp_path.iterdir()) == before
     save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp", overwrite=True)
@@ -337,7 +337,7 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
     target = {"w": torch.zeros(3)}
     dcp.state_dict_loader.load(target, checkpoint_id=tmp_path)
     assert target["w"].tolist() == [1, 1, 1]
-    with pytest.raises(remesh.StateError, match="known are torch_dcp"):
+    with pytest.raises(remesh.errors.StateError, match="known are torch_dcp"):
         save_as({"w": torch.ones(3)}, tmp_path, format="nonsense")
 
 
@@ -371,7 +371,7 @@ def test_an_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
     tensor = torch.load(path, mmap=True, weights_only=True)
     assert (tensor.shape, tensor[-1].item()) == ((num_bytes,), 7)
     assert scan_head(head) == (tensor_pickle(dtype, (num_bytes,)), len(head))
-    last = remesh.Box((num_bytes - 1,), (1,))
+    last = remesh.sharding.Box((num_bytes - 1,), (1,))
     assert remesh.Checkpoint(path).read_array("value", last).tolist() == [7]
 
 

@@ -48,7 +48,7 @@ def test_what_is_not_such_a_file(tmp_path: Path) -> None:
         with pytest.raises(remesh.CorruptCheckpointError, match="not an archive"):
             remesh.Checkpoint(path)
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(remesh.FormatVersionError, match=r"1\.6"):
+    with pytest.raises(remesh.errors.FormatVersionError, match=r"1\.6"):
         remesh.Checkpoint(path)
     path.unlink()
     with pytest.raises(remesh.CheckpointNotFoundError, match=r"model\.pt"):

@@ -66,7 +66,7 @@ def test_zarr_reads_what_is_written(tmp_path: Path) -> None:
     checkpoint = remesh.Checkpoint(tmp_path)
     assert torch.equal(checkpoint.read("w"), weight)
     assert checkpoint.read("b").dtype == torch.bfloat16
-    with pytest.raises(remesh.StateError, match="cannot be replaced"):
+    with pytest.raises(remesh.errors.StateError, match="cannot be replaced"):
         save_as({"w": weight}, tmp_path, format="zarr", overwrite=True)
 
 
@@ -88,7 +88,7 @@ def test_shards_that_no_regular_grid_holds(tmp_path: Path) -> None:
 def test_what_cannot_be_read_in_place(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     write_array(tmp_path, "w", np.arange(6.0).reshape(2, 3), **options)
     write_config(tmp_path)
-    with pytest.raises(remesh.FormatVersionError, match=says):
+    with pytest.raises(remesh.errors.FormatVersionError, match=says):
         remesh.Checkpoint(tmp_path)
 
 

@@ -46,7 +46,7 @@ def _sharded_state(exchange: Exchange) -> dict[str, Any]:
         "b": remesh.ShardedTensor.from_rank_offsets("b", bias, (0, rank, num_ranks)),
         "count": torch.tensor(3),
         "empty": torch.zeros(0, 3),
-        "rng": remesh.ShardedObject(
+        "rng": remesh.sharding.ShardedObject(
             "rng", {"s": torch.arange(4), "n": np.arange(3.0)}, (num_ranks,), (rank,)
         ),
     }

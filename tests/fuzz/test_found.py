@@ -218,7 +218,7 @@ def test_it_is_an_error_of_remesh(case: str) -> None:
     with pytest.raises(remesh.RemeshError, match=message) as caught:
         read()
 
-    assert isinstance(caught.value, CheckpointError | remesh.StateError)
+    assert isinstance(caught.value, CheckpointError | remesh.errors.StateError)
     attempt(files, {}, by_command=False)
     attempt(files, {}, by_command=True)
 
@@ -248,7 +248,7 @@ def test_expanded_tensors(tmp_path: Any) -> None:
         remesh.Checkpoint(tmp_path / "small.pt").read("row"), torch.arange(3.0).expand(1000, 3)
     )
     torch.save({"x": torch.ones(1).expand(1 << 20)}, tmp_path / "single.pt")
-    with pytest.raises(remesh.FormatVersionError, match="contiguous"):
+    with pytest.raises(remesh.errors.FormatVersionError, match="contiguous"):
         remesh.Checkpoint(tmp_path / "single.pt")
     torch.save({"x": torch.ones(1 << 16).expand(1 << 16, 1 << 16)}, tmp_path / "rows.pt")
     with pytest.raises(CheckpointError, match=r"memory|contiguous"):
@@ -258,7 +258,9 @@ def test_expanded_tensors(tmp_path: Any) -> None:
 def test_pieces_that_share_their_bytes_too_often() -> None:
     num_pieces = 5000
     tensors = TensorTable.of([("w", "uint8", (num_pieces, 100))])
-    boxes = BoxTable.of(tensors, [(0, remesh.Box((row, 0), (1, 100))) for row in range(num_pieces)])
+    boxes = BoxTable.of(
+        tensors, [(0, remesh.sharding.Box((row, 0), (1, 100))) for row in range(num_pieces)]
+    )
     nowhere = np.zeros(num_pieces, np.int64)
     index = Index(boxes, nowhere, nowhere, (StoredFile("data", 100),))
 

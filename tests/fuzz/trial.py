@@ -242,6 +242,8 @@ def sound_state(files: Files) -> Any:
     state = checkpoint.state()
     import_late_modules()
     for name, element in checkpoint._contents.document.objects.items():
-        state[name] = remesh.ShardedObject(element.name, None, element.shape, element.offset)
+        state[name] = remesh.sharding.ShardedObject(
+            element.name, None, element.shape, element.offset
+        )
     remesh.load(copy.deepcopy(state), in_memory(files), missing="keep")
     return state

@@ -280,7 +280,7 @@ class TestCheckpoints:
         assert first + second == np.arange(120.0).tolist()
         checkpoint = remesh.Checkpoint(place)
         assert checkpoint.verify().ok
-        box = remesh.Box((3, 2), (2, 3))
+        box = remesh.sharding.Box((3, 2), (2, 3))
         assert checkpoint.read_array("table", box).tolist() == [[32, 33, 34], [42, 43, 44]]
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)

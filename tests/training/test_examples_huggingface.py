@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 import remesh
+from remesh.catalog import CheckpointInfo
 from remesh.errors import CheckpointError
-from remesh.training import CheckpointInfo
 from tests.training.example import PowerCutError, load_example
 
 transformers = pytest.importorskip("transformers")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import remesh
+from remesh.catalog import CheckpointInfo
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
-from remesh.training import CheckpointInfo
 from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 pl = pytest.importorskip("lightning.pytorch")

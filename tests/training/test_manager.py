@@ -538,7 +538,7 @@ def test_pinned_held_and_foreign_checkpoints_stay(tmp_path: Path) -> None:
             manager.wait()
             if step == 3:
                 catalog.pin(tmp_path / "step_00000003")
-        with catalog.hold(tmp_path / "step_00000005", now=0.0, seconds=1e12):
+        with catalog.lease(tmp_path / "step_00000005", now=0.0, seconds=1e12):
             manager.save(6, state_of(6))
             manager.wait()
         assert names(tmp_path) == ["0001", "0003", "0005", "0006", "backup"]
@@ -556,7 +556,7 @@ def test_marks_of_the_run_s_own_dead_processes_do_not_count(tmp_path: Path) -> N
     with ExitStack() as readers:
         for step, who in ((1, run), (2, "")):
             place = tmp_path / f"step_0000000{step}"
-            readers.enter_context(catalog.hold(place, now=0.0, seconds=1e12, run=who))
+            readers.enter_context(catalog.lease(place, now=0.0, seconds=1e12, run=who))
         with Manager(tmp_path, keep=1, group=Alone()) as manager:
             manager.resume(state_of(0))
             manager.save(4, state_of(4))
@@ -580,7 +580,7 @@ def test_a_run_resumes_from_a_disk_that_takes_no_marks(
     storage = open_storage(tmp_path)
     (run,) = {info.run for info in catalog.look(storage)}
     # Everything that a resume would like to tidy up.
-    with catalog.hold(tmp_path / "step_00000001", now=0.0, seconds=1e12, run=run):
+    with catalog.lease(tmp_path / "step_00000001", now=0.0, seconds=1e12, run=run):
         kept = storage.list("step_00000001/in-use-")
         marks = {path: storage.read(path) for path in kept}
     for path, data in marks.items():

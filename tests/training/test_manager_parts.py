@@ -155,15 +155,15 @@ class Crossing(LocalStorage):
 
 def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path) -> None:
     path = save(tmp_path, "step_1")
-    reader = catalog.hold(path, now=0.0, seconds=100.0)
+    reader = catalog.lease(path, now=0.0, seconds=100.0)
     storage = Crossing(tmp_path, reader.__enter__)
     assert not catalog.remove(storage, "step_1", now=50.0)
     assert remesh.Checkpoint(path).verify().ok
     reader.__exit__(None, None, None)
     assert sorted(file.name for file in path.iterdir() if file.is_file()) == ["remesh.json"]
-    with catalog.hold(path, now=0.0, seconds=100.0):
+    with catalog.lease(path, now=0.0, seconds=100.0):
         assert catalog.remove(storage, "step_1", now=150.0), "the mark is too old to count"
-    with pytest.raises(CheckpointNotFoundError), catalog.hold(path, now=0.0):
+    with pytest.raises(CheckpointNotFoundError), catalog.lease(path, now=0.0):
         pass
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import remesh
-from remesh import Part, RemeshError, ShardedTensor
+from remesh import RemeshError, ShardedTensor
 from remesh.exchange import Exchange
 from remesh.geometry import Box
+from remesh.sharding import Part
 from remesh.testing import run_processes
 from remesh.transform import TensorInfo
 from tests.transform.cases import CASES, Case, Setting, setting_of, tensor_of

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import remesh
-from remesh import ShardedTensor, Transform, TransformError, UnsupportedValueError
+from remesh import ShardedTensor, Transform
+from remesh.errors import TransformError, UnsupportedValueError
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable
 from remesh.testing import run_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remesh import Transform, TransformError
+from remesh import Transform
+from remesh.errors import TransformError
 from remesh.geometry import Box
 from remesh.transform import TensorInfo
 from tests.transform.simulated import Array, cut_evenly, fetch, pieces_of

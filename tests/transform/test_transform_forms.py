@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from remesh import MismatchError, Transform, TransformError
+from remesh import MismatchError, Transform
+from remesh.errors import TransformError
 from remesh.transform import TensorInfo, evaluate
 from tests.transform.simulated import Array
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import remesh
-from remesh import Transform, TransformError
+from remesh import Transform
+from remesh.errors import TransformError
 from remesh.testing import run_ranks
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from remesh import Transform, TransformError
+from remesh import Transform
+from remesh.errors import TransformError
 from tests.transform.simulated import Array
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from remesh import MismatchError, Transform, TransformError
+from remesh import MismatchError, Transform
+from remesh.errors import TransformError
 from remesh.transform import TensorInfo
 from remesh.transform.optimizer import find_states
 from tests.transform.simulated import Array

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from remesh import Transform, TransformError
+from remesh import Transform
+from remesh.errors import TransformError
 from remesh.geometry import Box
 from remesh.transform import Resolved, TensorInfo
 from tests.strategies import boxes_in, partitions

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remesh import Transform, TransformError
+from remesh import Transform
+from remesh.errors import TransformError
 from remesh.transform import TensorInfo
 from tests.transform.programs import Program, programs
 

@@ -216,8 +216,8 @@ def check_strided(tensor: torch.Tensor, where: str) -> None:
     problem = _problem_of(tensor)
     if problem is not None:
         raise UnsupportedValueError(
-            f"{where}: {problem}, or wrap it in remesh.LocalNonpersistentObject to leave it out "
-            "of the checkpoint."
+            f"{where}: {problem}, or wrap it in "
+            "remesh.sharding.LocalNonpersistentObject to leave it out of the checkpoint."
         )
 
 

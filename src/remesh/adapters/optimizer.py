@@ -203,9 +203,9 @@ def _parameters_of(
             raise StateError(
                 f"{name_of(path)}: parameter {number} of the optimizer, of shape "
                 f"{tuple(tensor.shape)}, belongs to no module of the state, so it has no name. "
-                "Put its module into the state, wrapped in remesh.LocalNonpersistentObject if it "
-                "is not to be stored; if the tensor stands for a parameter, say so with "
-                "remesh.adapters.DescribedOptimizer."
+                "Put its module into the state, wrapped in "
+                "remesh.sharding.LocalNonpersistentObject if it is not to be stored; if the tensor "
+                "stands for a parameter, say so with remesh.sharding.DescribedOptimizer."
             )
         own = leaf.own_key if tensor in stands_for else None
         state = packed_state.get(number, {})

@@ -6,47 +6,42 @@ state to load it into; `repair` makes a new checkpoint of what is whole in a dam
 wire together what lies below: the state is described (`state`, `adapters`), planned (`planner`),
 moved (`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
 
-Names are resolved on first use, so that a writer process, which needs few of these modules, is
-there soon.
+`__all__` is what documentation names here; `save`, `load`, `Saver` and `Checkpoint`, which scripts
+type, it names at the top level. Names are resolved on first use, so that a writer process, which
+needs few of these modules, starts soon.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remesh.checkpoint.buffers import Buffers as Buffers
+    from remesh.checkpoint.foreign import save_as as save_as
+    from remesh.checkpoint.handle import Progress as Progress
+    from remesh.checkpoint.handle import SaveHandle as SaveHandle
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
-    from remesh.checkpoint.saver import Progress as Progress
-    from remesh.checkpoint.saver import SaveHandle as SaveHandle
     from remesh.checkpoint.saver import Saver as Saver
     from remesh.checkpoint.saver import save_async as save_async
     from remesh.checkpoint.saving import save as save
+else:
+    from remesh._lazy import lazy_names
 
-_HOME_OF = {
-    "Buffers": "buffers",
-    "Checkpoint": "opened",
-    "Progress": "saver",
-    "RestoreReport": "report",
-    "SaveHandle": "saver",
-    "Saver": "saver",
-    "VerifyReport": "opened",
-    "load": "loading",
-    "save": "saving",
-    "save_async": "saver",
-}
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "remesh.checkpoint.buffers": ("Buffers",),
+            "remesh.checkpoint.foreign": ("save_as",),
+            "remesh.checkpoint.handle": ("Progress", "SaveHandle"),
+            "remesh.checkpoint.loading": ("load",),
+            "remesh.checkpoint.opened": ("Checkpoint", "VerifyReport"),
+            "remesh.checkpoint.report": ("RestoreReport",),
+            "remesh.checkpoint.saver": ("Saver", "save_async"),
+            "remesh.checkpoint.saving": ("save",),
+        },
+    )
 
-__all__ = [*sorted(_HOME_OF)]  # noqa: PLE0604 - the names are in the table above
-
-
-def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__all__ = ["Buffers", "Progress", "RestoreReport", "SaveHandle", "VerifyReport", "save_as"]

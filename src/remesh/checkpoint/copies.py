@@ -232,8 +232,8 @@ def _message(name: str, ranks: tuple[int, int], box: Box, role: Role) -> str:
         f"{what} under this one name. If they are shards of a larger tensor, describe them "
         "(DTensor, or remesh.ShardedTensor with the global shape). If each rank has its own, as "
         "stages of a pipeline have, give them names of their own or wrap them in "
-        f"remesh.ShardedObject. {buffers} If they should be equal, broadcast them from one rank "
-        "before saving."
+        f"remesh.sharding.ShardedObject. {buffers} If they should be equal, broadcast them "
+        "from one rank before saving."
     )
 
 

@@ -117,7 +117,7 @@ def save_as(
     state: Any,
     path: Any,
     *,
-    format: str,  # noqa: A002 - as in `remesh.Source`
+    format: str,  # noqa: A002 - as in `remesh.formats.Source`
     overwrite: bool = False,
     buffers: Buffers | None = None,
     verify_replicas: bool = False,

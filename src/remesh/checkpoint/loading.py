@@ -78,7 +78,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     Args:
         state: The target, built like the state that was saved. Only what it names is read.
         path: Directory of a committed checkpoint, of remesh or of another system that it reads;
-            or a `remesh.Source`.
+            or a `remesh.formats.Source`.
         missing: What to do about names that the state has and the checkpoint lacks.
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an

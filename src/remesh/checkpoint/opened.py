@@ -67,7 +67,7 @@ class Checkpoint:
     reading raises `CheckpointReplacedError`, and the checkpoint may be opened again.
 
     Args:
-        path: Directory of the checkpoint, or a `remesh.Source`.
+        path: Directory of the checkpoint, or a `remesh.formats.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

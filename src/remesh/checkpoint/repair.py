@@ -42,6 +42,8 @@ from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.state import Path as StatePath
 from remesh.storage import Buffer, LocalStorage, Storage, open_storage
 
+__all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
+
 
 @dataclass(frozen=True, slots=True)
 class FileReport:

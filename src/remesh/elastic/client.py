@@ -42,6 +42,8 @@ from remesh.elastic.protocol import (
 from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
+__all__ = ["Client", "read_token"]
+
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)

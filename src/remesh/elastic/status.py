@@ -12,6 +12,8 @@ from remesh.elastic.job import Line, State, charges_of
 from remesh.elastic.live import Live
 from remesh.elastic.rendezvous import Node, exclusion_of
 
+__all__ = ["FailureStatus", "NodeStatus", "RankStatus", "RoundFailures", "Status"]
+
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One node.

@@ -12,24 +12,12 @@ imported here.
 """
 
 from remesh.exchange.alone import Alone
-from remesh.exchange.protocol import (
-    Exchange,
-    decode_failure,
-    encode_failure,
-    run_joined,
-    run_on_all,
-    run_on_one,
-)
+from remesh.exchange.protocol import Exchange
+from remesh.exchange.protocol import decode_failure as decode_failure
+from remesh.exchange.protocol import encode_failure as encode_failure
+from remesh.exchange.protocol import run_joined as run_joined
+from remesh.exchange.protocol import run_on_all as run_on_all
+from remesh.exchange.protocol import run_on_one as run_on_one
 from remesh.exchange.threads import ThreadExchange, ThreadGroup
 
-__all__ = [
-    "Alone",
-    "Exchange",
-    "ThreadExchange",
-    "ThreadGroup",
-    "decode_failure",
-    "encode_failure",
-    "run_joined",
-    "run_on_all",
-    "run_on_one",
-]
+__all__ = ["Alone", "Exchange", "ThreadExchange", "ThreadGroup"]

@@ -39,6 +39,8 @@ from remesh.errors import ExchangeError
 from remesh.exchange.lateness import Limits, Marks, SlowCall
 from remesh.exchange.protocol import Bytes
 
+__all__ = ["TorchGroup"]
+
 _BLOCK = 64 << 20
 """Bytes of a message that move at a time."""
 

@@ -177,7 +177,7 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
 
 
 class ObjectElement(msgspec.Struct, frozen=True):
-    """One element of a grid of values (`remesh.ShardedObject`)."""
+    """One element of a grid of values (`remesh.sharding.ShardedObject`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -263,7 +263,7 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
                 raise DivergedReplicaError(
                     f"{name}: rank {first} has {_shown(known)}, rank {rank} has {_shown(raw)}. A "
                     "plain value must be the same on all ranks that have it. Make it so, or wrap "
-                    "what belongs to each rank in remesh.ShardedObject."
+                    "what belongs to each rank in remesh.sharding.ShardedObject."
                 )
         for name, items in document.lists.items():
             union = dict.fromkeys([*merged.lists.get(name, ()), *items])

@@ -114,7 +114,7 @@ def refusal(type_name: str, where: str) -> PickleRefusedError:
     """What to tell the user about a name that is not allowed."""
     return PickleRefusedError(
         f"{where}: a pickled {type_name[:80]} is not read. If you trust this checkpoint as much as "
-        f"your own code, allow it: remesh.Source(path, allow=[{type_name[:200]!r}]).",
+        f"your own code, allow it: remesh.formats.Source(path, allow=[{type_name[:200]!r}]).",
         type_name,
     )
 

@@ -168,7 +168,7 @@ def format_at(place: Place) -> Format:
         marks = " and ".join(row.looks_for for row in found)
         raise StateError(
             f"{place.storage.url}: holds {marks}; say which to read: "
-            f"remesh.Source(path, format={found[0].name!r})"
+            f"remesh.formats.Source(path, format={found[0].name!r})"
         )
     return found[0]
 

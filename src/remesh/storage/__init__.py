@@ -18,40 +18,30 @@ the fast path where there is one; everybody else gets correct results.
 `open_storage` turns what a user wrote (a path or a URL) into a storage.
 """
 
-from remesh.storage.buffers import ALIGNMENT, aligned_buffer, map_memory, touch
-from remesh.storage.distance import is_remote
+from remesh.storage.buffers import ALIGNMENT, aligned_buffer
+from remesh.storage.buffers import map_memory as map_memory
+from remesh.storage.buffers import touch as touch
+from remesh.storage.distance import is_remote as is_remote
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
-from remesh.storage.paths import check_path
-from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
-from remesh.storage.shown import shown_url
-from remesh.storage.sizes import (
-    Directory,
-    DirectoryListing,
-    FileFacts,
-    SizedListing,
-    list_sizes,
-)
+from remesh.storage.paths import check_path as check_path
+from remesh.storage.protocol import Buffer as Buffer
+from remesh.storage.protocol import FileSystemSpace, Storage, Writer
+from remesh.storage.shown import shown_url as shown_url
+from remesh.storage.sizes import Directory as Directory
+from remesh.storage.sizes import DirectoryListing as DirectoryListing
+from remesh.storage.sizes import FileFacts as FileFacts
+from remesh.storage.sizes import SizedListing as SizedListing
+from remesh.storage.sizes import list_sizes as list_sizes
 
 __all__ = [
     "ALIGNMENT",
-    "Buffer",
-    "Directory",
-    "DirectoryListing",
-    "FileFacts",
     "FileSystemSpace",
     "LocalStorage",
     "MemoryStorage",
-    "SizedListing",
     "Storage",
     "Writer",
     "aligned_buffer",
-    "check_path",
-    "is_remote",
-    "list_sizes",
-    "map_memory",
     "open_storage",
-    "shown_url",
-    "touch",
 ]

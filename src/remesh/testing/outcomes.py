@@ -78,6 +78,7 @@ class TimedOut:
 
 
 Outcome: TypeAlias = Returned[T] | Raised | Died | TimedOut
+"""How a rank ended."""
 
 
 def returned_values(outcomes: Sequence[Outcome[T]]) -> list[T]:

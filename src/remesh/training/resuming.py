@@ -106,7 +106,7 @@ def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: Checkp
         with ExitStack() as marks:
 
             def hold() -> bytes:
-                marks.enter_context(catalog.hold(place, now=time.time(), run=info.run))
+                marks.enter_context(catalog.lease(place, now=time.time(), run=info.run))
                 return b""
 
             run_on_one(exchange, hold)

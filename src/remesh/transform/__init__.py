@@ -14,22 +14,14 @@ answers. `inverse` turns statements around, `optimizer` knows which tensors foll
 
 from __future__ import annotations
 
-from remesh.transform.evaluate import arranged
-from remesh.transform.info import TensorInfo, num_pieces_of
-from remesh.transform.language import Transform, as_transform
-from remesh.transform.order import Permute, Reshape
+from remesh.transform.evaluate import arranged as arranged
+from remesh.transform.info import TensorInfo
+from remesh.transform.info import num_pieces_of as num_pieces_of
+from remesh.transform.language import Transform as Transform
+from remesh.transform.language import as_transform as as_transform
+from remesh.transform.order import Permute as Permute
+from remesh.transform.order import Reshape as Reshape
 from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
 
-__all__ = [
-    "Permute",
-    "Program",
-    "Region",
-    "Reshape",
-    "Resolved",
-    "TensorInfo",
-    "Transform",
-    "arranged",
-    "as_transform",
-    "num_pieces_of",
-]
+__all__ = ["Program", "Region", "Resolved", "TensorInfo"]

@@ -105,7 +105,7 @@ def test_a_flattened_range_reads_only_its_bytes(tmp_path: Path) -> None:
     )
     from remesh.compat.megatron.boxes import engine_tensor
 
-    reports: list[remesh.RestoreReport] = []
+    reports: list[remesh.checkpoint.RestoreReport] = []
     remesh.load([engine_tensor(part)], tmp_path, on_report=reports.append)
     assert part.data is not None
     assert torch.equal(part.data, whole.reshape(-1)[5000:6000])
@@ -463,7 +463,7 @@ def test_a_class_in_the_common_file_of_others_must_be_allowed(tmp_path: Path) ->
     name = f"{__name__}.Own"
     with pytest.raises(CheckpointingException, match=rf"{name}.*remesh\.Source\(path, allow"):
         load({"w": shard}, tmp_path)
-    loaded = load({"w": shard}, remesh.Source(tmp_path, allow=(name,)))
+    loaded = load({"w": shard}, remesh.formats.Source(tmp_path, allow=(name,)))
     assert isinstance(loaded["own"], Own)
     assert loaded["step"] == 1
 

@@ -68,7 +68,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
 
 
 def storage_of(checkpoint_dir: Any) -> Storage:
-    """Where a checkpoint lies: a path, a URL, a storage, or a `remesh.Source` of one."""
+    """Where a checkpoint lies: a path, a URL, a storage, or a `remesh.formats.Source` of one."""
     return place_of(checkpoint_dir).storage
 
 

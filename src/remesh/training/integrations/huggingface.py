@@ -34,6 +34,8 @@ from remesh.exchange import run_on_one
 from remesh.training import rng
 from remesh.training.manager import Manager
 
+__all__ = ["RemeshCallback"]
+
 _PROGRESS = "trainer"
 
 

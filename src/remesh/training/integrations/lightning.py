@@ -32,6 +32,8 @@ from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
 from remesh.training.sampling import ResumableBatchSampler
 
+__all__ = ["EpochLoader", "RemeshCallback", "RemeshCheckpointIO"]
+
 
 class EpochLoader(DataLoader[Any]):
     """A data loader over a resumable batch sampler, with the length of a whole epoch.

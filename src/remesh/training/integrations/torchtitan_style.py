@@ -25,6 +25,8 @@ from remesh.errors import CheckpointNotFoundError
 from remesh.training.manager import Manager
 from remesh.training.rng import Randomness
 
+__all__ = ["CheckpointManager"]
+
 LATEST = -1
 """The step that stands for the newest checkpoint."""
 

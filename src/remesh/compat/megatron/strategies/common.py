@@ -2,7 +2,7 @@
 
 Both are files of `torch.save`, because Megatron reads no others. They are written of plain values
 only, tensors and numpy arrays included, and read by remesh's restricted unpickler: what a file may
-not ask for is an error that names it, and `remesh.Source(path, allow=...)` allows it.
+not ask for is an error that names it, and `remesh.formats.Source(path, allow=...)` allows it.
 """
 
 from __future__ import annotations
