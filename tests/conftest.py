@@ -1,4 +1,4 @@
-"""How hypothesis searches: briefly and the same every time, or, if asked, for long.
+"""How hypothesis searches, in which order tests run, and what long tests say that they covered.
 
 The default run is short and gives the same result twice. `pytest --hypothesis-profile=long` looks
 further, at random. A slow machine is not a failure, so no example has a deadline.
@@ -6,8 +6,50 @@ further, at random. A slow machine is not a failure, so no example has a deadlin
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("short", max_examples=40, deadline=None, derandomize=True, database=None)
 settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("short")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every worker of pytest-xdist begin with its share of the slow tests.
+
+    A worker gets one run of consecutive tests, and takes others from the ends of the rest later. So
+    no worker is left alone at the end with a test that takes long.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    rest = [item for item in items if not item.get_closest_marker("slow")]
+    bounds = [number * len(rest) // count for number in range(count + 1)]
+    items[:] = [
+        item
+        for number in range(count)
+        for item in (*slow[number::count], *rest[bounds[number] : bounds[number + 1]])
+    ]
+
+
+@pytest.fixture
+def covered(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Called with what a test has covered, which is printed when all tests have ended."""
+    return lambda text: record_property("covered", text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests said that they covered."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    lines = [
+        f"{report.nodeid}: {text}"
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for kind, text in report.user_properties
+        if kind == "covered"
+    ]
+    if lines:
+        terminalreporter.section("what long tests covered")
+        terminalreporter.write_line("\n".join(sorted(lines)))

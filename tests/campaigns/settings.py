@@ -1,20 +1,25 @@
-"""How long campaigns are, and what they are drawn from: the environment says."""
+"""How long campaigns are, and what they are drawn from."""
 
 from __future__ import annotations
 
 import os
 import random
 
+import pytest
 
-def num_runs(default: int, *, share: int = 1) -> int:
-    """How many runs a campaign has.
+
+def lengths(name: str, short: int, whole: int) -> pytest.MarkDecorator:
+    """Play a campaign in a short form, and whole where the tests marked nightly run.
 
     Args:
-        default: If nothing is said.
-        share: How many runs for each one that is asked for.
+        name: The argument of the test that says how much it plays.
+        short: Of every run of the tests.
+        whole: Of `make test-nightly`; `REMESH_CAMPAIGN` is the percentage of it that is played, 100
+            by default.
     """
-    asked = os.environ.get("REMESH_CAMPAIGN")
-    return default if asked is None else int(asked) * share
+    share = int(os.environ.get("REMESH_CAMPAIGN", "100"))
+    nightly = pytest.param(max(short, whole * share // 100), marks=pytest.mark.nightly)
+    return pytest.mark.parametrize(name, [short, nightly])
 
 
 def seed() -> int:

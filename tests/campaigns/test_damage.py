@@ -8,7 +8,6 @@ either raise an error of remesh, with every element right or untouched, or give 
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.storage import MemoryStorage, Storage
 from remesh.testing import run_ranks
-from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.engine.small_checkpoint import (
     NUM_RANKS,
     VALUES,
@@ -33,8 +32,6 @@ from tests.engine.small_checkpoint import (
 )
 
 Files = dict[str, bytes]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def contents_of(storage: Storage) -> Files:
@@ -171,11 +168,12 @@ def look_inside(storage: Storage) -> bool:
 
 
 @pytest.mark.timeout(7200)
-def test_no_damage_gives_a_wrong_value() -> None:
+@lengths("num_damages", 300, 10_000)
+def test_no_damage_gives_a_wrong_value(num_damages: int, covered: Callable[[str], None]) -> None:
     right, other = saved(fill=True), saved(fill=False)
     assert sorted(named_alike(right)) == sorted(named_alike(other))
     ends: Counter[str] = Counter()
-    for number in range(num_runs(300, share=10)):
+    for number in range(num_damages):
         files, what = damaged(right, other, dice_of("damage", number))
         try:
             storage = stored(files)
@@ -185,7 +183,7 @@ def test_no_damage_gives_a_wrong_value() -> None:
             error.add_note(f"seed {seed()}, run {number}: {what}")
             raise
         ends[end] += 1
-    _LOGGER.info("seed %d: %s", seed(), dict(ends))
+    covered(f"seed {seed()}: {dict(ends)}")
     # Blanks in the record and bytes behind the end of a file do no harm; nearly all else does.
     assert ends["right"] < ends.total() // 10
     assert native.RECORD_NAME in right

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
-import logging
 import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from remesh.testing import (
     run_ranks_outcomes,
 )
 from tests.campaigns.killed_saving import arrays_of, part_of_state, whole_state
-from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.waiting import wait_until
 
 NUM_RANKS = 3
@@ -40,8 +39,6 @@ Way = Literal["save", "async", "load"]
 WRITING = ("put", "create", "write", "finish", "sync", "delete", "list", "size", "read", "space")
 READING = ("read", "read_into", "size")
 NUMBERS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def save(exchange: Exchange, places: Sequence[Storage], step: int, way: Way) -> None:
@@ -116,18 +113,19 @@ def meet(inner: MemoryStorage, step: int, way: Way, ranks: set[int], fault: Fail
 
 
 @pytest.mark.timeout(7200)
-def test_storage_that_fails_at_random() -> None:
+@lengths("num_faults", 40, 1000)
+def test_storage_that_fails_at_random(num_faults: int, covered: Callable[[str], None]) -> None:
     inner = MemoryStorage()
     run_ranks(NUM_RANKS, save, [inner] * NUM_RANKS, 1, "save")
     ends: Counter[str] = Counter()
-    for number in range(num_runs(40)):
+    for number in range(num_faults):
         way, ranks, fault = draw(dice_of("faults", number))
         try:
             ends[f"{way} {meet(inner, 20 * number + 2, way, ranks, fault)}"] += 1
         except BaseException as error:
             error.add_note(f"seed {seed()}, run {number}: {way}, ranks {ranks}, {fault}")
             raise
-    _LOGGER.info("seed %d: %s", seed(), dict(ends))
+    covered(f"seed {seed()}: {dict(ends)}")
     for way in ("save", "async", "load"):
         assert ends[f"{way} raised"] > 0
 

@@ -1,19 +1,26 @@
 """Composed and damaged pickles in every foreign format: nothing runs, all errors are ours.
 
-Each run draws a pickle and a checkpoint. The long run of 100,000 is `REMESH_CAMPAIGN=1000`.
+Each run draws a pickle and a checkpoint.
 """
 
 from __future__ import annotations
 
-from tests.campaigns.settings import dice_of, num_runs
+from collections.abc import Callable
+
+import pytest
+
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.formats.hostile import warm_up
 from tests.formats.test_hostile_pickles import check_random
 
 
-def test_foreign_pickles() -> None:
+@pytest.mark.timeout(6 * 3600)
+@lengths("num_pickles", 50, 100_000)
+def test_foreign_pickles(num_pickles: int, covered: Callable[[str], None]) -> None:
     warm_up()
-    for number in range(num_runs(50, share=100)):
+    for number in range(num_pickles):
         try:
             check_random(dice_of("foreign", number))
         except Exception as error:
             raise AssertionError(f"run {number} of the campaign") from error
+    covered(f"seed {seed()}: {num_pickles} pickles")

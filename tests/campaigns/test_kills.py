@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,12 @@ from tests.campaigns.killed_saving import (
     save_until_killed,
     whole_state,
 )
-from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.waiting import wait_until
 
 WAYS: tuple[Way, ...] = ("save", "thread", "process")
 TIDY_EVERY = 10
 A_WEEK = 7 * 86400.0
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def draw(root: Path, number: int, newest: int) -> Launch:
@@ -117,15 +115,17 @@ def tidy(root: Path) -> None:
 
 
 @pytest.mark.timeout(7200)
-def test_the_newest_announced_checkpoint_survives_every_kill(tmp_path: Path) -> None:
-    wanted, started = num_runs(8), time.monotonic()
+@lengths("num_kills", 8, 1000)
+def test_the_newest_announced_checkpoint_survives_every_kill(
+    tmp_path: Path, num_kills: int, covered: Callable[[str], None]
+) -> None:
     root = tmp_path / "run"
     root.mkdir()
     announced: set[int] = set()
     kills: Counter[str] = Counter()
     number = 0
-    while kills.total() < wanted:
-        assert number < 3 * wanted, f"only {kills.total()} of {number} launches were killed"
+    while kills.total() < num_kills:
+        assert number < 3 * num_kills, f"only {kills.total()} of {number} launches were killed"
         launch = draw(root, number, max(announced, default=0))
         try:
             if run(launch):
@@ -144,7 +144,4 @@ def test_the_newest_announced_checkpoint_survives_every_kill(tmp_path: Path) -> 
             announced.remove(step)
             shutil.rmtree(place_of(root, step), ignore_errors=True)
         launch.announced.unlink(missing_ok=True)
-        _LOGGER.info(
-            "%d kills %s in %d launches, %.0f s",
-            kills.total(), dict(kills), number, time.monotonic() - started,
-        )  # fmt: skip
+    covered(f"seed {seed()}: {kills.total()} kills {dict(kills)} in {number} launches")

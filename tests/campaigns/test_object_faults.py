@@ -1,13 +1,9 @@
-"""A bucket behind a network that fails: saves, loads and checks succeed or raise; none is lost.
-
-`REMESH_CAMPAIGN` says how many of them are played.
-"""
+"""A bucket behind a network that fails: saves, loads and checks succeed or raise; none is lost."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -17,13 +13,12 @@ import remesh
 from remesh.storage.object_store import ObjectStorage
 from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
 from remesh.testing.outcomes import Outcome
-from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.campaigns.test_faults import load, save, stored_step
 from tests.storage.faulty_proxy import FAULTS, Fault, FaultyProxy, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 
 PART_BYTES = 5 << 20  # the smallest that S3 accepts
-_LOGGER = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +98,13 @@ def meet(
 
 
 @pytest.mark.timeout(7200)
-def test_requests_that_fail_at_random(server: S3Server, proxy: FaultyProxy) -> None:
+@lengths("num_runs", 12, 1000)
+def test_requests_that_fail_at_random(
+    server: S3Server, proxy: FaultyProxy, num_runs: int, covered: Callable[[str], None]
+) -> None:
     plan = proxy.plan
     ends: Counter[str] = Counter()
-    for number in range(num_runs(12)):
+    for number in range(num_runs):
         dice = dice_of("object faults", number)
         name, way = dice.choice("abc"), dice.choice(("save", "save", "load", "verify"))
         num_ranks = dice.choice((1, 2))
@@ -122,7 +120,7 @@ def test_requests_that_fail_at_random(server: S3Server, proxy: FaultyProxy) -> N
             )
             raise
         ends[f"{way} {'went well' if succeeded else 'raised'}"] += 1
-    _LOGGER.info("seed %d: %s; %s", seed(), dict(ends), dict(plan.met))
+    covered(f"seed {seed()}: {dict(ends)}; {dict(plan.met)}")
     assert set(plan.met) == set(FAULTS)
 
 

@@ -1,15 +1,15 @@
 """Power that fails at any moment of saves, replayed from what they asked of the system.
 
 A recorded run makes thousands of outcomes, because any of what is not yet durable may be lost. Each
-is laid out as a directory, and whatever a save had announced by then must load from it. By default
-some hundred outcomes are looked at; `REMESH_POWER_LOSSES=30000` looks at that many.
+is laid out as a directory, and whatever a save had announced by then must load from it. Some
+hundred outcomes are looked at, and 30,000 where the tests marked nightly run.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from remesh.sharded import ShardedTensor
 from remesh.testing import run_ranks
 from remesh.testing.power_loss import PowerLoss, write_state
 from remesh.testing.system_calls import Call, SystemCalls
+from tests.campaigns.settings import dice_of, lengths, seed
 
-NUM_STATES = int(os.environ.get("REMESH_POWER_LOSSES", "240"))
 NUM_RANKS = 2
 NUM_ROWS = 400
 PLACE = "runs/new/checkpoint"
@@ -89,9 +89,9 @@ def number_at(path: Path, group: Exchange | None = None) -> int | None:
     return int(state["number"])
 
 
-def check_states(recording: Recording, work: Path, num_states: int, seed: int) -> None:
+def check_states(recording: Recording, work: Path, num_states: int, *, drawn_from: int) -> None:
     """Let the power fail at random moments of what was recorded."""
-    chance = random.Random(seed)
+    chance = random.Random(drawn_from)
     moments = sorted(chance.randrange(len(recording.calls) + 1) for _ in range(num_states))
     disk, done = PowerLoss(), 0
     for turn, moment in enumerate(moments):
@@ -105,7 +105,12 @@ def check_states(recording: Recording, work: Path, num_states: int, seed: int) -
         begun = [number for at, number in recording.begun if at <= moment]
         oldest = announced[-1] if announced else None
         allowed = {oldest, *(number for number in begun if oldest is None or number > oldest)}
-        assert found in allowed, (seed, turn, moment, recording.calls[max(0, moment - 3) : moment])
+        assert found in allowed, (
+            drawn_from,
+            turn,
+            moment,
+            recording.calls[max(0, moment - 3) : moment],
+        )
         if turn % 10 == 0:  # and the next save works
             run_ranks(NUM_RANKS, save_part, root / PLACE, 99)
             assert number_at(root / PLACE) == 99
@@ -119,22 +124,32 @@ def two_saves(root: Path) -> Recording:
     return recording
 
 
-def test_nothing_announced_is_lost(tmp_path: Path) -> None:
+@pytest.mark.timeout(7200)
+@lengths("num_states", 120, 15_000)
+def test_nothing_announced_is_lost(
+    tmp_path: Path, num_states: int, covered: Callable[[str], None]
+) -> None:
     root = tmp_path / "disk"
     root.mkdir()
-    check_states(two_saves(root), tmp_path, NUM_STATES // 2, seed=1)
+    check_states(two_saves(root), tmp_path, num_states, drawn_from=seed())
+    covered(f"seed {seed()}: {num_states} losses of power")
 
 
+@pytest.mark.timeout(7200)
+@lengths("num_states", 20, 2_500)
 @pytest.mark.parametrize("part", range(6))
-def test_a_save_after_a_killed_one_is_durable(tmp_path: Path, part: int) -> None:
+def test_a_save_after_a_killed_one_is_durable(
+    tmp_path: Path, part: int, num_states: int, covered: Callable[[str], None]
+) -> None:
     """What the killed one had made, directories above all, need not be durable yet."""
-    chance = random.Random(part)
+    chance = dice_of("power", part)
     root = tmp_path / "disk"
     root.mkdir()
     recording = Recording()
     recording.save(root, 1, kill_after=part * 3 + chance.randrange(3))
     recording.save(root, 2)
-    check_states(recording, tmp_path, NUM_STATES // 12, seed=part)
+    check_states(recording, tmp_path, num_states, drawn_from=part)
+    covered(f"seed {seed()}: {num_states} losses of power")
 
 
 def without_sync(_self: object) -> None:
@@ -148,4 +163,4 @@ def test_the_replay_finds_a_missing_sync(tmp_path: Path, monkeypatch: pytest.Mon
     root.mkdir()
     recording = two_saves(root)
     with pytest.raises((AssertionError, remesh.RemeshError)):
-        check_states(recording, tmp_path, NUM_STATES, seed=1)
+        check_states(recording, tmp_path, 240, drawn_from=1)

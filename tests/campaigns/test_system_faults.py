@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,8 +180,11 @@ def test_any_call_may_fail(tmp_path: Path, num_ranks: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("offset", range(len(KINDS)))
-def test_every_call_may_fail_in_every_way(tmp_path: Path, num_ranks: int, offset: int) -> None:
+def test_every_call_may_fail_in_every_way(
+    tmp_path: Path, num_ranks: int, offset: int, covered: Callable[[str], None]
+) -> None:
     ends = play(tmp_path, num_ranks, stride=1, offset=offset)
+    covered(f"every call, once: {sorted(ends)}")
     # Each of the three has failed by itself.
     assert ends >= {
         "saved False, loaded True, verified True",

@@ -4,27 +4,26 @@ The default run plays a few inputs of each format. The long one,
 
     make test-nightly
 
-plays 100,000 and logs how they ended; `REMESH_CAMPAIGN` is the number for each format, and
-`REMESH_CAMPAIGN_SEED` what they are drawn from. A failure names its number and what was changed.
+plays 100,000 and prints how they ended; `REMESH_CAMPAIGN_SEED` is what they are drawn from.
+A failure names its number and what was changed.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.campaigns.settings import dice_of, num_runs, seed
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.fuzz.checkpoints import WRITERS, make_checkpoint
 from tests.fuzz.files import Files
 from tests.fuzz.mutations import damaged
 from tests.fuzz.trial import attempt, sound_state
 
-_LOGGER = logging.getLogger(__name__)
 _BY_COMMAND = 0.05
 """Share of the inputs on which the command line is tried."""
 
@@ -35,7 +34,10 @@ def _sound(name: str) -> tuple[Files, Any]:
     return files, sound_state(files)
 
 
-def _fuzz(name: str, count: int) -> None:
+@pytest.mark.timeout(6 * 3600)
+@lengths("count", 20, 7700)
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_ones(name: str, count: int, covered: Callable[[str], None]) -> None:
     right, state = _sound(name)
     ends: Counter[str] = Counter()
     for number in range(count):
@@ -47,7 +49,7 @@ def _fuzz(name: str, count: int) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed()}, {name}, input {number}: {what}")
             raise
-    _LOGGER.info("%s: %d inputs, %s", name, count, dict(ends.most_common()))
+    covered(f"seed {seed()}: {count} inputs, {dict(ends.most_common())}")
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -55,15 +57,3 @@ def test_sound_checkpoints_are_read(name: str) -> None:
     files, state = _sound(name)
     assert attempt(files, state, by_command=False) in {"read", "MismatchError"}
     assert attempt(files, copy.deepcopy(state), by_command=True).startswith("exit codes 0/0/")
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_few_damaged_ones(name: str) -> None:
-    _fuzz(name, 20)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(6 * 3600)
-@pytest.mark.parametrize("name", WRITERS)
-def test_many_damaged_ones(name: str) -> None:
-    _fuzz(name, num_runs(7700))

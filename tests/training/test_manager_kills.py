@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import remesh
 from remesh import catalog
 from remesh.storage import open_storage
+from tests.campaigns.settings import dice_of, lengths, seed
 from tests.training.killed_training import (
     KEEP_EVERY,
     KEEP_LAST,
@@ -72,13 +74,11 @@ def test_a_killed_run_is_the_same_run(tmp_path: Path) -> None:
     assert max(history.resumed) > 0
 
 
-@pytest.mark.parametrize(
-    "num_kills",
-    [pytest.param(12, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.nightly)],
-)
-@pytest.mark.timeout(900)
-def test_kills_anywhere(tmp_path: Path, num_kills: int) -> None:
-    dice, root = random.Random(1), tmp_path / "run"
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@lengths("num_kills", 6, 50)
+def test_kills_anywhere(tmp_path: Path, num_kills: int, covered: Callable[[str], None]) -> None:
+    dice, root = dice_of("kills of a training", num_kills), tmp_path / "run"
     notes = [tmp_path / f"launch-{number:03d}" for number in range(num_kills + 1)]
     for folder in notes[:-1]:
         world_size = dice.choice((1, 2, 3, 4))
@@ -87,7 +87,9 @@ def test_kills_anywhere(tmp_path: Path, num_kills: int) -> None:
     # However far a machine came until then: some steps further.
     last_step = catalog.look(open_storage(root))[-1].step + 4 * SAVE_EVERY
     assert not run(Launch(root, notes[-1], dice.choice((1, 2, 3, 4)), last_step))
-    check(History.read(notes), reference_of(tmp_path, last_step), root, last_step)
+    history = History.read(notes)
+    check(history, reference_of(tmp_path, last_step), root, last_step)
+    covered(f"seed {seed()}: {num_kills} kills, resumed from {history.resumed}")
 
 
 def test_in_the_same_layout_even_dropout_is_the_same(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def samples_of(ranks: list[Steps], last_step: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("step", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [20, pytest.param(300, marks=pytest.mark.nightly)])
 def test_interrupted_on_two_ranks_and_resumed_on_four(tmp_path: Path, step: int) -> None:
     last = step // 2 + 10
     words = ("--save-interval", str(step), "--num-samples", str(last * 4 * 16))
@@ -165,7 +165,7 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     assert "1 ranks, now 2: step 20" in done.stderr

@@ -31,7 +31,7 @@ def test_the_tutorial_runs_from_top_to_bottom(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_script_of_the_tutorial_goes_on_in_every_launch(tmp_path: Path) -> None:
     (script,) = (block for block in blocks_of("tutorial.md", "python") if "# train.py" in block)
     (tmp_path / "train.py").write_text(script)
@@ -53,7 +53,7 @@ def test_the_script_of_the_tutorial_goes_on_in_every_launch(tmp_path: Path) -> N
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
         )
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout.splitlines()
