@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from remesh.elastic.client import Client
 from remesh.elastic.status import Status
+from tests.elastic.zygote import Command
 
 REMESH = (str(Path(sys.executable).with_name("remesh")),)
 TRAIN = Path(__file__).with_name("train.py")
@@ -61,7 +63,8 @@ class Cluster:
         silence: Seconds of silence after which a node is lost.
         master: Further options of the master.
         agent: Further options of the agents.
-        saving: How the training saves; see `train.py`.
+        job: What is trained; see `train.py`.
+        saving: How the training saves; see there.
     """
 
     def __init__(
@@ -72,15 +75,19 @@ class Cluster:
         silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
+        job: Literal["numpy", "fsdp"] = "numpy",
         saving: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory
+        self.job = job
         self._nodes = nodes
         self._master_options = ("--heartbeat-timeout", str(silence), *master)
         self._agent_options = agent
         self._saving = saving
         self._port, self._reserved = _reserve_port()
-        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._num_read: Counter[Path] = Counter()
+        self._entries: list[dict[str, Any]] = []
+        self.agents: dict[int, Command] = {}
         self.master: subprocess.Popen[bytes]
         self.start_master()
 
@@ -93,10 +100,10 @@ class Cluster:
         error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        for process in (*self.agents.values(), self.master):
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+        self.kill_master()
         self._reserved.close()
         if error is not None:
             for file in sorted(self.directory.glob("*.log")):
@@ -121,6 +128,11 @@ class Cluster:
         assert self.url, (self.directory / "master.log").read_text()
         self.client = Client(self.url, patience=60)
 
+    def kill_master(self) -> None:
+        """SIGKILL the master."""
+        self.master.kill()
+        self.master.wait()
+
     def command(self, number: int) -> list[str]:
         """What starts the agent of a node."""
         return [
@@ -128,7 +140,7 @@ class Cluster:
             *("--nnodes", self._nodes, "--nproc-per-node", "1", "--last-call", "2"),
             *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "300"),
             *("--drain-seconds", "120", *self._agent_options),
-            *(str(TRAIN), str(self.directory), "0.05", *self._saving),
+            *(str(TRAIN), str(self.directory), self.job, "0.05", *self._saving),
         ]
 
     def start(self, *numbers: int, environment: Mapping[str, str] | None = None) -> None:
@@ -138,12 +150,9 @@ class Cluster:
             numbers: Ids of the nodes.
             environment: Variables that they and their processes get besides.
         """
-        variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
         for number in numbers:
-            with (self.directory / f"node-{number}.log").open("ab") as log:
-                self.agents[number] = subprocess.Popen(
-                    self.command(number), stdout=log, stderr=log, env=os.environ | variables
-                )
+            output = self.directory / f"node-{number}.log"
+            self.agents[number] = Command(self.command(number), output, environment=environment)
 
     def kill_worker(self, rank: int) -> None:
         """SIGKILL the process of a rank."""
@@ -168,11 +177,14 @@ class Cluster:
 
     def said(self) -> list[dict[str, Any]]:
         """What all training processes wrote, in the order of time."""
-        entries: list[dict[str, Any]] = []
         for file in self.directory.glob("*.jsonl"):
-            whole = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]
-            entries += [json.loads(line) | {"pid": int(file.stem)} for line in whole]
-        return sorted(entries, key=lambda entry: entry["time"])
+            with file.open("rb") as lines:
+                lines.seek(self._num_read[file])
+                whole = lines.read().rpartition(b"\n")[0].splitlines()
+            self._num_read[file] += sum(len(line) + 1 for line in whole)
+            self._entries += [json.loads(line) | {"pid": int(file.stem)} for line in whole]
+        self._entries.sort(key=lambda entry: entry["time"])  # mostly in order: it takes no time
+        return list(self._entries)
 
     def workers(self) -> list[int]:
         """Training processes of this test that live."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
 from remesh.elastic.metrics import render_metrics
 from tests.elastic.cluster import REMESH
+from tests.elastic.zygote import Command
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "elastic.md").read_text()
@@ -32,20 +31,12 @@ def block(kind: str) -> str:
 def test_the_script_survives_its_accident(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("python"))
     assert "$ remesh run --nproc-per-node 2 train.py\n" in PAGE
-    done = subprocess.run(
-        [*REMESH, "run", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "done: step 20" in done.stdout
-    assert re.search(
-        r"restart: rank \d \(local rank \d\) on node 0 failed \(exit code 1\)", done.stderr
-    )
+    command = [*REMESH, "run", "--nproc-per-node", "2", "train.py"]
+    code = Command(command, tmp_path / "output", directory=tmp_path).wait(500)
+    output = (tmp_path / "output").read_text()
+    assert code == 0, output
+    assert "done: step 20" in output
+    assert re.search(r"restart: rank \d \(local rank \d\) on node 0 failed \(exit code 1\)", output)
 
 
 def test_the_patterns_are_patterns(tmp_path: Path) -> None:

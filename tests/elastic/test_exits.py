@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,9 @@ import pytest
 from remesh.elastic.agent import EXIT_JOB_FAILED, _Process
 from remesh.script import done_note
 from tests.elastic.cluster import REMESH
+from tests.elastic.zygote import Command
 
 pytestmark = pytest.mark.timeout(600)
-
-log = logging.getLogger(__name__)
 
 CRASHES = """
 import atexit, os, sys, time
@@ -44,33 +43,29 @@ else:
 """
 
 
-def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*REMESH, "run", "--nproc-per-node", "2", "--max-restarts", "0", *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+def run(directory: Path, *words: str) -> tuple[int, str]:
+    """Run a job of two processes; its exit code, and what it wrote."""
+    command = [*REMESH, "run", "--nproc-per-node", "2", "--max-restarts", "0", *words]
+    output = directory / "output"
+    return Command(command, output, directory=directory).wait(500), output.read_text()
 
 
 @pytest.mark.parametrize("words", [("-m", "crashes"), ("crashes.py",)])
 def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
-    done = run(tmp_path, *words, "--lr", "1")
-    assert done.returncode == 0, done.stderr
-    assert "went on: ['--lr', '1']" in done.stdout
-    assert "died by signal 6 on its way out, after its work was done: no failure" in done.stderr
-    assert "gloo" in done.stderr
+    code, output = run(tmp_path, *words, "--lr", "1")
+    assert code == 0, output
+    assert "went on: ['--lr', '1']" in output
+    assert "died by signal 6 on its way out, after its work was done: no failure" in output
+    assert "gloo" in output
 
 
 def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nsys.exit('bad')\n")
-    done = run(tmp_path, "fails.py")
-    assert done.returncode == EXIT_JOB_FAILED
-    assert "exitcode  : 1" in done.stderr
-    assert "fault of remesh" not in done.stderr
+    code, output = run(tmp_path, "fails.py")
+    assert code == EXIT_JOB_FAILED
+    assert "exitcode  : 1" in output
+    assert "fault of remesh" not in output
 
 
 def start(*, note: bool, directory: Path, ends: str) -> _Process:
@@ -137,14 +132,15 @@ def load() -> Iterator[None]:
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.usefixtures("load")
-def test_of_many_jobs_none_aborts_at_its_end(tmp_path: Path) -> None:
-    """As many jobs as `REMESH_EXITS` says, beside as many of torchrun, which show the race."""
+def test_of_many_jobs_none_aborts_at_its_end(
+    tmp_path: Path, covered: Callable[[str], None]
+) -> None:
+    """100 jobs, beside as many of torchrun, which show the race."""
     (tmp_path / "train.py").write_text(TRAINS)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     num_aborts = 0
-    count = int(os.environ.get("REMESH_EXITS", "100"))
-    for number in range(count):
+    for _ in range(100):
         plain, ours = (
             subprocess.run(
                 [*launcher, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
@@ -157,8 +153,8 @@ def test_of_many_jobs_none_aborts_at_its_end(tmp_path: Path) -> None:
             )
             for launcher in (torchrun, (*REMESH, "run"))
         )
-        assert ours.returncode == 0, f"job {number}: {ours.stderr}"
+        assert ours.returncode == 0, ours.stderr
         assert "on its way out" not in ours.stderr
         num_aborts += plain.returncode != 0
         assert plain.returncode == 0 or "Signal 6 (SIGABRT)" in plain.stderr, plain.stderr
-        log.info("%d jobs: %d of torchrun's aborted, none of remesh's", number + 1, num_aborts)
+    covered(f"100 jobs: {num_aborts} of torchrun's aborted, none of remesh's")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from remesh.elastic import child, guard
 from remesh.elastic.directories import BEATS, agent_directory
 from remesh.heartbeat import AgentLock
 from tests.elastic.cluster import REMESH, kill
+from tests.elastic.zygote import Command
 from tests.waiting import wait_until
 
 ORPHAN = Path(__file__).with_name("orphan.py")
@@ -74,20 +74,23 @@ def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -
     wrapper.write_text(f'#!/bin/bash\n[ "$RANK" = 0 ] || set -m\n{train}\necho ended\n')
     wrapper.chmod(0o755)
     command = [*REMESH, "run", "--nproc-per-node", "2", "--no-python", str(wrapper)]
-    agent = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, cwd=tmp_path
+    agent = Command(
+        command,
+        tmp_path / "output",
+        environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+        directory=tmp_path,
     )
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     pids: list[int] = []
     try:
         wait_until(lambda: all(file.exists() for file in files), "both processes")
         pids = [int(file.read_text()) for file in files]
-        agent.send_signal(signal.SIGKILL)
+        agent.kill()
         agent.wait()
         wait_until(lambda: not any(map(lives, pids)), "the end of both processes")
         assert (tmp_path / "noticed").exists()
     finally:
-        kill(agent.pid)
+        agent.kill()
         agent.wait()
         for pid in pids:
             kill(pid)

@@ -11,6 +11,7 @@ import pytest
 from remesh.elastic.client import Client
 from remesh.errors import MasterError
 from tests.elastic.cluster import REMESH
+from tests.elastic.zygote import Command
 
 OPENSSL = shutil.which("openssl")
 SUBJECT = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -45,17 +46,10 @@ def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
             Client(url, token="wrong", tls_ca=str(certificate)).status()
         with pytest.raises(MasterError, match="certificate"):
             Client(url, token="secret").status()
-        done = subprocess.run(
-            [
-                *(*REMESH, "run", "--master", url, "--token-file", str(token)),
-                *("--tls-ca", str(certificate), "--no-python", "true"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        command = [*REMESH, "run", "--master", url, "--token-file", str(token)]
+        command += ["--tls-ca", str(certificate), "--no-python", "true"]
+        output = tmp_path / "output"
+        assert Command(command, output).wait(400) == 0, output.read_text()
         assert client.status().phase == "succeeded"
     finally:
         master.terminate()

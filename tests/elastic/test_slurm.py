@@ -22,12 +22,11 @@ import pytest
 
 from remesh.elastic.client import Client
 from tests.elastic.cluster import TRAIN
-from tests.elastic.train import uninterrupted
+from tests.elastic.fsdp_job import uninterrupted
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ,
@@ -76,7 +75,7 @@ class Slurm:
         log = str(self._directory / "task-%a.log")
         job = self.ask(
             *("sbatch", "--parsable", "--output", log, "--array", tasks),
-            *(str(EXAMPLE), str(TRAIN), str(self._directory), "0.05"),
+            *(str(EXAMPLE), str(TRAIN), str(self._directory), "fsdp", "0.05"),
         )
         self.jobs.append(job)
         return job
@@ -195,6 +194,7 @@ class Job:
             assert values == pytest.approx([expected[number]] * len(values), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_nodes_die_and_join(tmp_path: Path, slurm: Slurm) -> None:
     slurm.submit("0-2")
     job = Job(slurm, tmp_path)
@@ -210,6 +210,7 @@ def test_nodes_die_and_join(tmp_path: Path, slurm: Slurm) -> None:
     job.stop()
 
 
+@pytest.mark.slow
 def test_the_node_of_the_master_dies(tmp_path: Path, slurm: Slurm) -> None:
     slurm.submit("0-1")
     job = Job(slurm, tmp_path)
@@ -220,6 +221,7 @@ def test_the_node_of_the_master_dies(tmp_path: Path, slurm: Slurm) -> None:
     job.stop()
 
 
+@pytest.mark.slow
 def test_at_the_time_limit_the_state_is_saved_and_the_job_goes_on_later(
     tmp_path: Path, slurm: Slurm
 ) -> None:

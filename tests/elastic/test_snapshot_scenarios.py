@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -36,9 +36,10 @@ def cluster_of(
     saving: tuple[str, ...],
     silence: float = SILENCE,
     agent: tuple[str, ...] = (),
+    job: Literal["numpy", "fsdp"] = "numpy",
 ) -> Cluster:
     options = ("--snapshot-dir", str(memory), *agent)
-    return Cluster(directory, nodes, silence=silence, agent=options, saving=saving)
+    return Cluster(directory, nodes, silence=silence, agent=options, job=job, saving=saving)
 
 
 def resumes(cluster: Cluster) -> list[dict[str, Any]]:
@@ -72,7 +73,7 @@ def num_repeated(cluster: Cluster) -> int:
 
 @slow
 def test_after_a_killed_process_the_job_goes_on_from_memory(tmp_path: Path, memory: Path) -> None:
-    with cluster_of(tmp_path, memory, "2:2", saving=("15", "1", "0")) as cluster:
+    with cluster_of(tmp_path, memory, "2:2", saving=("15", "1", "0"), job="fsdp") as cluster:
         cluster.start(0, 1)
         cluster.until_step(22)
         stored = last_stored(cluster)

@@ -435,14 +435,14 @@ def test_heartbeats_and_requests_of_the_agent(
         assert first is not None
         assert (first.step, first.saved_step, first.step_seconds) == (1, None, None)
         request(beat, "save-and-stop")
-        manager.step(2, state_of(2))
+        manager.step(2, state_of(2), own_seconds=0.25)
         assert manager.should_stop
         assert read_request(beat) is None
         second = read_heartbeat(beat)
         assert second is not None
         assert (second.step, second.saved_step) == (2, 2)
         assert second.time >= first.time
-        assert second.step_seconds is not None
+        assert second.step_seconds == 0.25
     assert names(tmp_path / "run") == ["0002"]
 
 

@@ -1,0 +1,76 @@
+"""The same for torch: a tiny model, cut by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+BATCH = 12
+"""Divides among 1, 2, 3 and 4 ranks."""
+
+
+def losses_of(model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
+    """The losses of a rank's part of a batch."""
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(2, BATCH, 8, generator=generator)
+    inputs, targets = batch[:, rank::world_size]
+    # No model can predict the targets: a loss that came near to 0 could not be compared any more.
+    result: torch.Tensor = (model(inputs) - targets).square().mean(1)
+    return result
+
+
+def make_model() -> nn.Sequential:
+    """The model before the first step."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def uninterrupted(num_steps: int) -> list[float]:
+    """The loss of every step in one process."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        loss = losses_of(model, step, 0, 1).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return losses
+
+
+class Job:
+    """See `numpy_job.Job`."""
+
+    group = None
+
+    def __init__(self, _name: str) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._model = make_model()
+        fully_shard(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
+        self.state: dict[str, Any] = {
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "step": 0,
+        }
+
+    def train(self, step: int, *, stop: bool) -> tuple[float, bool]:
+        """See `numpy_job.Job.train`."""
+        own = losses_of(self._model, step, self.rank, self.world_size).mean()
+        self._optimizer.zero_grad()
+        torch.autograd.backward(own)
+        self._optimizer.step()
+        totals = torch.stack([own.detach(), torch.tensor(float(stop))])
+        dist.all_reduce(totals)
+        total, num_stops = totals.tolist()
+        return total / self.world_size, num_stops > 0
+
+    def close(self) -> None:
+        """See `numpy_job.Job.close`."""
+        dist.destroy_process_group()

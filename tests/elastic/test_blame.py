@@ -1,0 +1,134 @@
+"""What the master makes of what goes wrong, and when: the job's machine with its clock."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from remesh.elastic import events
+from remesh.elastic.job import State, apply, charges_of
+from remesh.elastic.live import Live, events_of_time, hear, hear_beat
+from remesh.elastic.metrics import render_metrics
+from remesh.elastic.protocol import BeatRequest, RankBeat
+from remesh.elastic.rendezvous import Outcome
+from remesh.elastic.status import status_of
+from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, run
+
+
+def charged(state: State, now: float = 1000.0) -> dict[int, int]:
+    counts = {number: charges_of(state, number, now).count for number in state.spent}
+    return {number: count for number, count in counts.items() if count}
+
+
+def history(state: State) -> str:
+    return "\n".join(line.text for line in state.history)
+
+
+class TestCharges:
+    def test_each_of_two_nodes_that_fail_at_once_is_charged(self) -> None:
+        state = fail(fail(run(num_nodes=4), 0, 110.0), 2, 110.2)
+        assert charged(state) == {0: 1, 2: 1}
+
+    def test_nodes_whose_processes_fail_of_it_are_not(self) -> None:
+        state = run(num_nodes=4)
+        for number, message in ((1, COLLATERAL), (0, ""), (3, COLLATERAL)):
+            state = fail(state, number, 110.0, message)
+        assert charged(state) == {0: 1}
+
+    def test_a_node_that_is_lost_costs_none_a_restart(self) -> None:
+        state = apply(run(num_nodes=4), events.Lose(node_id=1, incarnation="a"), 120.0)
+        for number in (0, 2, 3):
+            state = fail(state, number, 121.0, COLLATERAL)
+        state = join(state, 0, 2, 3, now=122.0)
+        assert charged(state) == {}
+        assert state.rendezvous is not None
+        assert sorted(state.rendezvous.active) == [0, 2]  # in multiples of two
+
+    def test_each_failure_is_charged_until_the_restarts_are_used_up(self) -> None:
+        state = run(num_nodes=2, max_restarts=1)
+        state = join(fail(state, 1, 110.0), 0, 1, now=111.0)
+        state = fail(state, 1, 120.0)
+        assert state.rendezvous is not None
+        assert state.rendezvous.outcome is Outcome.FAILED
+        assert "the 1 restarts of its node are used up" in state.rendezvous.reason
+
+
+def beat(live: Live, state: State, now: float, **ranks: RankBeat) -> State:
+    """Both nodes are heard; the ranks of one say how far they are."""
+    for number in (0, 1):
+        hear(live, number, "a", now)
+    request = BeatRequest(
+        node_id=0,
+        incarnation="a",
+        round=1,
+        ranks={int(name[1:]): rank for name, rank in ranks.items()},
+    )
+    for event in hear_beat(live, state, request, now):
+        state = apply(state, event, now)
+    for event in events_of_time(live, state, now):
+        state = apply(state, event, now)
+    return state
+
+
+def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
+    state = run(msgspec.structs.replace(POLICY, hang_timeout=30.0), num_nodes=2)
+    live = Live.after_start(state, 100.0)
+    for now in (101.0, 102.0, 131.0):
+        step = min(int(now), 102)
+        state = beat(live, state, now, r0=RankBeat(step=step, age=now - step))
+        assert state.hanging is None
+    state = beat(live, state, 133.0, r0=RankBeat(step=102, age=31.0))
+    assert "the job hangs: no rank has finished a step for 31 s" in history(state)
+    assert state.dump == 1  # stacks are asked for first
+    assert state.forced is None
+    state = beat(live, state, 200.0, r0=RankBeat(step=102, age=98.0))
+    assert state.forced is not None
+    assert charged(state) == {}
+
+
+def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
+    state = run(num_nodes=2)
+    live = Live.after_start(state, 100.0)
+    ranks = {
+        f"r{rank}": RankBeat(step=7, age=0.0, step_seconds=seconds)
+        for rank, seconds in enumerate((0.5, 0.5, 0.625, 2.0))
+    }
+    state = beat(live, state, 101.0, **ranks)
+    status = status_of(state, live, 101.0)
+    assert {rank.rank: rank.slow for rank in status.ranks if rank.slow} == {3: 2.0 / 0.5625}
+    metrics = render_metrics(status, 0, journal_failing=False).decode()
+    assert 'remesh_rank_step_seconds{rank="3"} 2.0' in metrics
+
+
+def checked(num_nodes: int, *, exclude: bool) -> State:
+    """A job whose nodes were checked before its first round; the last is ten times slower."""
+    policy = msgspec.structs.replace(POLICY, check=True, exclude_stragglers=exclude)
+    state = run(policy, num_nodes=num_nodes)
+    while state.check is not None:
+        number, test_round = state.check.number, len(state.check.results)
+        for node_id in (node_id for group in state.check.plan for node_id in group):
+            tested = events.Tested(
+                node_id=node_id,
+                incarnation="a",
+                check=number,
+                test_round=test_round,
+                passed=True,
+                broken=False,
+                seconds=10.0 if node_id == num_nodes - 1 else 1.0,
+                message="",
+            )
+            state = apply(state, tested, 101.0)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "exclude", "excluded"), [(4, True, [3]), (4, False, []), (2, True, [])]
+)
+def test_a_slow_node_is_done_without_if_asked_for_and_enough_others_are_there(
+    num_nodes: int, exclude: bool, excluded: list[int]
+) -> None:
+    state = checked(num_nodes, exclude=exclude)
+    assert state.rendezvous is not None
+    assert list(state.rendezvous.excluded) == excluded
+    if num_nodes == 4:
+        assert "node 3 is a straggler: its probe takes 10.0 times the median" in history(state)
