@@ -6,10 +6,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Tests at a time: most of them wait for processes or disks, so twice two cores is about right.
 WORKERS ?= 4
+# Which tests, as pytest's -m takes it: with MARKS='not nightly' also those marked slow.
+MARKS ?= not slow and not nightly
+# Where they are, or other words of pytest's.
+TESTS ?=
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported: most of what is installed never is.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-slow test-nightly test-all check format bench clean
+.PHONY: help demo test test-slow test-nightly test-all stress check format bench clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,26 +23,43 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --editable '.[torch]'
+	$(INSTALL) --constraint constraints.txt --editable '.[torch]'
 	@touch $@
 
+# constraints.txt names everything that the dev extra needs, pip included. So nothing has to be
+# resolved, which takes longer than the installation, and two halves can be installed side by side.
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --constraint constraints.txt --upgrade pip
+	@sed -n 'p;n' constraints.txt >$(VENV)/one.txt
+	@sed -n 'n;p' constraints.txt >$(VENV)/other.txt
+	$(INSTALL) --no-deps --requirement $(VENV)/one.txt & one=$$!; \
+	  $(INSTALL) --no-deps --requirement $(VENV)/other.txt && wait $$one
+	$(INSTALL) --no-deps --editable .
+	$(BIN)/pip check
+	@# Compiled here once, and not by every worker of the tests at the same time.
+	@$(BIN)/python -c 'import torch._dynamo, torch.distributed.run'
 	@touch $@ $(VENV)/.ready-demo
 
 demo: $(VENV)/.ready-demo  ## Train, kill a rank in the middle of a save, resume in other layouts
 	$(BIN)/remesh demo
 
 test: $(VENV)/.ready-dev  ## Run the tests (those marked slow excepted)
-	$(PYTEST)
+	$(PYTEST) -m '$(MARKS)' $(TESTS)
 
-test-slow: $(VENV)/.ready-dev  ## Run the tests marked slow
-	$(PYTEST) -m slow
+test-slow: MARKS = slow and not nightly
+test-slow: test  ## Run the tests marked slow
 
-test-nightly: $(VENV)/.ready-dev  ## Run the tests marked nightly
-	$(BIN)/pytest -m nightly --log-cli-level=INFO
+test-nightly: MARKS = nightly
+test-nightly: test  ## Run the long forms of tests, and print what they covered
 
-test-all: test test-slow  ## Run all tests
+test-all: MARKS = not nightly
+test-all: test  ## Run the tests with those marked slow
+
+# How often TESTS run.
+ROUNDS ?= 10
+
+stress: $(VENV)/.ready-dev  ## Run TESTS again and again under load, and count failures
+	$(BIN)/python -m tests.stress --rounds $(ROUNDS) -m '$(MARKS)' $(TESTS)
 
 check: $(VENV)/.ready-dev  ## Style, types and layers
 	$(BIN)/ruff check .

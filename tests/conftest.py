@@ -36,20 +36,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def covered(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Called with what a test has covered, which is printed when all tests have ended."""
+    """Called with what a nightly test has covered, which is printed when all tests have ended."""
     return lambda text: record_property("covered", text)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests said that they covered."""
+    """Print what nightly tests said that they covered."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
     lines = [
         f"{report.nodeid}: {text}"
         for report in reports
-        if getattr(report, "when", "") == "call"
+        if getattr(report, "when", "") == "call" and "nightly" in report.keywords
         for kind, text in report.user_properties
         if kind == "covered"
     ]
     if lines:
-        terminalreporter.section("what long tests covered")
+        terminalreporter.section("what nightly tests covered")
         terminalreporter.write_line("\n".join(sorted(lines)))
