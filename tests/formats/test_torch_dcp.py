@@ -274,7 +274,7 @@ def test_a_refused_value_is_an_error_for_who_asks_for_it(tmp_path: Path) -> None
     dcp_save({"w": torch.ones(2), "custom": Custom(), "step": 1}, tmp_path)
     state = remesh.load({"w": torch.zeros(2), "step": 0}, tmp_path)
     assert (state["w"].tolist(), state["step"]) == ([1, 1], 1)
-    allow = r"remesh\.Source\(path, allow=\['.*Custom'\]\)"
+    allow = r"remesh\.formats\.Source\(path, allow=\['.*Custom'\]\)"
     with pytest.raises(remesh.MismatchError, match=allow):
         remesh.load({"custom": None}, tmp_path)
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.saving import options_of
@@ -147,6 +148,7 @@ def save_as(
         StorageError: If the storage fails.
         ExchangeError: If a rank died.
     """
+    check_order("save_as", state, path)
     exchange, storage = exchange_of(group), open_storage(path)
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
     options = options_of(overwrite, None, buffers, verify_replicas)

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import without_buffers_of_ranks
 from remesh.checkpoint.comparing import Wanted
 from remesh.checkpoint.local import exchange_of, finish_device_work
@@ -113,6 +114,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         StorageError: If the storage fails.
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
+    check_order("load", state, path)
     started = time.monotonic()
     rules = as_transform(transform)
     exchange = exchange_of(group)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 from remesh import values
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.coverage import tensors_with_holes
-from remesh.errors import StateError
+from remesh.dtypes import BY_NAME
+from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.building import exists
 from remesh.formats.table import place_of, read_contents
@@ -56,12 +58,29 @@ class VerifyReport:
         return not self.damages and not self.incomplete
 
 
+def _torch_if_installed() -> ModuleType | None:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None
+    return torch
+
+
 class Checkpoint:
     """A committed checkpoint, opened for reading. Not collective: any one process may open it.
 
     Opening reads the commit record, the index and the values, each checked against its digest.
     Tensors are read when they are asked for, and only the bytes that are needed. Checkpoints of
     other systems open the same way, without digests.
+
+    A checkpoint behaves like a dict of what is stored: `name in checkpoint`, `checkpoint[name]`,
+    `len(checkpoint)`, `keys()` and iteration over the names. Names are those of tensors, their
+    aliases, plain values, lists and elements of sharded objects.
+
+    Tensors come as torch tensors on the CPU. Where torch is not installed they come as numpy
+    arrays, if numpy has their element type.
 
     What is opened is one save. If another save replaces it, what was not read before is gone: then
     reading raises `CheckpointReplacedError`, and the checkpoint may be opened again.
@@ -88,6 +107,40 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._storage.url!r})"
+
+    @functools.cached_property
+    def _names(self) -> dict[str, None]:
+        """Every stored name, in the order of kinds."""
+        return dict.fromkeys(self._stored.names())
+
+    def keys(self) -> KeysView[str]:
+        """Every stored name. Nothing is read for it."""
+        return self._names.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Any:
+        """What is stored under a name: a whole tensor is read, as by `read`.
+
+        Raises:
+            KeyError: If there is nothing; the message has the nearest names.
+            RemeshError: As `read`, if a tensor cannot be read.
+        """
+        if name not in self._names:
+            raise KeyError(self._stored.not_stored(name, "nothing is stored under this name"))
+        if name in self.index:
+            return self.read(name)
+        document = self._stored.document
+        if name in document.objects:
+            return values.decode(bytes(document.objects[name].value))
+        return document.lists[name] if name in document.lists else self._stored.value(name)
 
     @property
     def index(self) -> Index:
@@ -144,7 +197,7 @@ class Checkpoint:
             StateError: If no tensor is; the message has the nearest names.
         """
         if name not in self.index:
-            raise StateError(self._stored.no_such_tensor(name))
+            raise StateError(self._stored.not_stored(name, "no such tensor is stored"))
         return self.index[name]
 
     def read_array(self, name: str, box: Box | None = None) -> CarrierArray:
@@ -172,19 +225,28 @@ class Checkpoint:
             return read_box(self._storage, self.index, name, box)
 
     def read(self, name: str, box: Box | None = None) -> Any:
-        """Read a tensor or a box of it as a torch tensor on the CPU.
+        """Read a tensor or a box of it as a torch tensor on the CPU; without torch as an array.
 
-        Args and errors are those of `read_array`.
+        Args are those of `read_array`.
+
+        Raises:
+            RemeshError: As `read_array`.
+            UnsupportedValueError: If torch is not installed and numpy lacks the element type.
         """
-        import torch
-
-        stored = self.tensor(name)
+        stored, torch = self.tensor(name), _torch_if_installed()
+        if torch is None:
+            if not BY_NAME[stored.dtype].is_native:
+                raise UnsupportedValueError(
+                    f"{name}: numpy has no {stored.dtype}, and torch is not installed; install "
+                    "torch, or read the bits as unsigned integers with read_array"
+                )
+            return self.read_array(name, box)
         array = self.read_array(name, box)
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         return flat.view(getattr(torch, stored.dtype)).reshape(array.shape)
 
     def state(self) -> Any:
-        """The whole state as it was nested when it was saved, with full tensors on the CPU.
+        """The whole state as it was nested when it was saved, with full tensors as of `read`.
 
         Modules and optimizers come as what their state dicts held. Sharded descriptions, which
         have a name but no place, are found at the top level under their names.

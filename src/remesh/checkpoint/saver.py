@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, agree
+from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.background import Task
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.handle import Progress, SaveHandle
@@ -207,6 +208,7 @@ class Saver:
         Raises:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
+        check_order("save_async", state, path)
         exchange = exchange_of(self._group)
         storage = open_storage(path)
         emit = timed(emitter(self._on_event, exchange.rank), "save", exchange.rank, storage.url)

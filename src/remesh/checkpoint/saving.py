@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
+from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import commit, remove_files, write_beside
 from remesh.checkpoint.local import exchange_of
@@ -108,6 +109,7 @@ def save_agreed(
     first: Callable[[], None] | None = None,
 ) -> None:
     """`save`, with the plan of earlier saves; for `first` see `agree`."""
+    check_order("save", state, path)
     exchange = exchange_of(group)
     storage = open_storage(path)
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)

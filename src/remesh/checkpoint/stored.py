@@ -57,11 +57,11 @@ class StoredState:
         stored = self.index[name]
         return stored.dtype, stored.shape
 
-    def no_such_tensor(self, name: str) -> str:
-        """What to say about a tensor that is not stored."""
+    def not_stored(self, name: str, problem: str) -> str:
+        """What to say about a name that is not stored: the problem, and the nearest names."""
         near = difflib.get_close_matches(name, list(self.names()), n=3)
         hint = f"; near are {', '.join(near)}" if near else ""
-        return f"{name}: no such tensor is stored{hint}"
+        return f"{name}: {problem}{hint}"
 
     def has_value(self, name: str) -> bool:
         """Whether a plain value of this name is stored, whole or taken apart."""

@@ -48,6 +48,7 @@ from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
 from remesh.storage import LocalStorage, open_storage
 from remesh.training import policies, resuming, retention, rng
+from remesh.training.arguments import check_state, check_step
 from remesh.training.memory import Memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.provenance import digest_of, new_run, provenance
@@ -226,6 +227,7 @@ class Manager:
                 failed. The training may go on.
             AgentLostError: If the agent of this process has ended.
         """
+        check_step("step", step, state)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -263,6 +265,7 @@ class Manager:
         Raises:
             RemeshError: As `step`.
         """
+        check_step("save", step, state)
         self._begin(step, state, metrics, metadata, "asked for")
 
     def wait(self) -> None:
@@ -463,14 +466,10 @@ class Manager:
             CorruptCheckpointError: If there are checkpoints and none of them can be loaded.
             RemeshError: As `remesh.load`.
         """
+        check_state("resume", state)
         rules = as_transform(transform)
+        options = {"missing": missing, "cast": cast, "transform": rules, "on_event": self._on_event}
         self.wait()
-        options = {
-            "missing": missing,
-            "cast": cast,
-            "transform": rules,
-            "on_event": self._on_event,
-        }
         sources, incomplete = self._sources()
         passed_over: list[tuple[CheckpointInfo, str]] = []
         for source in sources:

@@ -461,7 +461,9 @@ def test_a_class_in_the_common_file_of_others_must_be_allowed(tmp_path: Path) ->
     save({"w": shard}, tmp_path, ("torch_dist", 1))
     torch.save({"own": Own(), "step": 1}, tmp_path / "common.pt")
     name = f"{__name__}.Own"
-    with pytest.raises(CheckpointingException, match=rf"{name}.*remesh\.Source\(path, allow"):
+    with pytest.raises(
+        CheckpointingException, match=rf"{name}.*remesh\.formats\.Source\(path, allow"
+    ):
         load({"w": shard}, tmp_path)
     loaded = load({"w": shard}, remesh.formats.Source(tmp_path, allow=(name,)))
     assert isinstance(loaded["own"], Own)

@@ -1,0 +1,50 @@
+"""Checks of what a script passes to a `Manager`, before anything collective begins."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import MutableMapping
+
+from remesh.checkpoint.arguments import is_place
+from remesh.errors import StateError
+
+
+def check_step(call: str, step: object, state: object) -> None:
+    """Refuse anything but a number of steps and a state, in this order.
+
+    Raises:
+        StateError: If they are swapped, or one of them is something else.
+    """
+    if not _is_integer(step):
+        if _is_integer(state):
+            problem = f"step and state are swapped; write manager.{call}(step, state)"
+        else:
+            problem = f"the step is a number of steps, and not a {type(step).__name__}"
+        raise StateError(f"Manager.{call}: {problem}.")
+    check_state(call, state)
+
+
+def check_state(call: str, state: object) -> None:
+    """Refuse anything but a dict as the state of a job, to which the manager adds entries.
+
+    Raises:
+        StateError: If it is a place, which the manager chooses by itself, or no dict.
+    """
+    if is_place(state):
+        raise StateError(
+            f"Manager.{call}: got the place {state!r} where the state is expected. A manager finds "
+            "the checkpoints below its root by itself; remesh.load(state, path) loads a given one."
+        )
+    if not isinstance(state, MutableMapping):
+        raise StateError(
+            f"Manager.{call}: the state is a dict, and not a {type(state).__name__}; name its "
+            'parts, such as {"model": model, "optimizer": optimizer}.'
+        )
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

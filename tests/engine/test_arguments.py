@@ -1,0 +1,66 @@
+"""Arguments in the wrong order are refused by name, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remesh
+from remesh.checkpoint import save_as
+from remesh.errors import StateError
+from remesh.formats import Source
+from remesh.storage import MemoryStorage
+
+STATE = {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (remesh.save, "save"),
+        (remesh.load, "load"),
+        (remesh.save_async, "save_async"),
+        (remesh.Saver().save, "save"),
+        (remesh.Saver().save_async, "save_async"),
+        (lambda state, path: save_as(state, path, format="torch_dcp"), "save_as"),
+    ],
+)
+@pytest.mark.parametrize("place", [str, Path])
+def test_state_and_path_are_swapped(
+    call: Callable[..., Any], name: str, place: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(StateError, match=rf"{name}: .*swapped; write {name}\(state, path\)"):
+        call(place(tmp_path / "checkpoint"), STATE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_storages_and_sources_are_places(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="swapped"):
+        remesh.save(MemoryStorage(), STATE)
+    with pytest.raises(StateError, match="swapped"):
+        remesh.load(Source(str(tmp_path)), STATE)
+
+
+@pytest.mark.parametrize("call", ["save", "step"])
+def test_step_and_state_are_swapped(call: str, tmp_path: Path) -> None:
+    with remesh.Manager(tmp_path) as manager:
+        with pytest.raises(StateError, match=rf"swapped; write manager.{call}\(step, state\)"):
+            getattr(manager, call)(STATE, 1)
+        with pytest.raises(StateError, match="the step is a number of steps, and not a str"):
+            getattr(manager, call)("one", STATE)
+        with pytest.raises(StateError, match=r'the state is a dict, and not a list.*"model"'):
+            getattr(manager, call)(1, [STATE])
+        with pytest.raises(StateError, match=r"got the place 'run'.*remesh.load\(state, path\)"):
+            getattr(manager, call)(1, "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_in_place_of_the_state_to_resume(tmp_path: Path) -> None:
+    with (
+        remesh.Manager(tmp_path) as manager,
+        pytest.raises(StateError, match=r"Manager.resume: got the place .*step_00000001"),
+    ):
+        manager.resume(tmp_path / "step_00000001")  # type: ignore[arg-type]
