@@ -13,6 +13,9 @@ TESTS ?=
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 # Python compiles a module when it is first imported: most of what is installed never is.
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# The tests start hundreds of interpreters: if none kept what it compiled, each would compile all
+# that it imports, and each worker all tests.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test test-slow test-nightly test-all stress check format bench clean
 
@@ -83,3 +86,4 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 
 clean:  ## Remove what the commands above made
 	rm -rf $(VENV) demo-output bench-output build dist .mypy_cache .pytest_cache .ruff_cache
+	find benchmarks docs examples src tests -name __pycache__ -prune -exec rm -rf {} +

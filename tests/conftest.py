@@ -2,6 +2,9 @@
 
 The default run is short and gives the same result twice. `pytest --hypothesis-profile=long` looks
 further, at random. A slow machine is not a failure, so no example has a deadline.
+
+Several tests run at a time, so each process computes in one thread: torch's tensors are small here,
+and threads that wait for one another would take the processors from other tests.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 settings.register_profile("short", max_examples=40, deadline=None, derandomize=True, database=None)
 settings.register_profile("long", max_examples=500, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
@@ -45,6 +47,7 @@ def trained_by(_exchange: Exchange, layout: Layout, tied: bool) -> Trained:
     return losses, parameters, held_tensors(trainee.model)
 
 
+@cache
 def trained_alone(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same steps, spelled out without any of the demo's training code."""
     config = config_of(tied=tied)

@@ -7,7 +7,7 @@ global state, as remesh's own descriptions; `check` compares what a rank holds w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +118,12 @@ LAYOUTS = [
     flat("zero4", 4),
     whole_by_rank("pp3", 3),
 ]
+SOME = (0, 3, 5, 10)
+"""How far behind a source those targets are in the list that the default run takes."""
+ALL = range(len(LAYOUTS))
+
+
+def targets_of(source: Layout, shifts: Iterable[int]) -> list[Layout]:
+    """The layouts that are so far behind a source; after the last comes the first."""
+    number = LAYOUTS.index(source)
+    return [LAYOUTS[(number + shift) % len(LAYOUTS)] for shift in shifts]

@@ -11,7 +11,7 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from remesh.testing import run_ranks
-from tests.engine.layouts import LAYOUTS, SHAPES, Layout, truth
+from tests.engine.layouts import ALL, LAYOUTS, SHAPES, SOME, Layout, targets_of, truth
 
 
 def save_rank(exchange: Exchange, layout: Layout, storage: MemoryStorage) -> None:
@@ -36,8 +36,7 @@ def load_rank(
     return reports[0]
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_any_layout_loads_in_any_other(source: Layout) -> None:
+def load_in(source: Layout, targets: list[Layout]) -> None:
     storage = MemoryStorage()
     run_ranks(source.world_size, save_rank, source, storage)
     checkpoint = remesh.Checkpoint(storage)
@@ -45,11 +44,22 @@ def test_any_layout_loads_in_any_other(source: Layout) -> None:
     assert set(checkpoint.index) == set(SHAPES)
     for name in SHAPES:
         assert checkpoint.read_array(name).tobytes() == truth(name).tobytes()
-    for target in LAYOUTS:
+    for target in targets:
         reports = run_ranks(target.world_size, load_rank, target, storage)
         needed = sum(report.bytes_needed for report in reports)
         assert needed >= checkpoint_bytes(checkpoint)
         assert {name for report in reports for name in report.restored} == set(SHAPES)
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_loads_in_some_others(source: Layout) -> None:
+    load_in(source, targets_of(source, SOME))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_loads_in_any_other(source: Layout) -> None:
+    load_in(source, targets_of(source, ALL))
 
 
 def checkpoint_bytes(checkpoint: remesh.Checkpoint) -> int:
@@ -68,11 +78,21 @@ def test_every_element_is_stored_once(layout: Layout) -> None:
         assert (counts == 1).all(), (name, shape)
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_any_layout_loads_in_any_other_reading_together(source: Layout) -> None:
+def load_together_in(source: Layout, targets: list[Layout]) -> None:
     storage = MemoryStorage()
     run_ranks(source.world_size, save_rank, source, storage)
     stored = sum(file.num_bytes for file in remesh.Checkpoint(storage).index.files)
-    for target in LAYOUTS:
+    for target in targets:
         reports = run_ranks(target.world_size, load_rank, target, storage, True)
         assert sum(report.bytes_read for report in reports) <= stored
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_loads_in_some_others_reading_together(source: Layout) -> None:
+    load_together_in(source, targets_of(source, SOME))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_loads_in_any_other_reading_together(source: Layout) -> None:
+    load_together_in(source, targets_of(source, ALL))

@@ -21,19 +21,18 @@ from torch.distributed.tensor.parallel import (
 import remesh
 from remesh.exchange import Exchange
 from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
-from tests.engine.layouts import LAYOUTS, Layout
+from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
 from tests.engine.raised import raised
 
 WORLD_SIZE = 8
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
-def test_any_layout_becomes_any_other(source: Layout) -> None:
+def reshard_to(source: Layout, targets: list[Layout]) -> None:
     """Ranks that a layout has no use for hold nothing of it."""
 
     def run(exchange: Exchange) -> None:
         rank = exchange.rank
-        for target in LAYOUTS:
+        for target in targets:
             held: Any = source.state(rank, fill=True) if rank < source.world_size else {}
             wanted: Any = target.state(rank, fill=False) if rank < target.world_size else {}
             reports: list[remesh.checkpoint.RestoreReport] = []
@@ -43,6 +42,17 @@ def test_any_layout_becomes_any_other(source: Layout) -> None:
             assert reports[0].unexpected == ()
 
     run_ranks(WORLD_SIZE, run)
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_becomes_some_others(source: Layout) -> None:
+    reshard_to(source, targets_of(source, SOME))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_any_layout_becomes_any_other(source: Layout) -> None:
+    reshard_to(source, targets_of(source, ALL))
 
 
 def test_values_and_objects_come_along() -> None:

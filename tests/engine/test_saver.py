@@ -342,7 +342,8 @@ def test_many_small_tensors_take_as_few_calls_as_one(asynchronous: bool) -> None
             saver.save(state, storage)
     checkpoint = remesh.Checkpoint(storage)
     assert checkpoint.verify().ok
-    assert all((checkpoint.read_array(name) == array).all() for name, array in state.items())
+    loaded = remesh.load({name: np.zeros_like(array) for name, array in state.items()}, storage)
+    assert all((loaded[name] == array).all() for name, array in state.items())
     operations = [name for name, _ in storage.calls]
     assert operations.count("write") == operations.count("create") == 1
     assert operations.count("put") <= 4
