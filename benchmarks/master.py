@@ -1,8 +1,8 @@
 """A real master and simulated nodes: one full rendezvous, then steady heartbeats.
 
 The master is a process of its own, with its journal on disk. The nodes are coroutines of this
-process, which ask it over HTTP as agents do: each joins, waits for its place, leaves or reads the
-word that leads to the round's store, and then beats every two seconds, reporting one rank.
+process, which ask it over HTTP as agents do: each joins, waits for its assignment, puts or gets the
+address of the round's TCPStore, and then sends a heartbeat every two seconds, with one rank.
 
 Both sides share this machine, so wall times say little about the master when it is busy. What it
 costs is measured as its own processor time: the requests that one core can answer in a second are
@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import print_table, write_json
+from remesh.elastic.protocol import PROTOCOL_VERSION
 
 BEAT_SECONDS = 2.0
 COLUMNS = (
@@ -69,18 +70,18 @@ class Nodes:
     async def ask(self, name: str, body: dict[str, object]) -> Any:
         """The master's reply to a request."""
         self.num_requests += 1
-        async with self._session.post(f"/v1/{name}", json=body) as response:
+        async with self._session.post(f"/v{PROTOCOL_VERSION}/{name}", json=body) as response:
             assert response.status == 200, await response.text()
             return await response.json()
 
     def speaker(self, number: int) -> dict[str, object]:
-        """How the requests of a node begin."""
+        """The fields with which the requests of a node begin."""
         return {"node_id": number, "incarnation": f"a{number}", "round": self._round}
 
     async def join(self, number: int) -> None:
         """Join the next round until there is a place, and find its store."""
         after, wait, reply = self._round, 0.0, None
-        while reply is None or reply["type"] != "Placed":
+        while reply is None or reply["type"] != "Assignment":
             reply = await self.ask(
                 "join",
                 {
@@ -96,11 +97,11 @@ class Nodes:
             )
             wait = 30.0
         speaker = self.speaker(number) | {"round": reply["round"]}
-        if reply["rank"] == 0:
+        if reply["node_rank"] == 0:
             await self.ask("put", speaker | {"key": "store", "value": "10.0.0.1:1"})
         else:
-            word = await self.ask("get", speaker | {"key": "store", "wait": 30.0})
-            assert word["value"] is not None
+            stored = await self.ask("get", speaker | {"key": "store", "wait": 30.0})
+            assert stored["value"] is not None
 
     async def rendezvous(self) -> float:
         """Seconds until every node has its place."""

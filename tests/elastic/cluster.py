@@ -232,7 +232,7 @@ class Cluster:
 
         def formed() -> bool:
             status = self.status()
-            active = [node.id for node in status.nodes if node.rank is not None]
+            active = [node.id for node in status.nodes if node.node_rank is not None]
             return status.round > round_after and active == sorted(numbers)
 
         self.until(formed)

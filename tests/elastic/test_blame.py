@@ -6,21 +6,21 @@ import msgspec
 import pytest
 
 from remesh.elastic import events
-from remesh.elastic.job import State, apply, charges_of
+from remesh.elastic.job import Job, apply, charges_of
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import BeatRequest, RankBeat
+from remesh.elastic.protocol import Beat, RankReport, ReportTest, TestResult
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, run
 
 
-def charged(state: State, now: float = 1000.0) -> dict[int, int]:
-    counts = {number: charges_of(state, number, now).count for number in state.spent}
+def charged(state: Job, now: float = 1000.0) -> dict[int, int]:
+    counts = {number: charges_of(state, number, now).count for number in state.charges}
     return {number: count for number, count in counts.items() if count}
 
 
-def history(state: State) -> str:
+def history(state: Job) -> str:
     return "\n".join(line.text for line in state.history)
 
 
@@ -36,7 +36,7 @@ class TestCharges:
         assert charged(state) == {0: 1}
 
     def test_a_node_that_is_lost_costs_none_a_restart(self) -> None:
-        state = apply(run(num_nodes=4), events.Lose(node_id=1, incarnation="a"), 120.0)
+        state = apply(run(num_nodes=4), events.NodeLost(node_id=1, incarnation="a"), 120.0)
         for number in (0, 2, 3):
             state = fail(state, number, 121.0, COLLATERAL)
         state = join(state, 0, 2, 3, now=122.0)
@@ -50,14 +50,14 @@ class TestCharges:
         state = fail(state, 1, 120.0)
         assert state.rendezvous is not None
         assert state.rendezvous.outcome is Outcome.FAILED
-        assert "the 1 restarts of its node are used up" in state.rendezvous.reason
+        assert "no restart left: 1 of 1 restarts charged to its node" in state.rendezvous.reason
 
 
-def beat(live: Live, state: State, now: float, **ranks: RankBeat) -> State:
+def beat(live: Live, state: Job, now: float, **ranks: RankReport) -> Job:
     """Both nodes are heard; the ranks of one say how far they are."""
     for number in (0, 1):
         hear(live, number, "a", now)
-    request = BeatRequest(
+    request = Beat(
         node_id=0,
         incarnation="a",
         round=1,
@@ -75,14 +75,14 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     live = Live.after_start(state, 100.0)
     for now in (101.0, 102.0, 131.0):
         step = min(int(now), 102)
-        state = beat(live, state, now, r0=RankBeat(step=step, age=now - step))
+        state = beat(live, state, now, r0=RankReport(step=step, age=now - step))
         assert state.hanging is None
-    state = beat(live, state, 133.0, r0=RankBeat(step=102, age=31.0))
+    state = beat(live, state, 133.0, r0=RankReport(step=102, age=31.0))
     assert "the job hangs: no rank has finished a step for 31 s" in history(state)
     assert state.dump == 1  # stacks are asked for first
-    assert state.forced is None
-    state = beat(live, state, 200.0, r0=RankBeat(step=102, age=98.0))
-    assert state.forced is not None
+    assert state.hang_restart is None
+    state = beat(live, state, 200.0, r0=RankReport(step=102, age=98.0))
+    assert state.hang_restart is not None
     assert charged(state) == {}
 
 
@@ -90,7 +90,7 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     state = run(num_nodes=2)
     live = Live.after_start(state, 100.0)
     ranks = {
-        f"r{rank}": RankBeat(step=7, age=0.0, step_seconds=seconds)
+        f"r{rank}": RankReport(step=7, age=0.0, step_seconds=seconds)
         for rank, seconds in enumerate((0.5, 0.5, 0.625, 2.0))
     }
     state = beat(live, state, 101.0, **ranks)
@@ -100,24 +100,23 @@ def test_a_slow_rank_is_named_with_its_own_seconds() -> None:
     assert 'remesh_rank_step_seconds{rank="3"} 2.0' in metrics
 
 
-def checked(num_nodes: int, *, exclude: bool) -> State:
+def checked(num_nodes: int, *, exclude: bool) -> Job:
     """A job whose nodes were checked before its first round; the last is ten times slower."""
     policy = msgspec.structs.replace(POLICY, check=True, exclude_stragglers=exclude)
     state = run(policy, num_nodes=num_nodes)
     while state.check is not None:
         number, test_round = state.check.number, len(state.check.results)
-        for node_id in (node_id for group in state.check.plan for node_id in group):
-            tested = events.Tested(
+        for node_id in (node_id for group in state.check.groups for node_id in group):
+            seconds = 10.0 if node_id == num_nodes - 1 else 1.0
+            report = ReportTest(
                 node_id=node_id,
                 incarnation="a",
+                round=1,
                 check=number,
                 test_round=test_round,
-                passed=True,
-                broken=False,
-                seconds=10.0 if node_id == num_nodes - 1 else 1.0,
-                message="",
+                result=TestResult(passed=True, broken=False, seconds=seconds),
             )
-            state = apply(state, tested, 101.0)
+            state = apply(state, report, 101.0)
     return state
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.elastic.checks import GroupResult, Verdict, judge, plan_round
+from remesh.elastic.checks import CheckResult, GroupResult, evaluate, plan_round
 
 
-def run(nodes: list[int], faulty: set[int]) -> tuple[Verdict, list[tuple[tuple[int, ...], ...]]]:
+def run(
+    nodes: list[int], faulty: set[int]
+) -> tuple[CheckResult, list[tuple[tuple[int, ...], ...]]]:
     """Check nodes of which some are faulty: a group fails if it has one of them and another."""
     rounds: list[list[GroupResult]] = []
     plans = []
@@ -17,7 +19,7 @@ def run(nodes: list[int], faulty: set[int]) -> tuple[Verdict, list[tuple[tuple[i
         rounds.append(
             [GroupResult(group, len(group) == 1 or not faulty & set(group)) for group in plan]
         )
-    return judge(nodes, [result for results in rounds for result in results]), plans
+    return evaluate(nodes, [result for results in rounds for result in results]), plans
 
 
 def test_the_example_of_six_nodes() -> None:
@@ -46,7 +48,7 @@ def test_of_two_nodes_that_fail_together_none_is_thrown_out() -> None:
 
 def test_of_two_nodes_the_one_whose_own_probe_fails_is_faulty() -> None:
     result = GroupResult((0, 1), passed=False, broken=frozenset({1}), message="bad memory")
-    verdict = judge([0, 1], [result])
+    verdict = evaluate([0, 1], [result])
     assert verdict.faulty == {1: "its own probe failed: bad memory"}
     assert sorted(verdict.suspects) == [0]
 
@@ -59,13 +61,13 @@ def test_of_three_nodes_each_can_be_found() -> None:
 
 def test_a_connection_between_healthy_nodes_is_reported_and_nobody_thrown_out() -> None:
     results = [GroupResult((0, 1), True), GroupResult((2, 3), True), GroupResult((1, 2), False)]
-    verdict = judge(range(4), results)
+    verdict = evaluate(range(4), results)
     assert verdict.connections == ((1, 2),)
     assert verdict.healthy == {0, 1, 2, 3}
 
 
 def test_a_node_that_did_not_take_part_is_suspected() -> None:
-    verdict = judge([0, 1, 2], [GroupResult((0, 1), True)])
+    verdict = evaluate([0, 1, 2], [GroupResult((0, 1), True)])
     assert verdict.suspects == {2: "did not take part"}
 
 
@@ -75,7 +77,7 @@ def test_stragglers_are_relative_to_the_median_and_slow_every_time() -> None:
         GroupResult((2, 3), True, seconds={2: 1.2, 3: 5.0}),
         GroupResult((0, 3), True, seconds={0: 1.0, 3: 1.1}),
     ]
-    assert judge(range(4), results).stragglers == {1: 5.0 / 1.15}
+    assert evaluate(range(4), results).stragglers == {1: 5.0 / 1.15}
 
 
 @given(st.integers(1, 24), st.data())

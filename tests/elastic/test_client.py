@@ -17,18 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.elastic.client import SAY_EVERY, Client, read_token
+from remesh.elastic.client import LOG_EVERY, Client, read_token
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
-from remesh.elastic.node import Node, NodeOptions, TestOutcome, beat_limit, next_beat
+from remesh.elastic.node import NodeClient, beat_limit, next_beat
 from remesh.elastic.protocol import (
     Accepted,
+    Beat,
     BeatReply,
-    BeatRequest,
-    JoinReply,
-    JoinRequest,
-    LeaveRequest,
+    Join,
+    Leave,
+    Request,
+    TestResult,
     Waiting,
 )
 from remesh.elastic.rendezvous import Outcome, Settings
@@ -36,7 +37,7 @@ from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError, StorageError
 from tests.waiting import wait_until
 
-BEAT = BeatRequest(node_id=0, incarnation="a", round=1)
+BEAT = Beat(node_id=0, incarnation="a", round=1)
 
 
 class Wire:
@@ -126,7 +127,7 @@ class TestConnections:
     def test_they_are_kept_open(self) -> None:
         with wire(always_well) as master, contextlib.closing(Client(master.url)) as client:
             for _ in range(5):
-                client.beat(BEAT)
+                client.ask(BEAT)
             assert master.num_connections == 1
 
     def test_one_that_the_master_has_closed_is_replaced(self) -> None:
@@ -135,7 +136,7 @@ class TestConnections:
             contextlib.closing(Client(master.url)) as client,
         ):
             for _ in range(3):
-                client.beat(BEAT)  # without patience
+                client.ask(BEAT)
             assert master.num_connections == 3
 
 
@@ -146,33 +147,41 @@ class TestBeats:
 
         with wire(deaf_at_first) as master, contextlib.closing(Client(master.url)) as client:
             with pytest.raises(MasterError, match="does not answer"):
-                client.beat(BEAT, limit=0.05)
-            client.beat(BEAT)
+                client.ask(BEAT, limit=0.05)
+            client.ask(BEAT)
             assert master.num_connections == 2
 
     def test_a_node_gives_each_a_quarter_of_the_time_for_silence(self) -> None:
         limits: list[float] = []
 
         class Deaf(Client):
-            def join(self, request: JoinRequest, patience: float | None = None) -> JoinReply:
+            def ask(
+                self, request: Request[Any], *, limit: float = 0.0, patience: float | None = None
+            ) -> Any:
+                if isinstance(request, Beat):
+                    assert patience == 0.0
+                    limits.append(limit)
+                    raise MasterError("lost")
+                assert isinstance(request, Join)
                 if request.node_id is None:
                     return Waiting(0, "more nodes", heartbeat_timeout=0.4)
                 raise MasterError("the test has seen enough")
 
-            def beat(self, request: BeatRequest, limit: float = 0.0) -> BeatReply:
-                limits.append(limit)
-                raise MasterError("lost")
-
-        options = NodeOptions(
+        first = Join(
             name="a",
             node_id=None,
+            incarnation="a",
             address="x",
             num_processes=1,
             settings=Settings(min_nodes=1, max_nodes=2),
+        )
+        result = TestResult(passed=True, broken=False, seconds=0.0)
+        node = NodeClient(
+            Deaf("http://127.0.0.1:1"),
+            first,
+            lambda _node, _test: result,
             beat_seconds=3600.0,  # longer than a node may be silent
         )
-        outcome = TestOutcome(passed=True, broken=False, seconds=0.0)
-        node = Node(Deaf("http://127.0.0.1:1"), options, lambda _node, _test: outcome)
         with pytest.raises(MasterError, match="seen enough"):
             node.join()
         wait_until(lambda: len(limits) >= 3, "three heartbeats")
@@ -220,7 +229,7 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-LEAVE = LeaveRequest(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
+LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 
 
 class TestPatience:
@@ -236,25 +245,25 @@ class TestPatience:
         time.alarms[1800.0] = lambda: back.append(Wire(always_well, port=port))
         client = self.client(time, port, 3600.0)
         with caplog.at_level(logging.WARNING):
-            client.leave(LEAVE)
+            client.ask(LEAVE)
         client.close()
         back[0].close()
         first, *others, last = [record.getMessage() for record in caplog.records]
         assert first.startswith(f"the master at http://127.0.0.1:{port} does not answer (")
-        assert first.endswith("; this node waits up to 60 min for it to say that this node goes")
-        assert len(others) == pytest.approx(1800 / SAY_EVERY, abs=2)
+        assert first.endswith("; trying again for up to 60 min to leave the job")
+        assert len(others) == pytest.approx(1800 / LOG_EVERY, abs=2)
         assert last == "the master answers again, after 1800 s"
 
     def test_it_ends(self) -> None:
         time = Time()
         with pytest.raises(MasterError, match="is it running, and can this machine reach it"):
-            self.client(time, closed_port(), 100.0).leave(LEAVE)
+            self.client(time, closed_port(), 100.0).ask(LEAVE)
         assert 100 <= time.now < 102
 
     def test_a_node_that_goes_in_any_case_has_little(self) -> None:
         time = Time()
         with pytest.raises(MasterError):
-            self.client(time, closed_port(), 3600.0).leave(LEAVE, patience=10.0)
+            self.client(time, closed_port(), 3600.0).ask(LEAVE, patience=10.0)
         assert 10 <= time.now < 12
 
 
@@ -264,13 +273,13 @@ class TestUrlFile:
         with wire(always_well) as first:
             file.write_text(first.url + "\n")
             client = Client(str(file))
-            client.beat(BEAT)
+            client.ask(BEAT)
         with pytest.raises(MasterError, match="does not answer"):
-            client.beat(BEAT)
+            client.ask(BEAT)
         with wire(always_well) as second, contextlib.closing(client):
             file.write_text(second.url)
-            client.beat(BEAT)
-            client.beat(BEAT)
+            client.ask(BEAT)
+            client.ask(BEAT)
             assert client.url == second.url
             assert second.names == ["beat", "beat"]
 
@@ -280,7 +289,7 @@ class TestUrlFile:
             file.write_text(other.url)
             client = Client(str(file))
             file.write_text(own.url)
-            client.beat(BEAT)
+            client.ask(BEAT)
             client.close()
             assert (other.names, own.names) == (["beat"], ["beat"])
 

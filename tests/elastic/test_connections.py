@@ -19,7 +19,8 @@ from remesh.elastic.connections import IDLE_SECONDS, REQUEST_SECONDS, Connection
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
-from remesh.elastic.node import Node, NodeOptions, TestOutcome
+from remesh.elastic.node import NodeClient
+from remesh.elastic.protocol import Join, TestResult
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.repeats import QUIET_SECONDS, RepeatFilter
 from remesh.elastic.server import ServerOptions, ServerThread
@@ -28,10 +29,10 @@ from tests.elastic.cluster import REMESH
 from tests.elastic.test_master import ask, join, speaker
 from tests.waiting import wait_until
 
-HALF_OPEN = (b"", b"POST /v1/beat HT", b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Le")
+HALF_OPEN = (b"", b"POST /v2/beat HT", b"POST /v2/beat HTTP/1.1\r\nHost: x\r\nContent-Le")
 """What connections say that never get to a whole request."""
 HALF_A_BODY = (
-    b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v2/beat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b'Content-Length: 100\r\n\r\n{"node'
 )
 
@@ -85,18 +86,18 @@ class Beating:
     """A real agent's thread of heartbeats; the node waits for another one that never comes."""
 
     def __init__(self, url: str) -> None:
-        options = NodeOptions(
+        first = Join(
             name="node",
             node_id=0,
+            incarnation="a",
             address="127.0.0.1",
             num_processes=1,
             settings=Settings(min_nodes=2, max_nodes=2),
-            beat_seconds=0.05,
         )
-        outcome = TestOutcome(passed=True, broken=False, seconds=0.0)
+        result = TestResult(passed=True, broken=False, seconds=0.0)
         self.is_over = False
         self.client = Client(url, patience=120.0, sleep=self._sleep)
-        self.node = Node(self.client, options, lambda _node, _test: outcome)
+        self.node = NodeClient(self.client, first, lambda _node, _test: result, beat_seconds=0.05)
         self.thread = threading.Thread(target=self._join, daemon=True)
 
     def _sleep(self, seconds: float) -> None:

@@ -86,7 +86,7 @@ def test_metrics() -> None:
             "nodes": [],
             "goodput": 0.5,
             "step": 1,
-            "saved": 1,
+            "saved_step": 1,
             "ranks": [rank],
             "failures": [],
             "stacks": {},

@@ -1,4 +1,4 @@
-"""A process that crashes on its way out, after its work was done, has not failed."""
+"""A process that crashes at exit, after its work was done, has not failed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, 
     code, output = run(tmp_path, *words, "--lr", "1")
     assert code == 0, output
     assert "went on: ['--lr', '1']" in output
-    assert "died by signal 6 on its way out, after its work was done: no failure" in output
+    assert "died by signal 6 at exit, after its work was done: no failure" in output
     assert "gloo" in output
 
 
@@ -154,7 +154,7 @@ def test_of_many_jobs_none_aborts_at_its_end(
             for launcher in (torchrun, (*REMESH, "run"))
         )
         assert ours.returncode == 0, ours.stderr
-        assert "on its way out" not in ours.stderr
+        assert "at exit" not in ours.stderr
         num_aborts += plain.returncode != 0
         assert plain.returncode == 0 or "Signal 6 (SIGABRT)" in plain.stderr, plain.stderr
     covered(f"100 jobs: {num_aborts} of torchrun's aborted, none of remesh's")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remesh.elastic.failures import (
-    Decision,
+    FailureAction,
     Kind,
     Patterns,
     ProcessFailure,
@@ -70,37 +70,37 @@ def test_the_root_cause_comes_before_what_it_caused_even_if_its_clock_is_late() 
 
 class TestDecisions:
     def test_only_the_cause_is_charged(self) -> None:
-        ruling = decide(
+        decision = decide(
             [failure(0, "Connection closed by peer")],
             num_charged=0,
             max_restarts=0,
             patterns=PATTERNS,
         )
-        assert (ruling.decision, ruling.charged) == (Decision.RESTART, False)
+        assert (decision.action, decision.charged) == (FailureAction.RESTART, False)
 
     def test_a_restart_is_charged_while_there_are_some(self) -> None:
-        for num_charged, decision in ((0, Decision.RESTART), (1, Decision.GIVE_UP)):
-            ruling = decide(
+        for num_charged, action in ((0, FailureAction.RESTART), (1, FailureAction.FAIL)):
+            decision = decide(
                 [failure(3, "boom", exit_code=-9)],
                 num_charged=num_charged,
                 max_restarts=1,
                 patterns=PATTERNS,
             )
-            assert ruling.decision is decision
-            assert ruling.charged is (decision is Decision.RESTART)
-            assert "rank 3 (local rank 1) on node 1 failed (SIGKILL" in ruling.reason
+            assert decision.action is action
+            assert decision.charged is (action is FailureAction.RESTART)
+            assert "rank 3 (local rank 1) on node 1 failed (SIGKILL" in decision.reason
 
     def test_a_broken_machine_is_replaced(self) -> None:
-        ruling = decide(
+        decision = decide(
             [failure(0, "Connection reset by peer"), failure(1, "uncorrectable ECC error")],
             num_charged=0,
             max_restarts=3,
             patterns=PATTERNS,
         )
-        assert (ruling.decision, ruling.charged) == (Decision.REPLACE, False)
+        assert (decision.action, decision.charged) == (FailureAction.REPLACE, False)
 
     def test_memory_is_named(self) -> None:
-        ruling = decide(
+        decision = decide(
             [failure(0, "CUDA out of memory")], num_charged=0, max_restarts=1, patterns=PATTERNS
         )
-        assert "memory ran out" in ruling.reason
+        assert "memory ran out" in decision.reason

@@ -10,10 +10,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from remesh.elastic import handler
 from remesh.elastic.handler import Handler
-from remesh.elastic.node import Node
-from remesh.elastic.protocol import BeatReply, Placed
-from remesh.elastic.rendezvous import Change
-from remesh.elastic.rendezvous import Node as Member
+from remesh.elastic.node import NodeClient
+from remesh.elastic.protocol import Assignment, BeatReply
+from remesh.elastic.rendezvous import Change, Node
 from remesh.errors import MasterError
 
 ADDRESS = "127.0.0.1"
@@ -22,7 +21,7 @@ ADDRESS = "127.0.0.1"
 class Unlucky:
     """A node whose first round has no store; some heartbeats later it may hear why."""
 
-    options = SimpleNamespace(address=ADDRESS)
+    address = ADDRESS
 
     def __init__(self, *, num_beats: int | None, silence: float = 0.0) -> None:
         self._num_beats = num_beats
@@ -31,13 +30,13 @@ class Unlucky:
         self.answer = BeatReply()
         self.problem = ""
 
-    def join(self) -> Placed:
+    def join(self) -> Assignment:
         if self.problem:
             raise MasterError(self.problem)
         self._round += 1
-        first = Member(id=0, incarnation="a", name="", address=ADDRESS, num_processes=1)
+        first = Node(id=0, incarnation="a", name="", address=ADDRESS, num_processes=1)
         rank = 1 if self._round == 1 else 0
-        return Placed(1, self._round, rank, 2 - self._round // 2, rank, 2, first, self._silence)
+        return Assignment(1, self._round, rank, 2 - self._round // 2, rank, 2, first, self._silence)
 
     @property
     def reply(self) -> BeatReply:
@@ -54,7 +53,7 @@ class Unlucky:
 
 
 def test_a_round_that_breaks_up_while_it_begins_is_left_for_the_next() -> None:
-    node = cast("Node", Unlucky(num_beats=3))
+    node = cast("NodeClient", Unlucky(num_beats=3))
     met = Handler(node, "job").next_rendezvous()
     assert (met.rank, met.world_size) == (0, 1)
     assert met.bootstrap_store_info is not None
@@ -63,7 +62,7 @@ def test_a_round_that_breaks_up_while_it_begins_is_left_for_the_next() -> None:
 
 def test_a_store_that_is_not_to_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "STORE_SECONDS", 0.5)
-    node = cast("Node", Unlucky(num_beats=None))
+    node = cast("NodeClient", Unlucky(num_beats=None))
     with pytest.raises(RendezvousConnectionError, match="round 1 has no store: round 1 is over"):
         Handler(node, "job").next_rendezvous()
 
@@ -78,7 +77,7 @@ def test_a_round_is_not_given_up_before_the_master_can_know_that_a_node_is_dead(
         now += seconds
 
     monkeypatch.setattr(handler, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    node = cast("Node", Unlucky(num_beats=2000, silence=600.0))
+    node = cast("NodeClient", Unlucky(num_beats=2000, silence=600.0))
     assert Handler(node, "job").next_rendezvous().world_size == 1
     assert now > handler.STORE_SECONDS
 
@@ -88,7 +87,7 @@ def test_a_master_that_refuses_a_node_is_asked_once() -> None:
     node.answer = BeatReply(restart=Change.LOST)  # of the round before
     node.problem = "the token is missing or wrong"
     with pytest.raises(RendezvousConnectionError, match="token is missing or wrong"):
-        Handler(cast("Node", node), "job").next_rendezvous()
+        Handler(cast("NodeClient", node), "job").next_rendezvous()
 
 
 def test_an_address_that_cannot_be_resolved_is_refused() -> None:

@@ -11,17 +11,43 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from remesh.elastic import events
 from remesh.elastic.failures import ProcessFailure
-from remesh.elastic.job import Policy, State, apply, start
+from remesh.elastic.job import Job, Policy, apply
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat, is_over
-from remesh.elastic.protocol import BeatRequest, Placed, RankBeat, Test
+from remesh.elastic.protocol import (
+    Assignment,
+    Beat,
+    Drain,
+    Join,
+    Leave,
+    NodeTest,
+    RankReport,
+    ReportFailures,
+    ReportTest,
+    RequestCheck,
+    TestResult,
+)
 from remesh.elastic.rendezvous import Node, Outcome, Settings
-from remesh.elastic.replies import beat_reply, join_reply, places_of
+from remesh.elastic.replies import assignments_of, beat_reply, join_reply
 from remesh.elastic.status import Status, status_of
 
 SETTINGS = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5.0, join_timeout=1e12)
 POLICY = Policy(heartbeat_timeout=10.0, save_grace=5.0, check_timeout=20.0)
 COLLATERAL = "RuntimeError: Connection closed by peer"
+
+
+def joining(node: Node, *, after_round: int = 0, max_restarts: int = 3) -> Join:
+    """The event that a node joins."""
+    return Join(
+        name=node.name,
+        node_id=node.id,
+        incarnation=node.incarnation,
+        address=node.address,
+        num_processes=node.num_processes,
+        after_round=after_round,
+        settings=SETTINGS,
+        max_restarts=max_restarts,
+    )
 
 
 @dataclass(slots=True)
@@ -41,7 +67,7 @@ class Jobs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = start(POLICY)
+        self.state = Job(policy=POLICY)
         self.now = 1000.0
         self.live = Live.after_start(self.state, self.now)
         self.journal = Journal(":memory:")
@@ -61,27 +87,21 @@ class Jobs(RuleBasedStateMachine):
     def ask_to_join(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
         hear(self.live, node.id, node.incarnation, self.now)
-        self.send(
-            events.Join(
-                node=node, after_round=agent.round, settings=SETTINGS, max_restarts=1_000_000
-            )
-        )
+        self.send(joining(node, after_round=agent.round, max_restarts=1_000_000))
         if not answered:
             return
-        match join_reply(self.state, node, places_of(self.state)):
-            case Placed(round=number):
+        match join_reply(self.state, node, assignments_of(self.state)):
+            case Assignment(round=number):
                 agent.round, agent.runs = number, True
-            case Test(check=check, test_round=test_round):
+            case NodeTest(check=check, test_round=test_round):
                 self.send(
-                    events.Tested(
+                    ReportTest(
                         node_id=node.id,
                         incarnation=node.incarnation,
+                        round=agent.round,
                         check=check,
                         test_round=test_round,
-                        passed=True,
-                        broken=False,
-                        seconds=1.0,
-                        message="",
+                        result=TestResult(passed=True, broken=False, seconds=1.0),
                     )
                 )
             case other:
@@ -89,17 +109,17 @@ class Jobs(RuleBasedStateMachine):
 
     def beat(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
-        request = BeatRequest(
+        request = Beat(
             node_id=node.id,
             incarnation=node.incarnation,
             round=agent.round,
-            ranks={node.id: RankBeat(step=int(self.now), age=0.0)} if agent.runs else {},
+            ranks={node.id: RankReport(step=int(self.now), age=0.0)} if agent.runs else {},
         )
         hear(self.live, node.id, node.incarnation, self.now)
         for event in hear_beat(self.live, self.state, request, self.now):
             self.deliver(event)
         reply = beat_reply(self.state, request, self.now)
-        assert reply.over is None
+        assert reply.outcome is None
         if answered and agent.runs and reply.restart is not None:
             agent.runs = False
 
@@ -132,9 +152,10 @@ class Jobs(RuleBasedStateMachine):
     def an_agent_leaves(self, data: st.DataObject) -> None:
         agent = self.agents.pop(data.draw(st.sampled_from(sorted(self.agents))))
         self.send(
-            events.Leave(
+            Leave(
                 node_id=agent.node.id,
                 incarnation=agent.node.incarnation,
+                round=agent.round,
                 outcome=Outcome.DRAINED,
                 reason="SIGTERM",
             )
@@ -175,7 +196,7 @@ class Jobs(RuleBasedStateMachine):
         if own:
             self.own_failures.add((number, agent.round))
         self.send(
-            events.Fail(
+            ReportFailures(
                 node_id=number,
                 incarnation=agent.node.incarnation,
                 round=agent.round,
@@ -189,9 +210,10 @@ class Jobs(RuleBasedStateMachine):
     def a_node_has_to_go(self, data: st.DataObject, seconds: float) -> None:
         agent = self.agents[data.draw(st.sampled_from(sorted(self.agents)))]
         self.send(
-            events.Drain(
+            Drain(
                 node_id=agent.node.id,
                 incarnation=agent.node.incarnation,
+                round=agent.round,
                 seconds=seconds,
                 reason="SIGTERM",
             )
@@ -199,11 +221,11 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def somebody_wants_a_check(self) -> None:
-        self.send(events.WantCheck("asked for"))
+        self.send(RequestCheck(reason="a test"))
 
     @rule(step=st.integers(0, 100))
     def a_checkpoint_is_made(self, step: int) -> None:
-        self.send(events.Saved(step))
+        self.send(events.CheckpointSaved(step))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -236,8 +258,8 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def only_own_failures_that_were_reported_are_charged(self) -> None:
-        for number, spent in self.state.spent.items():
-            assert spent.count <= sum(node_id == number for node_id, _ in self.own_failures)
+        for number, charges in self.state.charges.items():
+            assert charges.count <= sum(node_id == number for node_id, _ in self.own_failures)
 
     def teardown(self) -> None:
         """Whatever has happened, agents that go on behaving meet in one world."""
@@ -263,13 +285,11 @@ def node(number: int) -> Node:
     return Node(id=number, incarnation="a", name=str(number), address="x", num_processes=1)
 
 
-def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> State:
+def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> Job:
     """A job whose first round has begun at 100."""
-    state = start(policy)
+    state = Job(policy=policy)
     for number in range(num_nodes):
-        event = events.Join(
-            node=node(number), after_round=0, settings=SETTINGS, max_restarts=max_restarts
-        )
+        event = joining(node(number), max_restarts=max_restarts)
         state = apply(state, event, 1.0 + number)
     state = apply(state, events.Tick(), 100.0)
     assert state.rendezvous is not None
@@ -277,17 +297,17 @@ def run(policy: Policy = POLICY, num_nodes: int = 3, max_restarts: int = 3) -> S
     return state
 
 
-def join(state: State, *numbers: int, now: float) -> State:
+def join(state: Job, *numbers: int, now: float) -> Job:
     """Nodes of the current round join again."""
     assert state.rendezvous is not None
     after = state.rendezvous.round
     for number in numbers:
-        event = events.Join(node=node(number), after_round=after, settings=SETTINGS, max_restarts=3)
+        event = joining(node(number), after_round=after)
         state = apply(state, event, now)
     return state
 
 
-def fail(state: State, number: int, now: float, message: str = "") -> State:
+def fail(state: Job, number: int, now: float, message: str = "") -> Job:
     """The process of a node fails."""
     assert state.rendezvous is not None
     current = state.rendezvous.round
@@ -300,29 +320,27 @@ def fail(state: State, number: int, now: float, message: str = "") -> State:
         time=now,
         message=message,
     )
-    event = events.Fail(node_id=number, incarnation="a", round=current, failures=(failure,))
+    event = ReportFailures(node_id=number, incarnation="a", round=current, failures=(failure,))
     return apply(state, event, now)
 
 
-def seen(state: State, now: float) -> Status:
+def seen(state: Job, now: float) -> Status:
     return status_of(state, Live.after_start(state, now), now)
 
 
 def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
-    state = start(POLICY)
+    state = Job(policy=POLICY)
     for number, after_round in ((0, 7), (1, 7)):
-        event = events.Join(
-            node=node(number), after_round=after_round, settings=SETTINGS, max_restarts=3
-        )
+        event = joining(node(number), after_round=after_round)
         state = apply(state, event, 1.0)
-    assert "node 0 comes from round 7, the journal knows only 0 rounds" in state.forgotten
+    assert "node 0 comes from round 7, the journal knows only 0 rounds" in state.missing_rounds
     state = apply(state, events.Tick(), 100.0)
     assert state.rendezvous is not None
     assert (state.rendezvous.round, len(state.rendezvous.world)) == (8, 2)
     # An old copy of the journal, in which the world of an earlier round is active.
     state = run(num_nodes=2)
     for number in (0, 1):
-        event = events.Join(node=node(number), after_round=5, settings=SETTINGS, max_restarts=3)
+        event = joining(node(number), after_round=5)
         state = apply(state, event, 200.0)
     assert state.rendezvous is not None
     assert (state.rendezvous.round, state.rendezvous.active) == (6, frozenset({0, 1}))
@@ -356,8 +374,8 @@ class TestRestartBudget:
         policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
         state = run(policy, num_nodes=2, max_restarts=1)
         for number, now in ((1, 200.0), (2, 350.0), (3, 360.0)):
-            state = apply(state, events.Hang(number, "no rank has finished a step"), now)
-            state = apply(state, events.HangOver(number), now)
+            state = apply(state, events.HangDetected(number, "no rank has finished a step"), now)
+            state = apply(state, events.StacksCollected(number), now)
             assert state.rendezvous is not None
             assert (state.rendezvous.outcome is None) == (number < 3)
             state = join(state, 0, 1, now=now)
@@ -368,24 +386,26 @@ class TestCause:
         state = fail(run(num_nodes=2), 0, 110.0, COLLATERAL)
         (failed,) = seen(state, 111.0).failures
         assert (failed.cause, failed.failures[0].node_id) == ("", 0)  # not known yet
-        state = apply(state, events.Lose(node_id=1, incarnation="a"), 120.0)
+        state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
-        assert failed.cause == "node 1 is lost: nothing was heard of it"
+        assert failed.cause == "node 1 is lost: no message came within the heartbeat timeout"
         assert failed.time == 110.0
 
     def test_a_process_that_failed_by_itself_stays_the_cause(self) -> None:
         state = fail(run(num_nodes=2), 0, 110.0, "ValueError: no such layer")
-        state = apply(state, events.Lose(node_id=1, incarnation="a"), 120.0)
+        state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
         assert failed.cause == ""
 
     def test_a_lost_node_is_shown_where_no_process_failed(self) -> None:
-        state = apply(run(num_nodes=2), events.Lose(node_id=1, incarnation="a"), 120.0)
+        state = apply(run(num_nodes=2), events.NodeLost(node_id=1, incarnation="a"), 120.0)
         (failed,) = seen(state, 121.0).failures
         assert (failed.cause[:14], failed.failures) == ("node 1 is lost", ())
 
     def test_a_node_that_leaves_is_no_failure_but_may_cause_some(self) -> None:
-        leave = events.Leave(node_id=1, incarnation="a", outcome=Outcome.DRAINED, reason="SIGTERM")
+        leave = Leave(
+            node_id=1, incarnation="a", round=1, outcome=Outcome.DRAINED, reason="SIGTERM"
+        )
         state = apply(run(num_nodes=2), leave, 120.0)
         assert seen(state, 121.0).failures == ()
         (failed,) = seen(fail(state, 0, 121.0, COLLATERAL), 122.0).failures
@@ -397,13 +417,11 @@ def test_goodput_does_not_fall_after_the_end() -> None:
     live = Live.after_start(state, 100.0)
     for step in range(1, 101):
         now = 100.0 + step
-        beat = BeatRequest(
-            node_id=0, incarnation="a", round=1, ranks={0: RankBeat(step=step, age=0.0)}
-        )
+        beat = Beat(node_id=0, incarnation="a", round=1, ranks={0: RankReport(step=step, age=0.0)})
         assert hear_beat(live, state, beat, now) == []
     for number in (0, 1):
-        leave = events.Leave(
-            node_id=number, incarnation="a", outcome=Outcome.SUCCEEDED, reason="done"
+        leave = Leave(
+            node_id=number, incarnation="a", round=1, outcome=Outcome.SUCCEEDED, reason="done"
         )
         state = apply(state, leave, 200.0)
     at_end = status_of(state, live, 200.0)
@@ -425,8 +443,8 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
     live = Live.after_start(state, 100.0)
     assert not is_over(live, state, 1e9)
     for number in (0, 1):
-        leave = events.Leave(
-            node_id=number, incarnation="a", outcome=Outcome.SUCCEEDED, reason="done"
+        leave = Leave(
+            node_id=number, incarnation="a", round=1, outcome=Outcome.SUCCEEDED, reason="done"
         )
         state = apply(state, leave, 200.0)
     assert not is_over(live, state, 200.0 + silence / 2)
@@ -437,5 +455,5 @@ def test_a_job_is_over_when_its_agents_are_silent_after_its_end() -> None:
 
 def test_a_job_survives_its_encoding() -> None:
     state = fail(run(), 0, 120.0)
-    state = apply(state, events.Lose(node_id=1, incarnation="a"), 121.0)
-    assert msgspec.json.decode(msgspec.json.encode(state), type=State) == state
+    state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 121.0)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=Job) == state

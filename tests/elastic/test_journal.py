@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 from remesh.cli import cli
 from remesh.elastic import events
-from remesh.elastic.job import Policy, State
+from remesh.elastic.job import Job, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import RETRY_SECONDS, Master
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import JoinRequest, Waiting
+from remesh.elastic.protocol import Join, RequestCheck, Waiting
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.status import status_of
 from remesh.errors import StorageError
@@ -33,13 +33,13 @@ class Clock:
         return self.now
 
 
-def wish(number: int) -> tuple[float, events.Event]:
-    return float(number), events.WantCheck("x" * 2000)
+def event(number: int) -> tuple[float, events.Event]:
+    return float(number), RequestCheck(reason="x" * 2000)
 
 
 async def join(master: Master, number: int) -> None:
-    reply = await master.join(
-        JoinRequest(
+    reply = await master.answer(
+        Join(
             name=f"host-{number}" + "x" * 5000,
             node_id=number,
             incarnation=str(number),
@@ -53,7 +53,7 @@ async def join(master: Master, number: int) -> None:
     assert isinstance(reply, Waiting)
 
 
-def loaded(path: Path) -> tuple[State, list[str]]:
+def loaded(path: Path) -> tuple[Job, list[str]]:
     with closing(Journal(path)) as journal:
         return journal.load(POLICY)[0], journal.warnings
 
@@ -76,7 +76,7 @@ class TestFullDisk:
         clock, file = Clock(), tmp_path / "journal"
         journal = Journal(file)
 
-        async def play() -> State:
+        async def play() -> Job:
             master = Master(POLICY, journal, clock)
             await join(master, 0)
             assert not master.warnings
@@ -85,7 +85,7 @@ class TestFullDisk:
                 await join(master, number)
             (warning,) = master.warnings
             assert "database or disk is full" in warning
-            seen = status_of(master.state, master.live, clock(), master.warnings)
+            seen = status_of(master.job, master.live, clock(), master.warnings)
             assert seen.warnings == (warning,)
             text = render_metrics(seen, 1, journal_failing=not master.is_written).decode()
             assert "remesh_journal_failing 1.0" in text
@@ -100,10 +100,10 @@ class TestFullDisk:
             assert (master.is_written, master.warnings) == (True, ())
             await join(master, 4)
             await master.close()
-            return master.state
+            return master.job
 
-        state = asyncio.run(play())
-        assert loaded(file) == (state, [])
+        job = asyncio.run(play())
+        assert loaded(file) == (job, [])
         errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == 1  # said once, not with every request
         assert "the journal is written again, after 2 s" in caplog.messages
@@ -111,7 +111,7 @@ class TestFullDisk:
     def test_a_journal_that_was_removed_is_made_again(self, tmp_path: Path) -> None:
         clock, file = Clock(), tmp_path / "journal"
 
-        async def play() -> State:
+        async def play() -> Job:
             master = Master(POLICY, Journal(file), clock)
             await join(master, 0)
             remove_all(tmp_path)
@@ -122,10 +122,10 @@ class TestFullDisk:
             assert master.warnings == ()
             await join(master, 3)
             await master.close()
-            return master.state
+            return master.job
 
-        state = asyncio.run(play())
-        assert loaded(file) == (state, [])
+        job = asyncio.run(play())
+        assert loaded(file) == (job, [])
 
     def test_the_file_of_another_master_is_left_alone(self, tmp_path: Path) -> None:
         clock, file = Clock(), tmp_path / "journal"
@@ -149,7 +149,7 @@ class TestLosses:
     def write(self, file: Path, *, num_events: int = 5) -> None:
         with closing(Journal(file)) as journal:
             journal.load(POLICY)
-            journal.append([wish(number) for number in range(num_events)])
+            journal.append([event(number) for number in range(num_events)])
 
     def test_nothing_is_said_of_a_whole_journal(self, tmp_path: Path) -> None:
         file = tmp_path / "journal"
@@ -181,7 +181,7 @@ class TestLosses:
         with closing(Journal(tmp_path / "journal")) as journal:
             journal.load(POLICY)
             for number in range(5):
-                journal.append([wish(number)])
+                journal.append([event(number)])
             # What a master leaves that is killed now.
             shutil.copy(tmp_path / "journal", tmp_path / "left")
             if log == "there":
@@ -202,7 +202,7 @@ class TestLosses:
         with closing(Journal(link)) as journal:
             journal.load(POLICY)
             for number in range(3):
-                journal.append([wish(number)])
+                journal.append([event(number)])
 
     def test_an_empty_file(self, tmp_path: Path) -> None:
         (tmp_path / "journal").touch()
@@ -221,6 +221,16 @@ class TestWhatIsNoJournal:
     def test_a_place_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="unable to open database file"):
             Journal(tmp_path / "missing" / "journal")
+
+    @pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+    def test_one_of_another_version(self, tmp_path: Path, version: int, age: str) -> None:
+        file = tmp_path / "journal"
+        Journal(file).close()
+        with closing(sqlite3.connect(file)) as database:
+            database.execute("update about set version = ?", (version,))
+            database.commit()
+        with pytest.raises(StorageError, match=f"written by {age} remesh"):
+            Journal(file)
 
     def test_another_file(self, tmp_path: Path) -> None:
         (tmp_path / "notes").write_text("what I did on Monday\n" * 100)

@@ -1,4 +1,4 @@
-"""The test of nodes with real processes; the master, which carries their words, is a table."""
+"""The test of nodes with real processes; the master, which keeps the round store, is a dict."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import cast
 
 import pytest
 
-from remesh.elastic.node import Node, TestOutcome
+from remesh.elastic.node import NodeClient
 from remesh.elastic.node_check import COMMAND, run_alone, run_test
-from remesh.elastic.protocol import Test
-from remesh.elastic.rendezvous import Node as Member
+from remesh.elastic.protocol import NodeTest, TestResult
+from remesh.elastic.rendezvous import Node
 from remesh.errors import MasterError
 
 pytestmark = pytest.mark.timeout(900)
 
 DIES = (sys.executable, "-c", "import sys; sys.exit('the driver is gone')")
 HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
-WELL_THEN_DIES = (
+PASSES_THEN_DIES = (
     sys.executable,
     "-c",
-    """print('{"stage": "probe", "well": true, "seconds": 1.0, "address": "x:1"}', flush=True); \
+    """print('{"stage": "probe", "passed": true, "seconds": 1.0, "address": "x:1"}', flush=True); \
 input(); exit(5)""",
 )
 
 
-class Words:
-    """What nodes leave for each other."""
+class RoundStore:
+    """The round store of the master."""
 
     def __init__(self) -> None:
-        self._words: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
     def put(self, _round: int, key: str, value: str) -> None:
         with self._changed:
-            self._words[key] = value
+            self._values[key] = value
             self._changed.notify_all()
 
     def get(self, _round: int, key: str, seconds: float) -> str:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._words, seconds):
-                raise MasterError(f"no node said {key!r}")
-            return self._words[key]
+            if not self._changed.wait_for(lambda: key in self._values, seconds):
+                raise MasterError(f"no node has put {key!r}")
+            return self._values[key]
 
 
-def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestOutcome]:
+def take_part(commands: Sequence[tuple[str, ...]], seconds: float = 240.0) -> list[TestResult]:
     """The outcomes on the nodes of a group, each of which starts its own command."""
-    words = cast("Node", Words())
+    store = cast("NodeClient", RoundStore())
     group = tuple(
-        Member(id=number, incarnation="a", name="", address="127.0.0.1", num_processes=1)
+        Node(id=number, incarnation="a", name="", address="127.0.0.1", num_processes=1)
         for number in range(len(commands))
     )
 
-    def of_node(number: int) -> TestOutcome:
-        test = Test(number, 1, 1, 0, group)
-        return run_test(words, test, command=commands[number], seconds=seconds)
+    def of_node(number: int) -> TestResult:
+        test = NodeTest(number, 1, 1, 0, group)
+        return run_test(store, test, command=commands[number], seconds=seconds)
 
     with ThreadPoolExecutor(len(commands)) as pool:
         return list(pool.map(of_node, range(len(commands))))
@@ -77,13 +77,13 @@ def test_who_dies_of_its_own_probe_is_broken_and_the_other_is_told() -> None:
         assert (broken.passed, broken.broken) == (False, True)
         assert broken.message == "the test ended with exit code 1: the driver is gone"
         assert (other.passed, other.broken) == (False, False)
-        assert other.message == "a node of the group is not well"
+        assert other.message == "the probe of a node of the group failed"
 
 
 def test_who_dies_while_the_group_meets_is_not_proven_broken() -> None:
-    (first,) = take_part([WELL_THEN_DIES])
+    (first,) = take_part([PASSES_THEN_DIES])
     assert first.passed  # alone, there is nobody to meet
-    outcomes = take_part([WELL_THEN_DIES, WELL_THEN_DIES])
+    outcomes = take_part([PASSES_THEN_DIES, PASSES_THEN_DIES])
     assert [(outcome.passed, outcome.broken) for outcome in outcomes] == [(False, False)] * 2
     assert {outcome.message.partition(":")[0] for outcome in outcomes} == {
         "the test ended with exit code 5"

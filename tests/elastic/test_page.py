@@ -63,7 +63,7 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> Non
                 (3, 1, "RuntimeError: Connection closed by peer"),
             )
         ]
-        ask(server.url, "failed", speaker(1, 1) | {"failures": failures})
+        ask(server.url, "failures", speaker(1, 1) | {"failures": failures})
         document = browse(server.url, tmp_path, "--dump-dom")
     assert "<title>remesh: running</title>" in document
     seen = " ".join(text_of(document).split())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remesh.elastic.progress import (
-    Progress,
     RankProgress,
+    TrainingProgress,
     begin,
     begin_round,
     goodput,
@@ -21,7 +21,9 @@ def heard(step: int, now: float, seconds: float | None = None) -> RankProgress:
     return RankProgress(step=step, time=now, step_seconds=seconds)
 
 
-def trained(progress: Progress, steps: range, began: float, seconds: float) -> Progress:
+def trained(
+    progress: TrainingProgress, steps: range, began: float, seconds: float
+) -> TrainingProgress:
     before = None
     for number, step in enumerate(steps, start=1):
         now = heard(step, began + number * seconds)

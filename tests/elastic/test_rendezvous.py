@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,23 +11,20 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from remesh.elastic import rendezvous
 from remesh.elastic.rendezvous import (
     Change,
-    Ended,
-    Event,
-    Excluded,
-    Joined,
-    Left,
-    Lost,
     Node,
     Outcome,
+    Rendezvous,
     Settings,
-    State,
-    Tick,
     restart_reason,
     start,
-    step,
+    tick,
 )
+
+Event = Callable[..., Rendezvous]
+"""A function of a rendezvous and, by keyword, the time."""
 
 
 def node(number: int, incarnation: str = "a") -> Node:
@@ -39,28 +37,40 @@ def node(number: int, incarnation: str = "a") -> Node:
     )
 
 
-def joined(number: int, after_round: int = 0, incarnation: str = "a") -> Joined:
-    return Joined(node(number, incarnation), after_round)
+def joined(number: int, after_round: int = 0, incarnation: str = "a") -> Event:
+    return partial(rendezvous.join, node=node(number, incarnation), after_round=after_round)
 
 
-def lost(number: int) -> Lost:
-    return Lost(number, f"{number}a")
+def lost(number: int) -> Event:
+    return partial(rendezvous.remove, node_id=number, incarnation=f"{number}a")
 
 
-def play(settings: Settings, *events: tuple[float, Event]) -> State:
+def left(number: int, outcome: Outcome) -> Event:
+    return partial(rendezvous.leave, node_id=number, incarnation=f"{number}a", outcome=outcome)
+
+
+def excluded(number: int) -> Event:
+    return partial(rendezvous.exclude, node=node(number), reason="its memory fails")
+
+
+def step(state: Rendezvous, event: Event, now: float) -> Rendezvous:
+    return event(state, now=now)
+
+
+def play(settings: Settings, *events: tuple[float, Event]) -> Rendezvous:
     state = start(settings, 0.0)
     for now, event in events:
         state = step(state, event, now)
     return state
 
 
-def world_of(state: State) -> list[int]:
+def world_of(state: Rendezvous) -> list[int]:
     return [member.id for member in state.world]
 
 
-def running(settings: Settings, numbers: Iterable[int]) -> State:
+def running(settings: Settings, numbers: Iterable[int]) -> Rendezvous:
     state = play(settings, *((1.0, joined(number)) for number in numbers))
-    return step(state, Tick(), 1.0 + settings.last_call)
+    return step(state, tick, 1.0 + settings.last_call)
 
 
 class TestForming:
@@ -72,15 +82,15 @@ class TestForming:
 
     def test_below_the_maximum_it_waits_for_the_last_call(self) -> None:
         settings = Settings(min_nodes=2, max_nodes=4, last_call=5)
-        state = play(settings, (1, joined(0)), (3, joined(1)), (7.9, Tick()))
+        state = play(settings, (1, joined(0)), (3, joined(1)), (7.9, tick))
         assert state.round == 0
-        assert world_of(step(state, Tick(), 8.0)) == [0, 1]
+        assert world_of(step(state, tick, 8.0)) == [0, 1]
 
-    @pytest.mark.parametrize("last", [Tick(), joined(3)])
+    @pytest.mark.parametrize("last", [tick, joined(3)])
     def test_the_unit_trims_on_every_path(self, last: Event) -> None:
         settings = Settings(min_nodes=2, max_nodes=5, node_unit=2, last_call=5)
-        state = play(settings, *((1, joined(n)) for n in (4, 2, 0)), (6, last), (12, Tick()))
-        size = 2 if isinstance(last, Tick) else 4
+        state = play(settings, *((1, joined(n)) for n in (4, 2, 0)), (6, last), (12, tick))
+        size = 2 if last is tick else 4
         assert world_of(state) == [0, 2, 3, 4][:size] if size == 4 else [0, 2]
 
     def test_the_world_is_clamped_and_the_rest_waits(self) -> None:
@@ -92,9 +102,9 @@ class TestForming:
 
     def test_too_few_nodes_for_too_long_end_the_job(self) -> None:
         settings = Settings(min_nodes=2, max_nodes=2, join_timeout=60)
-        state = play(settings, (1, joined(0)), (59, Tick()))
+        state = play(settings, (1, joined(0)), (59, tick))
         assert state.outcome is None
-        state = step(state, Tick(), 60)
+        state = step(state, tick, 60)
         assert state.outcome is Outcome.FAILED
         assert "1 nodes have joined within 60 s, at least 2" in state.reason
 
@@ -126,7 +136,7 @@ class TestChanging:
 
     @pytest.mark.parametrize(
         "event",
-        [lost(2), Left(2, "2a", Outcome.DRAINED), Excluded(2, "2a", "its memory fails")],
+        [lost(2), left(2, Outcome.DRAINED), excluded(2)],
     )
     def test_nodes_that_are_known_to_be_gone_get_no_last_call(self, event: Event) -> None:
         state = step(running(Settings(min_nodes=1, max_nodes=4), [0, 1, 2]), event, 20)
@@ -137,11 +147,11 @@ class TestChanging:
 
     def test_members_that_have_finished_get_the_last_call(self) -> None:
         settings = Settings(min_nodes=1, max_nodes=4, last_call=5)
-        state = step(running(settings, [0, 1, 2]), Left(2, "2a", Outcome.SUCCEEDED), 20)
+        state = step(running(settings, [0, 1, 2]), left(2, Outcome.SUCCEEDED), 20)
         state = step(step(state, lost(1), 21), joined(0, 1), 22)
         assert state.round == 1
         assert world_of(step(state, joined(2, 1), 23)) == [0, 2]
-        assert world_of(step(state, Tick(), 27)) == [0]
+        assert world_of(step(state, tick, 27)) == [0]
 
     def test_growing_is_announced_and_can_wait(self) -> None:
         state = running(self.settings, [0, 1])
@@ -171,7 +181,7 @@ class TestChanging:
         assert restart_reason(state, 0, 1) is not None
         assert state.ready[1].incarnation == "1b"
         assert step(state, joined(1, 1), 21) == state
-        assert step(state, Left(1, "1a", Outcome.FAILED), 21) == state
+        assert step(state, left(1, Outcome.FAILED), 21) == state
 
     def test_who_was_declared_lost_and_comes_back_is_told(self) -> None:
         state = step(running(self.settings, [0, 1]), lost(1), 20)
@@ -184,25 +194,25 @@ class TestChanging:
     def test_a_finished_member_stops_growth_and_all_finished_end_the_job(self) -> None:
         state = running(self.settings, [0, 1])
         state = step(step(state, joined(2), 20), joined(3), 20)
-        state = step(state, Left(0, "0a", Outcome.SUCCEEDED), 21)
+        state = step(state, left(0, Outcome.SUCCEEDED), 21)
         assert restart_reason(state, 1, 1) is None
-        state = step(state, Left(1, "1a", Outcome.SUCCEEDED), 22)
+        state = step(state, left(1, Outcome.SUCCEEDED), 22)
         assert state.outcome is Outcome.SUCCEEDED
 
     def test_an_excluded_node_is_out_until_its_agent_is_replaced(self) -> None:
-        state = step(running(self.settings, [0, 1]), Excluded(1, "1a", "its memory fails"), 20)
+        state = step(running(self.settings, [0, 1]), excluded(1), 20)
         assert step(state, joined(1, 1), 21).ready == {}
         assert 1 in step(state, joined(1, 0, "b"), 22).ready
 
     def test_an_ended_job_stays_ended(self) -> None:
-        state = step(running(self.settings, [0, 1]), Ended(Outcome.FAILED, "given up"), 20)
+        state = rendezvous.end(running(self.settings, [0, 1]), Outcome.FAILED, "given up")
         assert step(state, joined(0, 1), 21) == state
 
 
 def test_a_state_survives_its_encoding() -> None:
     state = running(Settings(min_nodes=1, max_nodes=4), [0, 3])
-    state = step(step(state, joined(5), 30), Excluded(3, "3a", "broken"), 31)
-    assert msgspec.json.decode(msgspec.json.encode(state), type=State) == state
+    state = step(step(state, joined(5), 30), excluded(3), 31)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=Rendezvous) == state
 
 
 class Agents(RuleBasedStateMachine):
@@ -220,25 +230,22 @@ class Agents(RuleBasedStateMachine):
         self.now = 0.0
         self.rounds: dict[str, int] = {}
         self.incarnations: dict[int, int] = {}
-        self.sent: list[Event] = []
+        self.sent: list[tuple[int, Event]] = []
 
-    def send(self, event: Event, delivered: bool = True) -> None:
-        self.sent.append(event)
+    def send(self, number: int, event: Event, delivered: bool = True) -> None:
+        self.sent.append((number, event))
         if delivered:
-            self.deliver(event)
+            self.deliver(number, event)
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, number: int | None, event: Event) -> None:
+        """Apply an event of a node, or of none."""
         before = self.state
         self.state = step(before, event, self.now)
         assert self.state.round in (before.round, before.round + 1)
         if self.state.round == before.round:
             assert self.state.world == before.world
         else:
-            assert (
-                not before.active
-                or before.active == {getattr(event, "id", None)}
-                or (isinstance(event, Joined) and before.active == {event.node.id})
-            )
+            assert not before.active or before.active == {number}
             for member in self.state.world:
                 self.rounds[member.incarnation] = self.state.round
 
@@ -248,7 +255,8 @@ class Agents(RuleBasedStateMachine):
     @rule(number=st.integers(0, 6), delivered=st.booleans())
     def join(self, number: int, delivered: bool) -> None:
         me = self.me(number)
-        self.send(Joined(me, self.rounds.get(me.incarnation, 0)), delivered)
+        after = self.rounds.get(me.incarnation, 0)
+        self.send(number, partial(rendezvous.join, node=me, after_round=after), delivered)
         if delivered and me.incarnation not in self.state.replaced:
             assert number in self.state.ready or number in self.state.active
 
@@ -258,17 +266,18 @@ class Agents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 6))
     def node_dies(self, number: int) -> None:
-        self.deliver(Lost(number, self.me(number).incarnation))
+        incarnation = self.me(number).incarnation
+        self.deliver(number, partial(rendezvous.remove, node_id=number, incarnation=incarnation))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def an_old_message_arrives(self, data: st.DataObject) -> None:
-        self.deliver(data.draw(st.sampled_from(self.sent)))
+        self.deliver(*data.draw(st.sampled_from(self.sent)))
 
     @rule(seconds=st.floats(-100, 100))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.deliver(Tick())
+        self.deliver(None, tick)
 
     @invariant()
     def worlds_are_as_the_settings_say(self) -> None:
@@ -281,7 +290,7 @@ class Agents(RuleBasedStateMachine):
 
     @invariant()
     def a_world_forms_when_the_nodes_are_there(self) -> None:
-        later = step(self.state, Tick(), self.now + 1000)
+        later = step(self.state, tick, self.now + 1000)
         if not self.state.active and self.settings.fitting(len(self.state.ready)):
             assert later.round == self.state.round + 1
             assert later.active

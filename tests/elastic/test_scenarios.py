@@ -147,8 +147,8 @@ def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
     with Cluster(tmp_path, "1:2", master=("--save-grace", "300")) as cluster:
         cluster.start(0)
         cluster.until_step(8)
-        cluster.until(lambda: cluster.status().saved)
-        before = cluster.status().saved or 0
+        cluster.until(lambda: cluster.status().saved_step)
+        before = cluster.status().saved_step or 0
         cluster.start(1)
         cluster.until_trained(0, 1, round_after=1)
         grown = [entry for entry in cluster.said() if entry["size"] == 2]
@@ -156,7 +156,7 @@ def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
         resumed = next(entry["step"] for entry in grown if entry["kind"] == "resume")
         assert resumed == taken_in > before
         # The master hears of a save that the restart overtook with the next heartbeat.
-        cluster.until(lambda: (cluster.status().saved or 0) >= taken_in)
+        cluster.until(lambda: (cluster.status().saved_step or 0) >= taken_in)
         cluster.stop(0, 1)
         assert_same_run(cluster)
         # The ranks waited for the restart after the save, so no step was made in vain.

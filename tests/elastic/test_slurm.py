@@ -175,7 +175,7 @@ class Job:
 
         def formed() -> bool:
             status = self.client.status()
-            trains = [node.id for node in status.nodes if node.rank is not None]
+            trains = [node.id for node in status.nodes if node.node_rank is not None]
             return status.round > round_after and sorted(trains) == sorted(nodes)
 
         until(formed, self.client.status)

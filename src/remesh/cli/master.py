@@ -109,7 +109,7 @@ def master(
             loop.add_signal_handler(number, task.cancel)
         served = Master(policy, Journal(state))
         await serve(served, options, click.echo, end_with_job=end_with_job)
-        world = served.state.rendezvous
+        world = served.job.rendezvous
         assert world is not None, "only a job that has begun can end"
         sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
 
@@ -155,7 +155,7 @@ def _print_status(now: Status) -> None:
         ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
         ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
         ("step", "none reported" if now.step is None else str(now.step)),
-        ("newest checkpoint", "none" if now.saved is None else f"step {now.saved}"),
+        ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
         ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
     ]
     console = output.stdout_console()
@@ -164,7 +164,7 @@ def _print_status(now: Status) -> None:
         (
             str(node.id),
             node.state,
-            "" if node.rank is None else str(node.rank),
+            "" if node.node_rank is None else str(node.node_rank),
             str(node.num_processes),
             "" if node.last_heard is None else f"{node.last_heard:.1f} s",
             str(node.num_charged),

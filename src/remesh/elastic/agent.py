@@ -1,9 +1,9 @@
-"""The agent of `remesh run`: torch's, except in what follows when something happens.
+"""The agent of `remesh run`: torch's agent, controlled by the master.
 
-torch's agent starts, watches and stops the processes of its node. This one asks the master what a
-failure means, so that only the node at fault is charged, and obeys it while the processes are well:
-it restarts them when the world changes, has them save before, and sends their stacks when the job
-hangs. Nodes that finish wait for the others, and start again with them if those have to.
+torch's agent starts, watches and stops the processes of its node. This one reports failures to the
+master, which charges only the node at fault, and follows the master while the processes are
+healthy: it restarts them when the world changes, has them save before, and sends their stacks when
+the job hangs. Nodes that finish wait for the others, and start again with them if those have to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -37,10 +37,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from remesh.elastic import child, guard
 from remesh.elastic.directories import BEATS, agent_directory
-from remesh.elastic.failures import MAX_MESSAGE, Decision, ProcessFailure
+from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure
 from remesh.elastic.handler import Handler
-from remesh.elastic.node import Node, NodeBarredError
-from remesh.elastic.protocol import BeatReply
+from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
+from remesh.elastic.protocol import BeatReply, Drain, ReportFailures, ReportStacks
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.errors import MasterError
@@ -61,12 +61,12 @@ LAST_LINES = 40
 
 
 class Agent(LocalElasticAgent):
-    """See the module.
+    """The agent of a node.
 
     Args:
         spec: What to run; its rendezvous handler is a remesh `Handler`.
-        drain_seconds: How long a node that has to go waits for a last checkpoint.
-        snapshots: Where the ranks keep snapshots in memory; empty if nowhere.
+        drain_seconds: How long a node that drains waits for a last checkpoint.
+        snapshots: Directory for the snapshots of the ranks; empty for none.
         **options: What torch's agent takes.
     """
 
@@ -82,24 +82,24 @@ class Agent(LocalElasticAgent):
         spec.entrypoint = sys.executable
         super().__init__(spec, **options)
         assert isinstance(spec.rdzv_handler, Handler)
-        self._node: Node = spec.rdzv_handler.node
+        self._node: NodeClient = spec.rdzv_handler.node
         self._drain_seconds = drain_seconds
         self._draining_since: float | None = None
         self._is_announced = False
-        self._may_go = False
+        self._exits_on_sigterm = False
         self._dumped = 0
         self._files: dict[int, str] = {}
         self._holds = False
         self._held_since = 0.0
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        """Begin to drain, or go at once if no process works.
+        """Begin to drain, or exit at once if no process runs.
 
         Raises:
             SystemExit: While the node waits for a round, or for its master after its processes
                 have ended.
         """
-        if self._may_go:
+        if self._exits_on_sigterm:
             raise SystemExit(EXIT_DRAINED)
         if self._draining_since is None:
             self._draining_since = time.monotonic()
@@ -113,16 +113,16 @@ class Agent(LocalElasticAgent):
         group_world_size: int,  # noqa: ARG002
         spec: WorkerSpec,
     ) -> list[Worker]:
-        """The master has said where this node's ranks begin: no need to ask the other nodes."""
-        placed = self._node.placed
-        assert placed is not None
+        """The ranks follow from the assignment, without an exchange among the nodes."""
+        assignment = self._node.assignment
+        assert assignment is not None
         return [
             Worker(
                 local_rank=number,
-                global_rank=placed.first_process + number,
-                role_rank=placed.first_process + number,
-                world_size=placed.num_processes,
-                role_world_size=placed.num_processes,
+                global_rank=assignment.first_rank + number,
+                role_rank=assignment.first_rank + number,
+                world_size=assignment.world_size,
+                role_world_size=assignment.world_size,
             )
             for number in range(spec.local_world_size)
         ]
@@ -134,12 +134,13 @@ class Agent(LocalElasticAgent):
             for worker in worker_group.workers
         }
         for leftover in self._directory.iterdir():
-            leftover.unlink()  # what the processes of an earlier round said
+            leftover.unlink()  # written by the processes of an earlier round
         self._holds = False
         # torch subtracts this for TORCHELASTIC_RESTART_COUNT, which is the same on all ranks of a
         # round: the number of worlds before it.
-        assert self._node.placed is not None
-        self._remaining_restarts = worker_group.spec.max_restarts - (self._node.placed.round - 1)
+        assert self._node.assignment is not None
+        num_worlds = self._node.assignment.round - 1
+        self._remaining_restarts = worker_group.spec.max_restarts - num_worlds
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._context, SubprocessContext)
         for handler in self._context.subprocess_handlers.values():
@@ -161,22 +162,22 @@ class Agent(LocalElasticAgent):
         while True:
             time.sleep(group.spec.monitor_interval)
             # In this order: if others had to stop because a process of this node died, the master
-            # must hear of that process, and would not if it were stopped like one that is well.
+            # must receive that failure, and would not if the process were stopped like the others.
             reply = self._node.reply
             result: RunResult = self._monitor_workers(group)
             group.state = result.state
             match result.state:
                 case WorkerState.HEALTHY:
-                    self._obey(group, reply)
+                    self._follow(group, reply)
                 case WorkerState.SUCCEEDED:
                     if self._all_finish():
                         return result
                     self._restart(group)
                 case WorkerState.FAILED | WorkerState.UNHEALTHY:
-                    decision = self._report(result)
-                    if decision is Decision.GIVE_UP:
+                    action = self._report(result)
+                    if action is FailureAction.FAIL:
                         return result
-                    if decision is Decision.REPLACE:
+                    if action is FailureAction.REPLACE:
                         self._go(Outcome.FAILED, "the machine is broken", EXIT_REPLACE)
                     self._restart(group)
                 case _:
@@ -188,35 +189,35 @@ class Agent(LocalElasticAgent):
     # -------------------------------------------------------------------------------------
 
     def _stop(self, number: signal.Signals) -> None:
-        """Stop the processes, and all that they have started in their groups."""
+        """Stop the processes, and what they have started in their process groups."""
         self._shutdown(number, timeout=self._shutdown_timeout)
         left = guard.kill_groups(str(self._directory), self._shutdown_timeout)
         if left:
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 
     def _begin(self, group: WorkerGroup) -> None:
-        """Meet the other nodes and start the processes.
+        """Join the next round and start the processes.
 
         Raises:
-            SystemExit: If the job has ended, or does not want this node, or cannot be joined.
+            SystemExit: If the job has ended, rejects this node, or cannot be joined.
         """
-        self._may_go = True
+        self._exits_on_sigterm = True
         try:
             self._initialize_workers(group)
         except RendezvousClosedError as closed:
             log.error("%s", closed)
-            barred = isinstance(closed.__cause__, NodeBarredError)
-            raise SystemExit(EXIT_REPLACE if barred else 1) from closed
+            rejected = isinstance(closed.__cause__, NodeRejectedError)
+            raise SystemExit(EXIT_REPLACE if rejected else 1) from closed
         except RendezvousConnectionError as error:
             log.error("%s", error)
             reason = str(error)
-            self._tell(lambda: self._node.leave(Outcome.FAILED, reason))
+            self._try(lambda: self._node.leave(Outcome.FAILED, reason))
             raise SystemExit(EXIT_JOB_FAILED) from error
         finally:
-            self._may_go = False
+            self._exits_on_sigterm = False
 
     def _restart(self, group: WorkerGroup, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stop the processes by a signal, meet the other nodes, and start again."""
+        """Stop the processes by a signal, join the next round, and start again."""
         self._stop(number)
         group.state = WorkerState.STOPPED
         if self._draining_since is not None:
@@ -230,18 +231,18 @@ class Agent(LocalElasticAgent):
             SystemExit: Always.
         """
         self._stop_workers(self._worker_group)
-        self._tell(lambda: self._node.leave(outcome, reason))
+        self._try(lambda: self._node.leave(outcome, reason))
         raise SystemExit(exit_code)
 
-    def _tell(self, what: Any) -> None:
-        """Tell the master something that must not stop this node if it cannot be told."""
+    def _try(self, send: Callable[[], object]) -> None:
+        """Send a request; this node goes on if the master does not answer."""
         try:
-            what()
+            send()
         except MasterError as error:
             log.warning("%s", error)
 
-    def _obey(self, group: WorkerGroup, reply: BeatReply) -> None:
-        """Do what the master wants while the processes are well."""
+    def _follow(self, group: WorkerGroup, reply: BeatReply) -> None:
+        """Do what the reply to the last heartbeat says, while the processes are healthy."""
         if self._draining_since is not None:
             self._drain(self._draining_since)
         if reply.dump > self._dumped:
@@ -250,26 +251,27 @@ class Agent(LocalElasticAgent):
         if self._draining_since is None and reply.restart in {None, Change.GROW}:
             self._hold(reply.save or reply.restart is not None)
         if reply.restart is Change.GROW and not self._is_saved():
-            return  # the others wait as well
+            return  # the other nodes wait as well
         if reply.restart is not None:
             log.info("the processes start again: %s", reply.reason)
             # Processes that hang do not react to SIGTERM.
             hang = reply.restart is Change.HANG
             self._restart(group, signal.SIGKILL if hang else signal.SIGTERM)
-        if reply.over is not None:
-            log.info("the job has %s: %s", reply.over, reply.reason)
+        if reply.outcome is not None:
+            log.info("the job has %s: %s", reply.outcome, reply.reason)
             self._go(
                 Outcome.FAILED,
                 reply.reason,
-                0 if reply.over is Outcome.SUCCEEDED else EXIT_JOB_FAILED,
+                0 if reply.outcome is Outcome.SUCCEEDED else EXIT_JOB_FAILED,
             )
 
     def _drain(self, since: float) -> None:
-        """Have the ranks save, then go."""
+        """Have the ranks save, then leave."""
         if not self._is_announced:
             self._is_announced = True
-            reason = "SIGTERM"
-            self._tell(lambda: self._node.drain(self._drain_seconds, reason))
+            sender, seconds = self._node.sender(), self._drain_seconds
+            request = Drain(**sender, seconds=seconds, reason="SIGTERM")
+            self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
             self._hold(True)
         if not self._is_saved():
             return
@@ -283,7 +285,7 @@ class Agent(LocalElasticAgent):
         self._go(Outcome.DRAINED, state, EXIT_UNSAVED)
 
     def _hold(self, wanted: bool) -> None:
-        """Have the ranks save and wait, so that no step is made in vain; or let them go on."""
+        """Have the ranks save and wait, so that no step is repeated later; or let them continue."""
         if wanted is self._holds:
             return
         self._holds = wanted
@@ -295,7 +297,7 @@ class Agent(LocalElasticAgent):
                 clear_request(file)
 
     def _is_saved(self) -> bool:
-        """Whether nothing is lost if the ranks stop now, or it is waited for no longer.
+        """Whether the ranks have saved and wait, or the time limit for that has passed.
 
         Ranks that report nothing have no manager that could save.
         """
@@ -315,7 +317,8 @@ class Agent(LocalElasticAgent):
             worker.global_rank: stacks_of(pids[worker.local_rank], self._files[worker.global_rank])
             for worker in self._worker_group.workers
         }
-        self._tell(lambda: self._node.send_stacks(dump, stacks))
+        request = ReportStacks(**self._node.sender(), dump=dump, stacks=stacks)
+        self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
 
     @property
     def _context(self) -> PContext:
@@ -324,15 +327,15 @@ class Agent(LocalElasticAgent):
 
     def _all_finish(self) -> bool:
         """Wait for the other nodes; False if the processes have to start again with them."""
-        self._may_go = True
+        self._exits_on_sigterm = True
         try:
-            self._tell(lambda: self._node.leave(Outcome.SUCCEEDED, "its processes ended"))
+            self._try(lambda: self._node.leave(Outcome.SUCCEEDED, "its processes ended"))
         finally:
-            self._may_go = False
+            self._exits_on_sigterm = False
         deadline = time.monotonic() + self._exit_barrier_timeout
         while time.monotonic() < deadline:
             reply = self._node.reply
-            if reply.over is not None:
+            if reply.outcome is not None:
                 break
             if reply.restart is not None:
                 log.info("the processes start again: %s", reply.reason)
@@ -340,29 +343,30 @@ class Agent(LocalElasticAgent):
             time.sleep(self._worker_group.spec.monitor_interval)
         return True
 
-    def _report(self, result: RunResult) -> Decision:
-        """Tell the master which processes failed; what it rules."""
+    def _report(self, result: RunResult) -> FailureAction:
+        """Report the failed processes to the master; what this node has to do."""
         failures = tuple(
             self._describe(rank, failure) for rank, failure in sorted(result.failures.items())
         )
-        self._may_go = True
+        self._exits_on_sigterm = True
         try:
-            ruling = self._node.failed(failures)
+            request = ReportFailures(**self._node.sender(), failures=failures)
+            decision = self._node.client.ask(request)
         except MasterError as error:
             log.warning("the failure is not reported, the processes start again: %s", error)
-            return Decision.RESTART
+            return FailureAction.RESTART
         finally:
-            self._may_go = False
-        log.warning("%s: %s", ruling.decision, ruling.reason)
-        return ruling.decision
+            self._exits_on_sigterm = False
+        log.warning("%s: %s", decision.action, decision.reason)
+        return decision.action
 
     def _describe(self, rank: int, failure: Any) -> ProcessFailure:
-        placed = self._node.placed
-        assert placed is not None
+        assignment = self._node.assignment
+        assert assignment is not None
         beat = read_heartbeat(self._files[rank]) if rank in self._files else None
         return ProcessFailure(
-            node_id=placed.node_id,
-            round=placed.round,
+            node_id=assignment.node_id,
+            round=assignment.round,
             rank=rank,
             local_rank=failure.local_rank,
             exit_code=failure.exitcode,
@@ -379,10 +383,10 @@ class Agent(LocalElasticAgent):
 
 
 class _Process:
-    """A training process as torch sees it: one that dies after its work was done has ended well.
+    """A training process as torch sees it: one that dies after its work was done has succeeded.
 
-    A crash on the way out must not cost a restart, nor stop processes that still work: a finished
-    job would run again.
+    A crash at exit must not cost a restart, nor stop processes that still work: a finished job
+    would run again.
 
     Args:
         process: The process.
@@ -392,25 +396,25 @@ class _Process:
     def __init__(self, process: subprocess.Popen[bytes], directory: str) -> None:
         self._process = process
         self._note = done_note(directory, process.pid)
-        self._is_forgiven = False
+        self._has_succeeded = False
         self.pid = process.pid
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
-        return self._judge(self._process.poll())
+        return self._exit_code(self._process.poll())
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for its end; the exit code."""
-        return self._judge(self._process.wait(timeout))
+        return self._exit_code(self._process.wait(timeout))
 
-    def _judge(self, code: int | None) -> int | None:
-        if self._is_forgiven:
+    def _exit_code(self, code: int | None) -> int | None:
+        if self._has_succeeded:
             return 0
         if code is None or code >= 0 or not self._note.exists():
             return code
-        self._is_forgiven = True
+        self._has_succeeded = True
         log.warning(
-            "process %d died by signal %d on its way out, after its work was done: no failure%s",
+            "process %d died by signal %d at exit, after its work was done: no failure%s",
             self.pid,
             -code,
             _KNOWN_CAUSE if code == -signal.SIGABRT else "",
@@ -440,7 +444,7 @@ def _guard(directory: str) -> Iterator[None]:
 
 
 def _message_of(failure: Any) -> str:
-    """What a process recorded in its error file; nothing if it recorded nothing."""
+    """The message in the error file of a process; empty if there is none."""
     data = failure.error_file_data
     message = data.get("message", "") if isinstance(data, Mapping) else ""
     if isinstance(message, Mapping):

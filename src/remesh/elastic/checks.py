@@ -1,4 +1,4 @@
-"""Which nodes are tested together, and what the tests prove: pure functions.
+"""Checks: which nodes are tested together, and what the tests prove. Pure.
 
 A test runs a collective among the nodes of a group, after each node has probed its own processor
 and memory. A group passes or fails as a whole; a failed group says that one of its members or the
@@ -6,12 +6,12 @@ connection between them is bad, not which.
 
 The first round tests pairs of neighbours. The second pairs every *suspect*, a member of a group
 that failed, with a node that is known to be healthy: by status, not by time; suspects for whom no
-healthy node is left meet suspects of other groups. A third round is held only if that left
-somebody undecided. What follows is logic: who passed with another is healthy, and if all others of
-a failed group are healthy, the remaining one is faulty. Where that decides nothing (two nodes whose
-only test failed), nobody is thrown out and the suspicion is reported.
+healthy node is left are paired with suspects of other groups. A third round follows only if some
+node is still undecided. A node that passed with another one is healthy; if all others of a failed
+group are healthy, the remaining one is faulty. Where that decides nothing (two nodes whose only
+test failed), no node is excluded, and the suspicion is reported.
 
-The scheme of two rounds of pairs is DLRover's; it pairs by time and gives up on three nodes.
+The scheme of two rounds of pairs is DLRover's; it pairs by time and does not handle three nodes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
+
+from remesh.elastic.protocol import TestResult
+
 MAX_ROUNDS = 3
 STRAGGLER_FACTOR = 2.0
 """A node is a straggler if its own probe takes this many times the median."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """How the test of one group ended.
+class GroupResult(msgspec.Struct, frozen=True):
+    """The result of the test of one group.
 
     Attributes:
         members: Node ids.
@@ -41,13 +44,33 @@ class GroupResult:
     members: tuple[int, ...]
     passed: bool
     broken: frozenset[int] = frozenset()
-    seconds: Mapping[int, float] | None = None
+    seconds: dict[int, float] = {}
     message: str = ""
 
 
+class RunningCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A check of the members of a world.
+
+    Attributes:
+        number: Counts the checks.
+        nodes: Ids of the members.
+        groups: The groups of the test round that runs.
+        since: When it began.
+        reports: Results of nodes in it, by node id.
+        results: The test rounds before it.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    since: float
+    reports: dict[int, TestResult] = {}
+    results: tuple[tuple[GroupResult, ...], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the tests prove.
+class CheckResult:
+    """What the tests of a check prove.
 
     Attributes:
         healthy: Nodes that passed with another node, or alone if they are alone.
@@ -64,10 +87,48 @@ class Verdict:
     connections: tuple[tuple[int, ...], ...] = ()
 
 
+def begin(number: int, nodes: Iterable[int], now: float) -> RunningCheck:
+    """A check that begins with its first test round."""
+    ordered = tuple(sorted(nodes))
+    return RunningCheck(number=number, nodes=ordered, groups=plan_round(ordered, ()), since=now)
+
+
+def advance(check: RunningCheck, now: float, timeout: float) -> RunningCheck | CheckResult:
+    """The check after a test round has ended: its next round, or its result.
+
+    Args:
+        check: The check; returned as it is while reports are missing and may still come.
+        now: The time.
+        timeout: Seconds within which a test must be reported.
+    """
+    if len(check.reports) < len(check.nodes) and now - check.since < timeout:
+        return check  # every node is in a group of every test round
+    results = (*check.results, tuple(_result_of(group, check.reports) for group in check.groups))
+    groups = plan_round(check.nodes, results)
+    if not groups:
+        return evaluate(check.nodes, [result for done in results for result in done])
+    return msgspec.structs.replace(check, groups=groups, since=now, reports={}, results=results)
+
+
+def _result_of(group: tuple[int, ...], reports: Mapping[int, TestResult]) -> GroupResult:
+    reported = {node: reports[node] for node in group if node in reports}
+    messages = [
+        f"node {node}: {report.message}" for node, report in reported.items() if report.message
+    ]
+    messages += [f"node {node} did not report in time" for node in group if node not in reports]
+    return GroupResult(
+        members=group,
+        passed=len(reported) == len(group) and all(each.passed for each in reported.values()),
+        broken=frozenset(node for node, report in reported.items() if report.broken),
+        seconds={node: report.seconds for node, report in reported.items()},
+        message="; ".join(messages),
+    )
+
+
 def plan_round(
     nodes: Iterable[int], rounds: Sequence[Sequence[GroupResult]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of the next round; none if there is nothing left to learn.
+    """The groups of the next round; none if more tests would prove nothing.
 
     Args:
         nodes: Ids of all nodes that are checked.
@@ -78,8 +139,8 @@ def plan_round(
         return _pairs(ordered)
     if len(rounds) >= MAX_ROUNDS:
         return ()
-    verdict = judge(ordered, [result for results in rounds for result in results])
-    suspects = sorted(verdict.suspects)
+    proven = evaluate(ordered, [result for results in rounds for result in results])
+    suspects = sorted(proven.suspects)
     met = {
         frozenset((one, other))
         for results in rounds
@@ -88,19 +149,19 @@ def plan_round(
         for other in result.members
     }
     groups: list[tuple[int, ...]] = []
-    partners = sorted(verdict.healthy)
+    partners = sorted(proven.healthy)
     num_served = min(len(suspects), len(partners))
     groups += zip(suspects[:num_served], partners[:num_served], strict=True)
     groups += _strangers(suspects[num_served:], met)
     if not any(len(group) > 1 for group in groups):
         return ()
     groups += _pairs(partners[num_served:])
-    groups += [(node,) for node in verdict.faulty]
+    groups += [(node,) for node in proven.faulty]
     return tuple(tuple(sorted(group)) for group in groups)
 
 
 def _strangers(nodes: Sequence[int], met: AbstractSet[frozenset[int]]) -> list[tuple[int, ...]]:
-    """Pairs of nodes that were not tested together before; who finds none stays alone."""
+    """Pairs of nodes that were not tested together before; without a partner a node is alone."""
     waiting = list(nodes)
     groups: list[tuple[int, ...]] = []
     while waiting:
@@ -117,7 +178,7 @@ def _strangers(nodes: Sequence[int], met: AbstractSet[frozenset[int]]) -> list[t
 def _pairs(ordered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Pairs of neighbours; of an odd number above three, the last are three together.
 
-    Of three nodes one stays alone: a failed triple would prove nothing about anybody.
+    Of three nodes one stays alone: a failed triple would prove nothing about any node.
     """
     if not ordered:
         return ()
@@ -129,7 +190,7 @@ def _pairs(ordered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return (*groups, tuple(ordered[stop:])) if odd else tuple(groups)
 
 
-def judge(nodes: Iterable[int], results: Sequence[GroupResult]) -> Verdict:
+def evaluate(nodes: Iterable[int], results: Sequence[GroupResult]) -> CheckResult:
     """What results prove about nodes.
 
     A node that appears in no result is a suspect: it did not take part.
@@ -157,7 +218,9 @@ def judge(nodes: Iterable[int], results: Sequence[GroupResult]) -> Verdict:
             faulty[unproven[0]] = f"failed with {_listed(others)} {result.message}".rstrip()
     suspects = {node: _suspicion(node, results) for node in everyone - healthy - set(faulty)}
     connections = tuple(result.members for result in failed if healthy.issuperset(result.members))
-    return Verdict(frozenset(healthy), faulty, suspects, _stragglers(healthy, results), connections)
+    return CheckResult(
+        frozenset(healthy), faulty, suspects, _stragglers(healthy, results), connections
+    )
 
 
 def _suspicion(node: int, results: Sequence[GroupResult]) -> str:
@@ -174,11 +237,11 @@ def _stragglers(healthy: Iterable[int], results: Sequence[GroupResult]) -> dict[
     # The best of a node's times counts: anything can be slow once.
     best: dict[int, float] = {}
     for result in results:
-        for node, seconds in (result.seconds or {}).items():
+        for node, seconds in result.seconds.items():
             best[node] = min(seconds, best.get(node, seconds))
     considered = {node: best[node] for node in healthy if node in best}
     if len(considered) < 3:
-        return {}  # of two nodes, nobody can say which is the slow one
+        return {}  # of two nodes, either may be the usual one
     typical = median(considered.values())
     return {
         node: seconds / typical

@@ -1,9 +1,8 @@
-"""What agents use to ask the master: plain HTTP requests of the standard library.
+"""Sends requests to the master: plain HTTP of the standard library.
 
 There is no event loop and no thread here, so that a launcher may start processes as it likes.
-Connections are kept open for the next request. While the master is away (it may be being restarted)
-a request is repeated until `patience` is over: every request does the same a second time. A beat is
-sent once, since the next one is newer.
+Connections are kept open for the next request. While the master does not answer (it may be being
+restarted) a request is repeated for `patience` seconds: a repeated request has no further effect.
 """
 
 from __future__ import annotations
@@ -13,63 +12,44 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from remesh.elastic.failures import Ruling
 from remesh.elastic.protocol import (
-    Accepted,
-    BeatReply,
-    BeatRequest,
-    CheckRequest,
-    DrainRequest,
-    FailedRequest,
-    GetRequest,
-    JoinReply,
-    JoinRequest,
-    LeaveRequest,
+    PROTOCOL_VERSION,
+    PURPOSES,
     Problem,
-    PutRequest,
-    StacksRequest,
-    TestedRequest,
-    Value,
+    Request,
+    name_of,
+    reply_of,
 )
 from remesh.elastic.status import Status
 from remesh.errors import MasterError, StorageError
 
 __all__ = ["Client", "read_token"]
 
-_T = TypeVar("_T")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-_decode_join: Callable[[bytes], JoinReply] = msgspec.json.Decoder(JoinReply).decode
+_DECODERS: Mapping[type[Request[Any]], Callable[[bytes], Any]] = {
+    kind: msgspec.json.Decoder(reply_of(kind)).decode for kind in PURPOSES
+}
+_decode_status = msgspec.json.Decoder(Status).decode
 
 REQUEST_TIMEOUT = 15.0
-"""Seconds for an answer, beyond what the request itself wants to wait."""
+"""Seconds for a reply, beyond `Request.wait`."""
 PAUSE = 0.5
 """Seconds between two attempts."""
-SAY_EVERY = 60.0
-"""Seconds after which it is said again that the master is away."""
-
-_PURPOSES = {
-    "join": "join the next round",
-    "failed": "report processes that failed",
-    "leave": "say that this node goes",
-    "drain": "say that this node has to go",
-    "put": "tell the other nodes where to meet",
-    "get": "learn where the nodes meet",
-    "tested": "report a test",
-    "stacks": "send the stacks of the processes",
-}
-"""What requests are for, in messages that say what is waited for."""
+LOG_EVERY = 60.0
+"""Seconds after which it is logged again that the master does not answer."""
 _BUSY = (429, 502, 503, 504)
-"""HTTP statuses of a master that answers later."""
+"""HTTP statuses that mean: send the request again."""
 
 
 def read_token(path: str | None) -> str:
@@ -92,8 +72,8 @@ def read_token(path: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a master is."""
+class _Endpoint:
+    """The address of a master."""
 
     url: str
     host: str
@@ -102,20 +82,20 @@ class _Place:
 
 
 class Client:
-    """Asks a master.
+    """Sends requests to a master.
 
     Args:
         url: Where it is, `http://host:port`, as it prints it; or the path of a file that holds the
-            URL. Text with a slash and without `://` is a path. The file is awaited, and read again
-            whenever the master does not answer, since a master may come back elsewhere.
-        token: What it wants to know.
+            URL. Text with a slash and without `://` is a path. The client waits for the file, and
+            reads it again whenever the master does not answer: it may have restarted elsewhere.
+        token: The master's token.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
-        patience: Seconds for which a master that is away is asked again.
+        patience: Seconds for which a request is repeated while the master does not answer.
         clock: Seconds that never jump.
         sleep: Lets seconds pass.
 
     Raises:
-        MasterError: If the URL is none, or the file does not come.
+        MasterError: If the URL is not valid, or the file does not appear.
         StorageError: If the file or the certificates cannot be read.
     """
 
@@ -139,7 +119,7 @@ class Client:
         self._sleep = sleep
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
-        self._place = self._at(self._await_url(self._url_file) if self._url_file else url)
+        self._endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
 
     def __del__(self) -> None:
         self.close()
@@ -151,14 +131,14 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Where the master is, as far as is known."""
-        return self._place.url
+        """The master's URL, as last known."""
+        return self._endpoint.url
 
-    def _at(self, url: str) -> _Place:
+    def _at(self, url: str) -> _Endpoint:
         parts = _parts_of(url)
         assert parts.hostname is not None
         is_https = parts.scheme == "https"
-        return _Place(
+        return _Endpoint(
             f"{parts.scheme}://{parts.netloc}",
             parts.hostname,
             parts.port or (443 if is_https else 80),
@@ -166,7 +146,7 @@ class Client:
         )
 
     def _await_url(self, file: Path) -> str:
-        """The URL in a file, as soon as there is one."""
+        """Wait for the URL in a file."""
         began, is_said = self._clock(), False
         while not (url := _read_url(file)):
             if self._clock() - began >= self.patience:
@@ -178,93 +158,60 @@ class Client:
         return url
 
     def _has_moved(self) -> bool:
-        """Whether the master has come back elsewhere; if so, it is asked there from now on."""
+        """Whether the URL has changed; if so, requests go to the new one from now on."""
         url = _read_url(self._url_file) if self._url_file else ""
-        place = self._at(url) if url else self._place
-        if place.url == self.url:
+        endpoint = self._at(url) if url else self._endpoint
+        if endpoint.url == self.url:
             return False
-        log.warning("the master is at %s now; it was at %s", place.url, self.url)
-        self._place = place
+        log.warning("the master is at %s now; it was at %s", endpoint.url, self.url)
+        self._endpoint = endpoint
         self.close()
         return True
 
-    def join(self, request: JoinRequest, patience: float | None = None) -> JoinReply:
-        """Be ready for the next round."""
-        return self._ask("join", request, _decode_join, wait=request.wait, patience=patience)
-
-    def beat(self, request: BeatRequest, limit: float = REQUEST_TIMEOUT) -> BeatReply:
-        """Say that the node lives, once.
-
-        Args:
-            request: What to say.
-            limit: Seconds for an answer.
-        """
-        return self._ask("beat", request, _decoder(BeatReply), limit=limit, patience=0.0)
-
-    def failed(self, request: FailedRequest) -> Ruling:
-        """Say that processes failed."""
-        return self._ask("failed", request, _decoder(Ruling))
-
-    def leave(self, request: LeaveRequest, patience: float | None = None) -> None:
-        """Say that the node goes."""
-        self._ask("leave", request, _decoder(Accepted), patience=patience)
-
-    def drain(self, request: DrainRequest, patience: float | None = None) -> None:
-        """Say that the node has to go soon."""
-        self._ask("drain", request, _decoder(Accepted), patience=patience)
-
-    def put(self, request: PutRequest) -> None:
-        """Leave a word for the other nodes."""
-        self._ask("put", request, _decoder(Accepted))
-
-    def get(self, request: GetRequest) -> str | None:
-        """Ask for a word; None if it is not there in time."""
-        return self._ask("get", request, _decoder(Value), wait=request.wait).value
-
-    def tested(self, request: TestedRequest) -> None:
-        """Say how a test went."""
-        self._ask("tested", request, _decoder(Accepted))
-
-    def stacks(self, request: StacksRequest, patience: float | None = None) -> None:
-        """Say where the processes were."""
-        self._ask("stacks", request, _decoder(Accepted), patience=patience)
-
-    def check(self, reason: str) -> None:
-        """Have all nodes tested before the next round."""
-        self._ask("check", CheckRequest(reason=reason), _decoder(Accepted))
-
-    def status(self) -> Status:
-        """Everything there is to see."""
-        return self._ask("status", None, _decoder(Status))
-
-    def _ask(
+    def ask(
         self,
-        name: str,
-        request: object,
-        decode: Callable[[bytes], _T],
+        request: Request[R],
         *,
-        wait: float = 0.0,
         limit: float = REQUEST_TIMEOUT,
         patience: float | None = None,
-    ) -> _T:
+    ) -> R:
         """Send a request until it is answered.
 
         Args:
-            name: Which request.
-            request: Its body; None asks without one.
-            decode: Reads the answer.
-            wait: Seconds for which the request itself asks the master to wait.
-            limit: Seconds for an answer beyond that.
-            patience: Seconds for which it is sent again; the client's by default.
+            request: The request.
+            limit: Seconds for a reply, beyond `request.wait`.
+            patience: Seconds for which it is repeated; the client's by default.
+
+        Returns:
+            The reply, of the type that the class of the request names.
 
         Raises:
-            MasterError: If it is refused, or no answer comes.
+            MasterError: If it is refused, or no reply comes.
         """
+        kind = type(request)
+        body, name, seconds = msgspec.json.encode(request), name_of(kind), request.wait + limit
+        text = self._repeat(name, body, PURPOSES[kind], seconds, patience)
+        reply: R = self._decode(_DECODERS[kind], text)
+        return reply
+
+    def status(self) -> Status:
+        """The status of the job.
+
+        Raises:
+            MasterError: If the request is refused, or no reply comes.
+        """
+        text = self._repeat("status", None, "show the job", REQUEST_TIMEOUT, None)
+        return self._decode(_decode_status, text)
+
+    def _repeat(
+        self, name: str, body: bytes | None, purpose: str, limit: float, patience: float | None
+    ) -> bytes:
+        """Send a request until it is answered; the body of the reply."""
         patience = self.patience if patience is None else patience
-        began, said_at = self._clock(), None
+        began, logged_at = self._clock(), None
         while True:
             try:
-                status, text = self._send(name, request, wait + limit)
+                status, text = self._send(name, body, limit)
                 problem = f"{self.url}: {_problem(status, text)}"
             except ssl.SSLCertVerificationError as error:
                 raise MasterError(f"{self.url} is not trusted: {error}") from error
@@ -274,9 +221,9 @@ class Client:
                 problem = f"the master at {self.url} does not answer ({why})"
             waited = self._clock() - began
             if status == http.HTTPStatus.OK:
-                if said_at is not None:
+                if logged_at is not None:
                     log.warning("the master answers again, after %.0f s", waited)
-                return self._decode(decode, text)
+                return text
             if self._has_moved():
                 continue
             if status and status not in _BUSY:
@@ -285,25 +232,25 @@ class Client:
                 if status:
                     raise MasterError(problem)
                 raise MasterError(f"{problem}; is it running, and can this machine reach it?")
-            if said_at is None or waited - said_at >= SAY_EVERY:
-                said_at = waited
-                purpose, left = _PURPOSES.get(name, name), _duration(patience - waited)
-                log.warning("%s; this node waits up to %s for it to %s", problem, left, purpose)
+            if logged_at is None or waited - logged_at >= LOG_EVERY:
+                logged_at = waited
+                left = _duration(patience - waited)
+                log.warning("%s; trying again for up to %s to %s", problem, left, purpose)
             self._sleep(PAUSE)
 
-    def _decode(self, decode: Callable[[bytes], _T], text: bytes) -> _T:
+    def _decode(self, decode: Callable[[bytes], R], text: bytes) -> R:
         try:
             return decode(text)
         except msgspec.MsgspecError as error:
             raise MasterError(
-                f"what answers at {self.url} is no master of this version: {error}"
+                f"the reply from {self.url} is not of a master of this version: {error}"
             ) from error
 
-    def _send(self, name: str, request: object, limit: float) -> tuple[int, bytes]:
-        """Send a request once; the status and the body of its answer, within a limit of seconds.
+    def _send(self, name: str, body: bytes | None, limit: float) -> tuple[int, bytes]:
+        """Send a request once; the status and the body of its reply, within a limit of seconds.
 
-        A kept connection may have been closed by the master meanwhile, as servers do. That says
-        nothing of the master: the request goes on another one.
+        The master may have closed a kept connection meanwhile, as servers do. The request is then
+        sent on another one.
         """
         ends = time.monotonic() + limit
         while True:
@@ -312,25 +259,24 @@ class Client:
             except IndexError:
                 connection, kept = self._connect(), False
             try:
-                answer = self._exchange(connection, name, request, ends)
+                reply = self._exchange(connection, name, body, ends)
             except BaseException as error:
                 connection.close()
                 gone = isinstance(error, OSError | http.client.HTTPException)
                 if kept and gone and not isinstance(error, TimeoutError):
                     continue
                 raise
-            return answer
+            return reply
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, name: str, request: object, ends: float
+        self, connection: http.client.HTTPConnection, name: str, body: bytes | None, ends: float
     ) -> tuple[int, bytes]:
         connection.timeout = _left_until(ends)
         if connection.sock is None:
             connection.connect()
         connection.sock.settimeout(_left_until(ends))
-        body = None if request is None else msgspec.json.encode(request)
-        method = "GET" if request is None else "POST"
-        connection.request(method, f"/v1/{name}", body, self._headers)
+        method = "GET" if body is None else "POST"
+        connection.request(method, f"/v{PROTOCOL_VERSION}/{name}", body, self._headers)
         response = connection.getresponse()
         text = response.read()
         if response.will_close:
@@ -340,26 +286,26 @@ class Client:
         return response.status, text
 
     def _connect(self) -> http.client.HTTPConnection:
-        place = self._place
-        if place.tls is None:
-            return http.client.HTTPConnection(place.host, place.port)
-        return http.client.HTTPSConnection(place.host, place.port, context=place.tls)
+        endpoint = self._endpoint
+        if endpoint.tls is None:
+            return http.client.HTTPConnection(endpoint.host, endpoint.port)
+        return http.client.HTTPSConnection(endpoint.host, endpoint.port, context=endpoint.tls)
 
     def local_address(self) -> str:
         """The address of this machine as others on the master's network reach it.
 
         Raises:
-            MasterError: If the master's name is not known.
+            MasterError: If the master's host cannot be resolved or reached.
         """
         try:
             family, kind, proto, _name, address = socket.getaddrinfo(
-                self._place.host, self._place.port, type=socket.SOCK_DGRAM
+                self._endpoint.host, self._endpoint.port, type=socket.SOCK_DGRAM
             )[0]
             with socket.socket(family, kind, proto) as probe:
                 probe.connect(address)  # nothing is sent; this only chooses the way
                 return str(probe.getsockname()[0])
         except OSError as error:
-            raise MasterError(f"there is no way to the master at {self.url}: {error}") from error
+            raise MasterError(f"the master at {self.url} cannot be reached: {error}") from error
 
 
 def _read_url(file: Path) -> str:
@@ -380,7 +326,7 @@ def _parts_of(url: str) -> SplitResult:
     """The parts of a master's URL.
 
     Raises:
-        MasterError: If it is none.
+        MasterError: If it is not valid.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -394,7 +340,7 @@ def _parts_of(url: str) -> SplitResult:
 
 
 def _left_until(ends: float) -> float:
-    """Seconds until a moment; never 0, which would mean not to wait at all."""
+    """Seconds until a time; never 0, which would mean not to wait at all."""
     return max(ends - time.monotonic(), 0.001)
 
 
@@ -410,10 +356,6 @@ def _trusting(certificates: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=certificates)
     except OSError as error:  # which errors of ssl are, too
         raise StorageError(f"{certificates}: cannot be used as certificates: {error}") from error
-
-
-def _decoder(kind: type[_T]) -> Callable[[bytes], _T]:
-    return msgspec.json.Decoder(kind).decode
 
 
 def _problem(status: int, text: bytes) -> str:

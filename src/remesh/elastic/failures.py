@@ -180,25 +180,25 @@ def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[P
     return sorted(failures, key=place)
 
 
-class Decision(StrEnum):
-    """What a node does after its processes failed."""
+class FailureAction(StrEnum):
+    """What an agent does after its processes failed."""
 
     RESTART = "restart"
     REPLACE = "replace"
-    GIVE_UP = "give up"
+    FAIL = "fail"
 
 
-class Ruling(msgspec.Struct, frozen=True, kw_only=True):
+class FailureDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from the failures on one node.
 
     Attributes:
-        decision: What its agent does: start processes again, go so that another node takes its
-            place, or end the job.
-        charged: Whether a restart is taken from the node's budget.
+        action: Start the processes again, leave so that another node takes the place of this one,
+            or end the job.
+        charged: Whether a restart is charged to the node's budget.
         reason: Why, in a sentence.
     """
 
-    decision: Decision
+    action: FailureAction
     charged: bool
     reason: str
 
@@ -209,41 +209,32 @@ def decide(
     num_charged: int,
     max_restarts: int,
     patterns: Patterns,
-) -> Ruling:
-    """Rule on the failures of one node in one round.
+) -> FailureDecision:
+    """Decide what follows from the failures of one node in one round.
 
     Args:
         failures: The processes of the node that failed; at least one.
         num_charged: Restarts that the node has been charged with already.
         max_restarts: How many it may be charged with.
-        patterns: What tells kinds apart.
+        patterns: What distinguishes the kinds of failures.
     """
     first = root_cause(failures, patterns)[0]
     kind = classify(first, patterns)
     where = f"rank {first.rank} (local rank {first.local_rank}) on node {first.node_id}"
     how = first.signal_name or f"exit code {first.exit_code}"
+    charged, advice = False, "; memory ran out" if kind is Kind.MEMORY else ""
     if kind is Kind.NODE:
-        return Ruling(
-            decision=Decision.REPLACE,
-            charged=False,
-            reason=f"{where} says that the machine is broken ({how}); another should replace it",
-        )
-    if kind in _CONSEQUENCES:
-        return Ruling(
-            decision=Decision.RESTART,
-            charged=False,
-            reason=f"{where} failed because others did ({how})",
-        )
-    advice = "; memory ran out" if kind is Kind.MEMORY else ""
-    if num_charged >= max_restarts:
-        return Ruling(
-            decision=Decision.GIVE_UP,
-            charged=False,
-            reason=f"{where} failed ({how}{advice}) and the {max_restarts} restarts of its node "
-            "are used up",
-        )
-    return Ruling(
-        decision=Decision.RESTART,
-        charged=True,
-        reason=f"{where} failed ({how}{advice}); restart {num_charged + 1} of {max_restarts}",
-    )
+        action = FailureAction.REPLACE
+        reason = f"{where} reports a broken machine ({how}); another node should replace it"
+    elif kind in _CONSEQUENCES:
+        action = FailureAction.RESTART
+        reason = f"{where} failed because others did ({how})"
+    elif num_charged >= max_restarts:
+        action = FailureAction.FAIL
+        charges = f"{num_charged} of {max_restarts} restarts"
+        reason = f"{where} failed ({how}{advice}); no restart left: {charges} charged to its node"
+    else:
+        action, charged = FailureAction.RESTART, True
+        charges = f"{num_charged + 1} of {max_restarts} restarts"
+        reason = f"{where} failed ({how}{advice}); {charges} charged to its node"
+    return FailureDecision(action=action, charged=charged, reason=reason)

@@ -1,13 +1,14 @@
 """`torchrun --rdzv-backend=remesh`: worlds formed by a remesh master, in an unchanged torchrun.
 
-torchrun finds it through `remesh.elastic.torchrun`. What the master needs to know and torchrun has
-no flag for comes by `--rdzv-conf`: `name`, `node_id`, `node_unit`, `last_call`, `join_timeout`,
+torchrun finds it through `remesh.elastic.torchrun`. Options that torchrun has no flag for come by
+`--rdzv-conf`: `name`, `node_id`, `node_unit`, `last_call`, `join_timeout`,
 `token_file`, `tls_ca`, `beat_seconds`, `master_patience`, and `nproc`, because torchrun does not
-tell a handler how many processes it starts.
+pass the number of processes to a handler.
 
-torchrun asks for the next round after every stop of its processes, and looks several times a second
-whether nodes wait; the answer to the last heartbeat serves for that. Each round has a store of its
-own, in the launcher of the first node, so that no key of an earlier round is ever found.
+torchrun requests the next round after every stop of its processes, and polls several times a
+second whether nodes wait; the reply to the last heartbeat serves for that. Each round has a
+TCPStore of its own, in the launcher of the first node, so that no key of an earlier round is found.
+The master's round store holds its address.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +36,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from remesh.elastic.client import Client, read_token
-from remesh.elastic.node import JobOverError, Node, NodeBarredError, NodeOptions
-from remesh.elastic.protocol import Placed
+from remesh.elastic.node import JobEndedError, NodeClient, NodeRejectedError
+from remesh.elastic.protocol import Assignment, Join
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.errors import MasterError
 
@@ -43,9 +45,9 @@ log = logging.getLogger(__name__)
 
 BACKEND = "remesh"
 STORE_SECONDS = 60.0
-"""How long the nodes of a round wait for the first one's store."""
+"""How long the nodes of a round wait for the first one's TCPStore."""
 PATIENCE = 3600.0
-"""How long a launcher waits for a master that is away, where that holds up the node."""
+"""How long a launcher repeats a request that the node cannot go on without."""
 
 
 def check_address(address: str) -> None:
@@ -64,14 +66,14 @@ def check_address(address: str) -> None:
 
 
 class Handler(RendezvousHandler):
-    """What torchrun asks for worlds.
+    """torchrun's rendezvous, by a remesh master.
 
     Args:
-        node: This node.
+        node: The client of this node.
         run_id: Names the job.
     """
 
-    def __init__(self, node: Node, run_id: str) -> None:
+    def __init__(self, node: NodeClient, run_id: str) -> None:
         self.node = node
         self._run_id = run_id
         # torch keeps no reference to a store inside a PrefixStore.
@@ -83,63 +85,63 @@ class Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers make a store of their own: no key of theirs meets one of the launchers'."""
+        """False: workers make a store of their own, apart from the keys of the launchers."""
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round and open its store.
 
         Raises:
-            RendezvousClosedError: If the job has failed, or does not want this node.
+            RendezvousClosedError: If the job has failed, or rejects this node.
             RendezvousConnectionError: If the master or the first node cannot be reached.
             SystemExit: If the job has succeeded without this node.
         """
         while True:
             try:
-                placed = self.node.join()
-            except JobOverError as over:
-                if over.outcome is Outcome.SUCCEEDED:
-                    log.info("%s", over)
-                    raise SystemExit(0) from over
-                raise RendezvousClosedError(str(over)) from over
-            except NodeBarredError as barred:
-                raise RendezvousClosedError(f"this node is not used: {barred}") from barred
+                assignment = self.node.join()
+            except JobEndedError as ended:
+                if ended.outcome is Outcome.SUCCEEDED:
+                    log.info("%s", ended)
+                    raise SystemExit(0) from ended
+                raise RendezvousClosedError(str(ended)) from ended
+            except NodeRejectedError as rejected:
+                raise RendezvousClosedError(f"this node is not used: {rejected}") from rejected
             except MasterError as error:
                 raise RendezvousConnectionError(str(error)) from error
             try:
-                return self._meet(placed)
+                return self._connect(assignment)
             except MasterError as error:
                 if not self._is_over():
                     raise RendezvousConnectionError(str(error)) from error
                 log.info("the round broke while it began: %s", self.node.reply.reason)
 
-    def _meet(self, placed: Placed) -> RendezvousInfo:
-        """Open the round's store and learn from it where the processes meet.
+    def _connect(self, assignment: Assignment) -> RendezvousInfo:
+        """Open the round's TCPStore and read from it where the processes connect.
 
         Raises:
-            MasterError: If the store is not to be had. If that is because the round is over, a
-                heartbeat has said so by then.
+            MasterError: If there is no such store. If that is because the round is over, the reply
+                to a heartbeat says so by then.
         """
-        address = self.node.options.address
+        round_, rank = assignment.round, assignment.node_rank
         try:
-            store = self._open_store(placed.round, placed.rank, placed.leader.address)
-            prefixed = PrefixStore(f"round {placed.round}", store)
-            meeting = RendezvousStoreInfo.build(placed.rank, prefixed, local_addr=address)
+            store = self._open_store(round_, rank, assignment.leader.address)
+            prefixed = PrefixStore(f"round {round_}", store)
+            info = RendezvousStoreInfo.build(rank, prefixed, local_addr=self.node.address)
         except (MasterError, RuntimeError) as error:
-            # The first node has died, say. The master knows that after its silence, not before.
-            deadline = time.monotonic() + STORE_SECONDS + placed.heartbeat_timeout
+            # The first node may have died. The master knows that after the heartbeat timeout.
+            deadline = time.monotonic() + STORE_SECONDS + assignment.heartbeat_timeout
             while not self._is_over() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            raise MasterError(f"round {placed.round} has no store: {error}") from error
-        return RendezvousInfo(prefixed, placed.rank, placed.num_nodes, meeting)
+            raise MasterError(f"round {round_} has no store: {error}") from error
+        return RendezvousInfo(prefixed, rank, assignment.num_nodes, info)
 
     def _is_over(self) -> bool:
-        """Whether the master has said that the round, or the job, is over."""
+        """Whether the round, or the job, is over, by the reply to the last heartbeat."""
         reply = self.node.reply
-        return reply.restart is not None or reply.over is not None
+        return reply.restart is not None or reply.outcome is not None
 
     def _open_store(self, number: int, rank: int, address: str) -> TCPStore:
-        """The round's store: the first node makes it and says where it is."""
+        """The round's TCPStore: the first node makes it and puts its address into the store."""
         limit = dt.timedelta(seconds=STORE_SECONDS)
         if rank == 0:
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -154,12 +156,12 @@ class Handler(RendezvousHandler):
         return store
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 if the processes should stop and meet again."""
+        """More than 0 if the processes should stop and the node should join again."""
         return int(self.node.reply.restart is not None)
 
     def is_closed(self) -> bool:
         """Whether the job has ended."""
-        return self.node.reply.over is not None
+        return self.node.reply.outcome is not None
 
     def set_closed(self) -> None:
         """End the job for this node."""
@@ -170,22 +172,22 @@ class Handler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Say that this node goes; torchrun does not tell how it ended, but it may be raising."""
+        """Leave the job. An exception that is being handled means that this node failed."""
         error = sys.exc_info()[1]
         outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
         reason = "" if error is None else f"{type(error).__name__}: {error}"[:500]
         try:
             self.node.leave(outcome, reason)
         except MasterError as problem:
-            log.warning("the master does not know that this node goes: %s", problem)
+            log.warning("the master does not know that this node leaves: %s", problem)
             return False
         finally:
             self.node.close()
         return True
 
 
-def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> Node:
-    """This node, as torchrun's rendezvous options describe it.
+def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> NodeClient:
+    """The client of this node, by torchrun's rendezvous options.
 
     Raises:
         ValueError: If an option is missing or wrong; the message names it.
@@ -206,17 +208,18 @@ def make_node(parameters: RendezvousParameters, test: Callable[..., Any]) -> Nod
         last_call=float(parameters.get("last_call", 5.0)),
         join_timeout=float(parameters.get("join_timeout", 600.0)),
     )
-    options = NodeOptions(
-        name=parameters.get("name") or (f"node-{node_id}" if node_id is not None else _host_name()),
+    first = Join(
+        name=parameters.get("name") or default_name(node_id),
         node_id=node_id,
+        incarnation=uuid.uuid4().hex,
         address=address,
         num_processes=parameters.get_as_int("nproc", 1) or 1,
         settings=settings,
-        max_restarts=parameters.get_as_int("max_restarts", 3) or 0,
-        beat_seconds=float(parameters.get("beat_seconds", 1.0)),
     )
-    return Node(client, options, test)
+    beat_seconds = float(parameters.get("beat_seconds", 1.0))
+    return NodeClient(client, first, test, beat_seconds=beat_seconds)
 
 
-def _host_name() -> str:
-    return socket.gethostname()
+def default_name(node_id: int | None) -> str:
+    """The name of a node that was given none."""
+    return socket.gethostname() if node_id is None else f"node-{node_id}"

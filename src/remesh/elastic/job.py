@@ -1,17 +1,17 @@
-"""Everything that the master must not forget, as a pure machine.
+"""The state of a job that survives a restart of the master, as a pure state machine.
 
-`apply` takes the state of a job, an event and the time, and gives the next state. Events are few
-and small; the journal keeps them, and replaying them gives the same state. What changes with every
-heartbeat is not here but in `remesh.elastic.live`; the master turns it into an event only when it
-means something: a node is lost, a checkpoint was made, the job hangs.
+`apply` takes a job, an event and the time, and returns the job after it. Events are few and small;
+the journal keeps them, and replaying them gives the same job. What changes with every heartbeat is
+in `remesh.elastic.live`; the master makes an event of it when a node is lost, a checkpoint is
+saved, or the job hangs.
 
-A world that the rendezvous has formed may have to be *checked* before its processes start: members
-are then given tests in place of their places. Faulty ones are excluded, and the others form a new
-world.
+A world that the rendezvous has formed may have to be *checked* before its processes start: its
+members then get tests in place of their assignments. Faulty nodes are excluded, and the others form
+a new world.
 
-A world that could grow, or one of whose nodes has to go, first *wishes* for a checkpoint. Growing
-is granted when the checkpoint is made, or a grace time has passed: scripts that report no
-checkpoints wait no longer than that.
+Before a world grows, or when one of its nodes has to leave, the job makes a *save request*. The
+world grows when the checkpoint is saved or a grace time has passed, so scripts that report no
+checkpoints delay it by that time at most.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from itertools import chain, count
 import msgspec
 
 from remesh.elastic import checks, rendezvous
-from remesh.elastic.budget import Spent
+from remesh.elastic.budget import Charges
+from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.events import (
-    Drain,
+    CheckpointSaved,
     Event,
-    Fail,
-    Hang,
-    HangOver,
-    Join,
-    Leave,
-    Lose,
-    Noted,
-    Put,
-    Saved,
-    Tested,
-    WantCheck,
+    HangDetected,
+    NodeLost,
+    ProgressRecorded,
+    StacksCollected,
 )
 from remesh.elastic.failures import (
-    Decision,
+    FailureAction,
+    FailureDecision,
     Patterns,
     ProcessFailure,
-    Ruling,
     decide,
 )
-from remesh.elastic.progress import Progress
-from remesh.elastic.rendezvous import Outcome
+from remesh.elastic.progress import TrainingProgress
+from remesh.elastic.protocol import (
+    Drain,
+    Join,
+    Leave,
+    Put,
+    ReportFailures,
+    ReportTest,
+    RequestCheck,
+)
+from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
@@ -72,7 +75,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         save_grace: Seconds that a growing world waits for a checkpoint.
         hang_timeout: Seconds without a step after which the job hangs; None: never.
         hang_action: What happens then.
-        patterns: What tells kinds of failures apart.
+        patterns: What distinguishes the kinds of failures.
         restart_refill: Seconds after which a node gets back one of the restarts that it was
             charged with, and the job one of those after hangs; None: never.
     """
@@ -89,21 +92,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of one node in one round, and what followed.
+    """The failures of one node in one round, and the decision on them.
 
     Attributes:
         node_id: The node.
         round: The round.
-        time: When the master heard of it.
+        time: When the master received them.
         failures: The processes.
-        ruling: What followed.
+        decision: What follows.
     """
 
     node_id: int
     round: int
     time: float
     failures: tuple[ProcessFailure, ...]
-    ruling: Ruling
+    decision: FailureDecision
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +116,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
         node_id: The node.
         round: The round of the world.
         time: When the master knew it.
-        lost: Whether nothing was heard of it; otherwise it said that it left.
+        lost: Whether its messages stopped; otherwise it sent `Leave`.
         text: What happened, in a sentence.
     """
 
@@ -124,51 +127,29 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Line(msgspec.Struct, frozen=True):
+class HistoryLine(msgspec.Struct, frozen=True):
     """A line of the job's history."""
 
     time: float
     text: str
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A check of the members of a world.
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that the ranks should save before the world changes.
 
     Attributes:
-        number: Counts the checks.
-        round: The round whose world is checked.
-        plan: The groups of the test round that runs.
-        since: When it began.
-        reports: What nodes have reported in it, by node id.
-        results: The test rounds before it.
+        deadline: When the world changes without it.
+        saved_before: The step of the newest checkpoint when the request was made.
+        draining: Ids of the nodes that have to leave.
     """
 
-    number: int
-    round: int
-    plan: tuple[tuple[int, ...], ...]
-    since: float
-    reports: dict[int, Tested] = {}
-    results: tuple[tuple[checks.GroupResult, ...], ...] = ()
-
-
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that is wished for before the world changes.
-
-    Attributes:
-        round: The round whose ranks should save.
-        until: When it is waited for no longer.
-        saved_before: The newest checkpoint when the wish was made.
-        draining: Ids of the nodes that have to go.
-    """
-
-    round: int
-    until: float
+    deadline: float
     saved_before: int | None
     draining: frozenset[int] = frozenset()
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must not be forgotten.
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a job.
 
     Attributes:
         policy: How the job is treated.
@@ -176,69 +157,64 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         ended: When it ended; None while it runs.
         rendezvous: Nodes and world; None before the first join.
         max_restarts: Restarts that each node may be charged with.
-        spent: Restarts that each node was charged with, by node id.
+        charges: Restarts that each node was charged with, by node id.
+        hang_charges: Restarts after hangs.
         names: Node ids by name.
-        records: Failures, oldest first.
+        failures: Failures, oldest first.
         departures: Nodes that were lost or left, oldest first.
-        words: What nodes left for others in this round.
+        round_store: Values that nodes have put for the others of this round, by key.
         checked: Incarnations that passed a check, by node id.
         check_reason: Why the next world is to be checked; empty if it need not be.
         check: The check that runs.
         num_checks: Checks so far.
-        verdict: What the last check found, in words by node id.
-        wish: The checkpoint that is wished for.
-        saved: The step of the newest checkpoint.
-        dump: Number of the last wish for stacks.
-        hanging: Round and reason of a hang that is not over.
-        forced: Round and reason of a restart of everybody.
-        hangs: Restarts after hangs.
-        progress: How far the training was when that was noted last.
+        check_findings: What the last check found, as text by node id.
+        save_request: The checkpoint that is awaited before the world changes.
+        saved_step: The step of the newest checkpoint.
+        dump: Number of the last request for stacks.
+        hanging: Round and reason of a hang whose stacks are being collected.
+        hang_restart: Round and reason of a restart of all processes after a hang.
+        progress: How far the training was when that was recorded last.
         history: What happened.
-        forgotten: What agents know of the job that this state does not; empty if nothing.
+        missing_rounds: Which rounds the nodes remember and the journal does not; empty if none.
     """
 
     policy: Policy
     began: float | None = None
     ended: float | None = None
-    rendezvous: rendezvous.State | None = None
+    rendezvous: Rendezvous | None = None
     max_restarts: int = 0
-    spent: dict[int, Spent] = {}
+    charges: dict[int, Charges] = {}
+    hang_charges: Charges = Charges()
     names: dict[str, int] = {}
-    records: tuple[FailureRecord, ...] = ()
+    failures: tuple[FailureRecord, ...] = ()
     departures: tuple[Departure, ...] = ()
-    words: dict[str, str] = {}
+    round_store: dict[str, str] = {}
     checked: dict[int, str] = {}
     check_reason: str = ""
-    check: Check | None = None
+    check: RunningCheck | None = None
     num_checks: int = 0
-    verdict: dict[int, str] = {}
-    wish: Wish | None = None
-    saved: int | None = None
+    check_findings: dict[int, str] = {}
+    save_request: SaveRequest | None = None
+    saved_step: int | None = None
     dump: int = 0
     hanging: tuple[int, str] | None = None
-    forced: tuple[int, str] | None = None
-    hangs: Spent = Spent()
-    progress: Progress | None = None
-    history: tuple[Line, ...] = ()
-    forgotten: str = ""
-
-
-def start(policy: Policy) -> State:
-    """A job of which no node has been heard."""
-    return State(policy=policy)
+    hang_restart: tuple[int, str] | None = None
+    progress: TrainingProgress | None = None
+    history: tuple[HistoryLine, ...] = ()
+    missing_rounds: str = ""
 
 
 def assign_id(
-    state: State, name: str, wanted: int | None, has_living_agent: Callable[[int], bool | None]
+    job: Job, name: str, wanted: int | None, has_living_agent: Callable[[int], bool | None]
 ) -> tuple[int, str] | None:
     """The id of a node, and the name that this id has from now on.
 
-    That is the id it wants, the one its name had, or the smallest free one. If an agent of that
-    name lives, the name gets a number.
+    It is the id it wants, the one its name had, or the smallest free one. If an agent of that name
+    lives, the name gets a number.
 
     Args:
-        state: The state.
-        name: What the node calls itself.
+        job: The job.
+        name: The name that the node asks for.
         wanted: The id it wants; None if any will do.
         has_living_agent: Whether another agent holds an id and lives; None if that is not known.
 
@@ -256,344 +232,312 @@ def assign_id(
                 f"node id {wanted} belongs to another agent, which lives; give each node an id of "
                 "its own"
             )
-        label = next(label for label in labels if state.names.get(label) in (None, wanted))
+        label = next(label for label in labels if job.names.get(label) in (None, wanted))
         return None if lives is None else (wanted, label)
-    taken = set(state.names.values())
+    taken = set(job.names.values())
     for label in labels:
-        if label not in state.names:
+        if label not in job.names:
             return next(number for number in count() if number not in taken), label
-        lives = has_living_agent(state.names[label])
+        lives = has_living_agent(job.names[label])
         if not lives:
-            return None if lives is None else (state.names[label], label)
+            return None if lives is None else (job.names[label], label)
     raise AssertionError("labels never end")
 
 
-def apply(state: State, event: Event, now: float) -> State:
-    """The state after an event."""
+def apply(job: Job, event: Event, now: float) -> Job:
+    """The job after an event."""
     if isinstance(event, Join):
-        state = _join(state, event, now)
-    elif state.rendezvous is None:
-        return state
+        job = _join(job, event, now)
+    elif job.rendezvous is None:
+        return job
     else:
-        state = _happen(state, event, state.rendezvous.round, now)
-    return _settle(state, now)
+        job = _apply(job, event, job.rendezvous, now)
+    return _settle(job, now)
 
 
-def _happen(state: State, event: Event, current: int, now: float) -> State:
-    """What an event changes by itself, in a job whose current round is given."""
+def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
+    """What an event changes by itself, in a job that has begun."""
     match event:
-        case Leave(node_id=node_id, incarnation=incarnation, outcome=outcome, reason=reason):
-            text = f"node {node_id} leaves, {outcome}: {reason}"
-            if outcome is not Outcome.SUCCEEDED:
-                state = _depart(state, node_id, incarnation, text, now, lost=False)
-            state = _note(state, now, text)
-            return _step(state, rendezvous.Left(node_id, incarnation, outcome), now)
-        case Lose(node_id=node_id, incarnation=incarnation):
-            text = f"node {node_id} is lost: nothing was heard of it"
-            state = _note(_depart(state, node_id, incarnation, text, now, lost=True), now, text)
-            return _step(state, rendezvous.Lost(node_id, incarnation), now)
-        case Fail():
-            return _fail(state, event, now)
+        case Leave():
+            return _leave(job, event, nodes, now)
+        case NodeLost(node_id=node_id, incarnation=incarnation):
+            text = f"node {node_id} is lost: no message came within the heartbeat timeout"
+            job = _note(_depart(job, node_id, incarnation, text, now, lost=True), now, text)
+            return _advance(job, rendezvous.remove(nodes, node_id, incarnation, now), now)
+        case ReportFailures():
+            return _fail(job, event, nodes, now)
         case Drain():
-            return _drain(state, event, now)
-        case Put(round=number, key=key, value=value) if number == current:
-            return _replace(state, words={**state.words, key: value})
-        case Tested():
-            return _tested(state, event)
-        case WantCheck(reason):
-            return _note(_replace(state, check_reason=reason), now, f"check wanted: {reason}")
-        case Saved(step) if state.saved is None or step > state.saved:
-            return _replace(state, saved=step)
-        case Hang(number, reason) if number == current and state.hanging is None:
-            state = _replace(state, hanging=(number, reason), dump=state.dump + 1)
-            return _note(state, now, f"the job hangs: {reason}")
-        case Noted(progress):
-            return _replace(state, progress=progress)
-        case HangOver(number):
-            return _end_hang(state, number, now)
-    return state
+            return _drain(job, event, nodes, now)
+        case Put(round=number, key=key, value=value) if number == nodes.round:
+            return _replace(job, round_store={**job.round_store, key: value})
+        case ReportTest():
+            return _tested(job, event, nodes)
+        case RequestCheck(reason=reason):
+            return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
+        case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
+            return _replace(job, saved_step=step)
+        case HangDetected(number, reason) if number == nodes.round and job.hanging is None:
+            job = _replace(job, hanging=(number, reason), dump=job.dump + 1)
+            return _note(job, now, f"the job hangs: {reason}")
+        case ProgressRecorded(progress):
+            return _replace(job, progress=progress)
+        case StacksCollected(number):
+            return _end_hang(job, number, nodes, now)
+    return job
 
 
-def _replace(state: State, **changes: object) -> State:
-    return msgspec.structs.replace(state, **changes)
+def _replace(job: Job, **changes: object) -> Job:
+    return msgspec.structs.replace(job, **changes)
 
 
-def _note(state: State, now: float, text: str) -> State:
-    return _replace(state, history=(*state.history, Line(now, text))[-MAX_RECORDS:])
+def _note(job: Job, now: float, text: str) -> Job:
+    return _replace(job, history=(*job.history, HistoryLine(now, text))[-MAX_RECORDS:])
 
 
-def _depart(
-    state: State, node_id: int, incarnation: str, text: str, now: float, *, lost: bool
-) -> State:
-    """Remember that a member of the world goes: it explains why others fail."""
-    world = state.rendezvous
-    assert world is not None
-    member = world.member(node_id)
-    if member is None or member.incarnation != incarnation or node_id not in world.active:
-        return state
-    departure = Departure(node_id=node_id, round=world.round, time=now, lost=lost, text=text)
-    return _replace(state, departures=(*state.departures, departure)[-MAX_RECORDS:])
+def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, lost: bool) -> Job:
+    """Record that a member of the world is gone: it explains why others fail."""
+    nodes = job.rendezvous
+    assert nodes is not None
+    member = nodes.member(node_id)
+    if member is None or member.incarnation != incarnation or node_id not in nodes.active:
+        return job
+    departure = Departure(node_id=node_id, round=nodes.round, time=now, lost=lost, text=text)
+    return _replace(job, departures=(*job.departures, departure)[-MAX_RECORDS:])
 
 
-def _step(state: State, event: rendezvous.Event, now: float) -> State:
-    """Let the rendezvous take a step, and begin what a new round begins."""
-    assert state.rendezvous is not None
-    before = state.rendezvous
-    after = rendezvous.step(before, event, now)
+def _advance(job: Job, after: Rendezvous, now: float) -> Job:
+    """Take over the next rendezvous, and begin what a new round begins."""
+    before = job.rendezvous
+    assert before is not None
     if after is before:
-        return state
-    state = _replace(state, rendezvous=after)
+        return job
+    job = _replace(job, rendezvous=after)
     if after.world is not before.world:
         members = ", ".join(str(node.id) for node in after.world)
-        state = _note(state, now, f"round {after.round}: nodes {members}")
-        state = _replace(state, words={}, wish=None, hanging=None, forced=None, check=None)
-        state = _begin_check(state, now)
-    if after.outcome is not None and before.outcome is None:
-        state = _note(state, now, f"the job has {after.outcome}: {after.reason}")
-        state = _replace(state, ended=now)
-    return state
-
-
-def _join(state: State, event: Join, now: float) -> State:
-    if state.rendezvous is None:
-        state = _replace(
-            state,
-            began=now,
-            rendezvous=rendezvous.start(event.settings, now),
-            max_restarts=event.max_restarts,
+        job = _note(job, now, f"round {after.round}: nodes {members}")
+        job = _replace(
+            job, round_store={}, save_request=None, hanging=None, hang_restart=None, check=None
         )
-    node = event.node
-    assert state.rendezvous is not None
-    if event.after_round > state.rendezvous.round:
+        job = _begin_check(job, after, now)
+    if after.outcome is not None and before.outcome is None:
+        job = _note(job, now, f"the job has {after.outcome}: {after.reason}")
+        job = _replace(job, ended=now)
+    return job
+
+
+def _join(job: Job, event: Join, now: float) -> Job:
+    if job.rendezvous is None:
+        nodes = rendezvous.start(event.settings, now)
+        job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
+    assert job.rendezvous is not None
+    node = node_of(event)
+    if event.after_round > job.rendezvous.round:
         text = (
             f"node {node.id} comes from round {event.after_round}, the journal knows only "
-            f"{state.rendezvous.round} rounds: it was lost, or is an old copy"
+            f"{job.rendezvous.round} rounds: it was lost, or is an old copy"
         )
-        state = _note(_replace(state, forgotten=text), now, text)
-    if state.names.get(node.name) != node.id:
-        state = _replace(state, names={**state.names, node.name: node.id})
-    return _step(state, rendezvous.Joined(node, event.after_round), now)
+        job = _note(_replace(job, missing_rounds=text), now, text)
+    if job.names.get(node.name) != node.id:
+        job = _replace(job, names={**job.names, node.name: node.id})
+    assert job.rendezvous is not None
+    return _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
 
 
-def record_of(state: State, node_id: int, round_of_node: int) -> FailureRecord | None:
-    """What was ruled about a node's failures in a round."""
-    for record in reversed(state.records):
+def node_of(event: Join) -> Node:
+    """The node that joins, in a `Join` that has an id."""
+    assert event.node_id is not None, "the master assigns an id before it applies the event"
+    return Node(
+        id=event.node_id,
+        incarnation=event.incarnation,
+        name=event.name,
+        address=event.address,
+        num_processes=event.num_processes,
+    )
+
+
+def _leave(job: Job, event: Leave, nodes: Rendezvous, now: float) -> Job:
+    text = f"node {event.node_id} leaves, {event.outcome}: {event.reason}"
+    if event.outcome is not Outcome.SUCCEEDED:
+        job = _depart(job, event.node_id, event.incarnation, text, now, lost=False)
+    after = rendezvous.leave(nodes, event.node_id, event.incarnation, event.outcome, now)
+    return _advance(_note(job, now, text), after, now)
+
+
+def failure_record(job: Job, node_id: int, round_of_node: int) -> FailureRecord | None:
+    """The failures of a node in a round, and the decision on them."""
+    for record in reversed(job.failures):
         if (record.node_id, record.round) == (node_id, round_of_node):
             return record
     return None
 
 
-def charges_of(state: State, node_id: int, now: float) -> Spent:
+def charges_of(job: Job, node_id: int, now: float) -> Charges:
     """The restarts that a node is charged with now."""
-    return state.spent.get(node_id, Spent()).at(now, state.policy.restart_refill)
+    return job.charges.get(node_id, Charges()).at(now, job.policy.restart_refill)
 
 
-def _fail(state: State, event: Fail, now: float) -> State:
-    assert state.rendezvous is not None
-    known = state.rendezvous.known(event.node_id)
-    if known is None or known.incarnation != event.incarnation:
-        return state
-    if not event.failures or record_of(state, event.node_id, event.round) is not None:
-        return state  # the second copy of a message
-    charged = charges_of(state, event.node_id, now)
-    ruling = decide(
+def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job:
+    node = nodes.known(event.node_id)
+    if node is None or node.incarnation != event.incarnation:
+        return job
+    if not event.failures or failure_record(job, event.node_id, event.round) is not None:
+        return job  # the second copy of a message
+    charges = charges_of(job, event.node_id, now)
+    decision = decide(
         event.failures,
-        num_charged=charged.count,
-        max_restarts=state.max_restarts,
-        patterns=state.policy.patterns,
+        num_charged=charges.count,
+        max_restarts=job.max_restarts,
+        patterns=job.policy.patterns,
     )
     record = FailureRecord(
         node_id=event.node_id,
         round=event.round,
         time=now,
         failures=event.failures,
-        ruling=ruling,
+        decision=decision,
     )
-    state = _replace(state, records=(*state.records, record)[-MAX_RECORDS:])
-    state = _note(state, now, ruling.reason)
-    if ruling.charged:
-        state = _replace(state, spent={**state.spent, event.node_id: charged.and_one()})
-    if ruling.decision is Decision.REPLACE:
-        state = _replace(state, check_reason=f"node {event.node_id} reported a broken machine")
-        barred = rendezvous.Excluded(event.node_id, event.incarnation, ruling.reason)
-        state = _step(state, barred, now)
-    if ruling.decision is Decision.GIVE_UP:
-        state = _step(state, rendezvous.Ended(Outcome.FAILED, ruling.reason), now)
-    return state
+    job = _replace(job, failures=(*job.failures, record)[-MAX_RECORDS:])
+    job = _note(job, now, decision.reason)
+    if decision.charged:
+        job = _replace(job, charges={**job.charges, event.node_id: charges.plus_one()})
+    if decision.action is FailureAction.REPLACE:
+        job = _replace(job, check_reason=f"node {event.node_id} reported a broken machine")
+        job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)
+    if decision.action is FailureAction.FAIL:
+        job = _advance(job, rendezvous.end(nodes, Outcome.FAILED, decision.reason), now)
+    return job
 
 
-def _drain(state: State, event: Drain, now: float) -> State:
-    assert state.rendezvous is not None
-    known = state.rendezvous.known(event.node_id)
-    if known is None or known.incarnation != event.incarnation:
-        return state
-    if event.node_id not in state.rendezvous.active:
-        return state
-    old = state.wish
-    if old is not None and event.node_id in old.draining:
-        return state
-    wish = Wish(
-        round=state.rendezvous.round,
-        until=now + event.seconds,
-        saved_before=state.saved if old is None else old.saved_before,
-        draining=(old.draining if old is not None else frozenset()) | {event.node_id},
+def _drain(job: Job, event: Drain, nodes: Rendezvous, now: float) -> Job:
+    node = nodes.known(event.node_id)
+    if node is None or node.incarnation != event.incarnation or node.id not in nodes.active:
+        return job
+    old = job.save_request or SaveRequest(deadline=now, saved_before=job.saved_step)
+    if node.id in old.draining:
+        return job
+    request = msgspec.structs.replace(
+        old, deadline=now + event.seconds, draining=old.draining | {node.id}
     )
-    return _note(
-        _replace(state, wish=wish),
-        now,
-        f"node {event.node_id} has to go within {event.seconds:g} s: {event.reason}",
-    )
+    text = f"node {node.id} has to leave within {event.seconds:g} s: {event.reason}"
+    return _note(_replace(job, save_request=request), now, text)
 
 
-def _end_hang(state: State, number: int, now: float) -> State:
-    if state.hanging is None or state.hanging[0] != number:
-        return state
-    reason = f"the job hung: {state.hanging[1]}"
-    state = _replace(state, hanging=None)
-    match state.policy.hang_action:
+def _end_hang(job: Job, number: int, nodes: Rendezvous, now: float) -> Job:
+    if job.hanging is None or job.hanging[0] != number:
+        return job
+    reason = f"the job hung: {job.hanging[1]}"
+    job = _replace(job, hanging=None)
+    match job.policy.hang_action:
         case HangAction.NOTHING:
-            return state
+            return job
         case HangAction.RESTART:
-            spent = state.hangs.at(now, state.policy.restart_refill)
-            if spent.count < state.max_restarts:
-                return _replace(state, forced=(number, reason), hangs=spent.and_one())
-            reason = f"{reason}; its {state.max_restarts} restarts are used up"
-    return _step(state, rendezvous.Ended(Outcome.FAILED, reason), now)
+            charges = job.hang_charges.at(now, job.policy.restart_refill)
+            if charges.count < job.max_restarts:
+                return _replace(job, hang_restart=(number, reason), hang_charges=charges.plus_one())
+            counts = f"{charges.count} of {job.max_restarts} restarts"
+            reason = f"{reason}; no restart left: {counts} charged to hangs"
+    return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
 
 
-def _settle(state: State, now: float) -> State:
-    """What follows from the state and the time alone."""
-    state = _step(state, rendezvous.Tick(), now)
-    state = _go_on_with_check(state, now)
-    assert state.rendezvous is not None
-    world = state.rendezvous
-    if state.check is None and state.wish is None and world.active:
-        size = rendezvous.larger_size(world)
+def _settle(job: Job, now: float) -> Job:
+    """What follows from the job and the time alone."""
+    assert job.rendezvous is not None
+    job = _advance(job, rendezvous.tick(job.rendezvous, now), now)
+    job = _advance_check(job, now)
+    nodes = job.rendezvous
+    assert nodes is not None
+    if job.check is None and job.save_request is None and nodes.active:
+        size = rendezvous.larger_size(nodes)
         if size is not None:
-            wish = Wish(
-                round=world.round,
-                until=now + state.policy.save_grace,
-                saved_before=state.saved,
-            )
-            text = f"the world can grow to {size} nodes: {len(world.ready)} more wait"
-            state = _note(_replace(state, wish=wish), now, text)
-    return state
+            deadline = now + job.policy.save_grace
+            request = SaveRequest(deadline=deadline, saved_before=job.saved_step)
+            text = f"the world can grow to {size} nodes: {len(nodes.ready)} more are ready"
+            job = _note(_replace(job, save_request=request), now, text)
+    return job
 
 
-def is_granted(state: State, now: float) -> bool:
-    """Whether the checkpoint that was wished for has been made, or waited for long enough."""
-    wish = state.wish
-    if wish is None:
-        return True
-    made = state.saved is not None and (
-        wish.saved_before is None or state.saved > wish.saved_before
-    )
-    return made or now >= wish.until
+def awaits_checkpoint(job: Job, now: float) -> bool:
+    """Whether the requested checkpoint is neither saved nor overdue."""
+    request = job.save_request
+    if request is None or now >= request.deadline:
+        return False
+    before, saved = request.saved_before, job.saved_step
+    return saved is None or (before is not None and saved <= before)
 
 
-def _begin_check(state: State, now: float) -> State:
-    assert state.rendezvous is not None
-    world = state.rendezvous.world
-    unknown = [node.id for node in world if state.checked.get(node.id) != node.incarnation]
-    if not state.check_reason and not (state.policy.check and unknown):
-        return state
-    number = state.num_checks + 1
-    plan = checks.plan_round([node.id for node in world], ())
-    check = Check(number=number, round=state.rendezvous.round, plan=plan, since=now)
-    return _replace(state, check=check, num_checks=number)
+def _begin_check(job: Job, nodes: Rendezvous, now: float) -> Job:
+    unknown = [node.id for node in nodes.world if job.checked.get(node.id) != node.incarnation]
+    if not job.check_reason and not (job.policy.check and unknown):
+        return job
+    number = job.num_checks + 1
+    check = checks.begin(number, [node.id for node in nodes.world], now)
+    return _replace(job, check=check, num_checks=number)
 
 
-def _tested(state: State, event: Tested) -> State:
-    check = state.check
-    assert state.rendezvous is not None
+def _tested(job: Job, event: ReportTest, nodes: Rendezvous) -> Job:
+    check = job.check
     if check is None or (event.check, event.test_round) != (check.number, len(check.results)):
-        return state
-    member = state.rendezvous.member(event.node_id)
+        return job
+    member = nodes.member(event.node_id)
     if member is None or member.incarnation != event.incarnation:
-        return state
-    reports = {**check.reports, event.node_id: event}
-    return _replace(state, check=msgspec.structs.replace(check, reports=reports))
+        return job
+    reports = {**check.reports, event.node_id: event.result}
+    return _replace(job, check=msgspec.structs.replace(check, reports=reports))
 
 
-def _go_on_with_check(state: State, now: float) -> State:
-    check = state.check
+def _advance_check(job: Job, now: float) -> Job:
+    check, nodes = job.check, job.rendezvous
     if check is None:
-        return state
-    assert state.rendezvous is not None
-    world = state.rendezvous
-    if world.outcome is not None:
-        return _replace(state, check=None)
-    if len(world.active) != len(world.world):
-        return _meet_again(_replace(state, check=None), now)  # somebody was lost meanwhile
-    overdue = now - check.since >= state.policy.check_timeout
-    if not overdue and len(check.reports) < len(world.world):
-        return state  # every member is in a group of every test round
-    results = (*check.results, tuple(_group_result(group, check) for group in check.plan))
-    plan = checks.plan_round([node.id for node in world.world], results)
-    if plan:
-        check = msgspec.structs.replace(check, plan=plan, since=now, reports={}, results=results)
-        return _replace(state, check=check)
-    verdict = checks.judge(
-        [node.id for node in world.world], [result for done in results for result in done]
-    )
-    return _end_check(state, verdict, now)
+        return job
+    assert nodes is not None
+    if nodes.outcome is not None:
+        return _replace(job, check=None)
+    if len(nodes.active) != len(nodes.world):
+        return _rejoin(_replace(job, check=None), now)  # a member was lost meanwhile
+    after = checks.advance(check, now, job.policy.check_timeout)
+    if isinstance(after, CheckResult):
+        return _end_check(job, after, nodes, now)
+    return job if after is check else _replace(job, check=after)
 
 
-def _group_result(group: tuple[int, ...], check: Check) -> checks.GroupResult:
-    reports = [check.reports[node_id] for node_id in group if node_id in check.reports]
-    silent = [node_id for node_id in group if node_id not in check.reports]
-    messages = [f"node {report.node_id}: {report.message}" for report in reports if report.message]
-    messages += [f"node {node_id} did not report in time" for node_id in silent]
-    return checks.GroupResult(
-        members=group,
-        passed=not silent and all(report.passed for report in reports),
-        broken=frozenset(report.node_id for report in reports if report.broken),
-        seconds={report.node_id: report.seconds for report in reports},
-        message="; ".join(messages),
-    )
-
-
-def _end_check(state: State, verdict: checks.Verdict, now: float) -> State:
-    assert state.rendezvous is not None
-    world = state.rendezvous
-    out = dict(verdict.faulty)
+def _end_check(job: Job, result: CheckResult, nodes: Rendezvous, now: float) -> Job:
+    out = dict(result.faulty)
     slow = {
         node_id: f"is a straggler: its probe takes {factor:.1f} times the median"
-        for node_id, factor in verdict.stragglers.items()
+        for node_id, factor in result.stragglers.items()
     }
-    if state.policy.exclude_stragglers:
-        rest = len(world.world) + len(world.ready) - len(out) - len(slow)
-        if world.settings.fitting(rest):
+    if job.policy.exclude_stragglers:
+        rest = len(nodes.world) + len(nodes.ready) - len(out) - len(slow)
+        if nodes.settings.fitting(rest):
             out |= slow
-    words = {**dict(verdict.suspects), **slow, **out}
-    words |= {node_id: "healthy" for node_id in verdict.healthy if node_id not in words}
-    state = _replace(
-        state,
+    findings = dict.fromkeys(result.healthy, "healthy") | {**result.suspects, **slow, **out}
+    job = _replace(
+        job,
         check=None,
         check_reason="",
-        verdict=words,
-        checked={node.id: node.incarnation for node in world.world if node.id not in out},
+        check_findings=findings,
+        checked={node.id: node.incarnation for node in nodes.world if node.id not in out},
     )
-    said = [f"node {node_id} {text}" for node_id, text in sorted(words.items())]
+    said = [f"node {node_id} {text}" for node_id, text in sorted(findings.items())]
     said = [text for text in said if not text.endswith(" healthy")] or ["all nodes are healthy"]
-    for group in verdict.connections:
+    for group in result.connections:
         said.append(f"the connection among nodes {', '.join(map(str, group))} failed")
-    state = _note(state, now, f"check {state.num_checks}: {'; '.join(said)}")
-    if not out:
-        return state
-    for node in world.world:
+    job = _note(job, now, f"check {job.num_checks}: {'; '.join(said)}")
+    for node in nodes.world:
         if node.id in out:
-            reason = f"check {state.num_checks}: {out[node.id]}"
-            barred = rendezvous.Excluded(node.id, node.incarnation, reason)
-            state = _step(state, barred, now)
-    return _meet_again(state, now)
+            assert job.rendezvous is not None
+            reason = f"check {job.num_checks}: {out[node.id]}"
+            job = _advance(job, rendezvous.exclude(job.rendezvous, node, reason, now), now)
+    return _rejoin(job, now) if out else job
 
 
-def _meet_again(state: State, now: float) -> State:
+def _rejoin(job: Job, now: float) -> Job:
     """Let the members that are left join again: none has started processes yet."""
-    assert state.rendezvous is not None
-    world = state.rendezvous
-    for node in world.world:
-        if node.id in world.active:
-            state = _step(state, rendezvous.Joined(node, world.round), now)
-    return state
+    before = job.rendezvous
+    assert before is not None
+    for node in before.world:
+        if node.id in before.active:
+            assert job.rendezvous is not None
+            after = rendezvous.join(job.rendezvous, node, before.round, now)
+            job = _advance(job, after, now)
+    return job

@@ -1,13 +1,14 @@
-"""What the master must not forget, in an SQLite file.
+"""The master's journal: the events of a job, in an SQLite file.
 
-Events are appended in transactions before anything that follows from them is answered. Now and
-then the whole state is written, and the events before it are dropped. Loading takes the newest such
-state and applies the events since: a master that was killed goes on where it was.
+Events are appended in transactions, before the replies that follow from them are sent. Every
+`SNAPSHOT_EVERY` events the whole job is written, and the events before it are dropped. Loading
+reads the newest such snapshot and applies the events since: a master that was killed continues
+where it was.
 
-What is missing in a journal is noticed: events are numbered without gaps, and a row says whether
-the journal was closed in an orderly way, and with which number. `warnings` says what has been lost.
-The job goes on from what there is, since its agents say the rest again. A journal that could not be
-written for a while is brought up to date by `recover`, with the whole state.
+A journal detects its own losses: events are numbered without gaps, and a row says whether the
+journal was closed in an orderly way, and with which number. `warnings` lists what was lost. The job
+continues from what is left, since its agents report the rest again. A journal that could not be
+written for a while is brought up to date by `recover`, with the whole job.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 import msgspec
 
 from remesh.elastic.events import Event
-from remesh.elastic.job import Policy, State, apply, start
+from remesh.elastic.job import Job, Policy, apply
 from remesh.errors import StorageError
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 SNAPSHOT_EVERY = 2000
-"""Events after which the whole state is written."""
+"""Events after which the whole job is written."""
 
 _SCHEMA = """
 create table if not exists about (version integer not null);
@@ -36,7 +37,7 @@ create table if not exists closing (clean integer not null, number integer not n
 
 _encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(Event).decode
-_decode_state = msgspec.json.Decoder(State).decode
+_decode_job = msgspec.json.Decoder(Job).decode
 
 
 class Journal:
@@ -49,7 +50,7 @@ class Journal:
         warnings: What has been lost, in sentences; complete after `load`.
 
     Raises:
-        StorageError: If the file cannot be used, or was written by a newer remesh.
+        StorageError: If the file cannot be used, or was written by another version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -81,7 +82,7 @@ class Journal:
             self._database = database
             database.execute("pragma journal_mode=wal")
             database.execute("pragma synchronous=full")
-            # A second master on the same file would undo what this one says.
+            # A second master on the same file would undo what this one writes.
             database.execute("pragma locking_mode=exclusive")
             database.execute("begin exclusive")
             for statement in _SCHEMA.split(";"):
@@ -120,14 +121,15 @@ class Journal:
             ).fetchone():
                 self.warnings.append(f"the journal {self._path} had lost the row of its version")
             self._database.execute("insert into about values (?)", (JOURNAL_VERSION,))
-        elif row[0] > JOURNAL_VERSION:
+        elif row[0] != JOURNAL_VERSION:
+            age = "a newer" if row[0] > JOURNAL_VERSION else "an older"
             raise StorageError(
-                f"{self._path}: written by a newer remesh (journal version {row[0]}, this one "
-                f"knows {JOURNAL_VERSION}); use that, or another file"
+                f"{self._path}: written by {age} remesh (journal version {row[0]}, this one reads "
+                f"{JOURNAL_VERSION}); use that for this job, or another file"
             )
 
-    def load(self, policy: Policy) -> tuple[State, float]:
-        """The state that the journal holds, and the time of its last event.
+    def load(self, policy: Policy) -> tuple[Job, float]:
+        """The job that the journal holds, and the time of its last event.
 
         Args:
             policy: How the job is treated from now on, whatever the journal says.
@@ -136,21 +138,21 @@ class Journal:
             StorageError: If the journal is damaged.
         """
         try:
-            state, last = start(policy), 0.0
+            job, last = Job(policy=policy), 0.0
             self._number = self._num_since_snapshot = 0
             row = self._database.execute(
                 "select number, time, state from snapshots order by number desc limit 1"
             ).fetchone()
             if row is not None:
                 self._number, last = row[0], row[1]
-                state = msgspec.structs.replace(_decode_state(row[2]), policy=policy)
+                job = msgspec.structs.replace(_decode_job(row[2]), policy=policy)
             for number, time, event in self._database.execute(
                 "select number, time, event from events where number > ? order by number",
                 (self._number,),
             ):
                 if number != self._number + 1:
                     self._warn_of_loss(f"events {self._number + 1} to {number - 1} are missing")
-                state, last = apply(state, _decode_event(event), time), time
+                job, last = apply(job, _decode_event(event), time), time
                 self._number = number
                 self._num_since_snapshot += 1
             self._check_closing()
@@ -158,9 +160,9 @@ class Journal:
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise StorageError(
                 f"{self._path}: the master's journal is damaged: {error}; move it away to go on "
-                "without it: nodes that train say again where they are"
+                "without it: nodes that train report again where they are"
             ) from error
-        return state, last
+        return job, last
 
     def _check_closing(self) -> None:
         """Compare what was loaded with what the last master left."""
@@ -228,11 +230,11 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("pragma wal_checkpoint(passive)")
 
-    def recover(self, state: State, time: float) -> None:
-        """Write the whole state in place of events that could not be written.
+    def recover(self, job: Job, time: float) -> None:
+        """Write the whole job in place of events that could not be written.
 
         Args:
-            state: The state after all of them.
+            job: The job after all of them.
             time: The time.
 
         Raises:
@@ -248,22 +250,22 @@ class Journal:
         if not self._is_open:
             self._open()
         self._number += 1
-        self.snapshot(state, time)
+        self.snapshot(job, time)
 
     def _is_ours(self) -> bool:
         return self._identify() == self._identity
 
-    def snapshot(self, state: State, time: float) -> None:
-        """Write the whole state and drop the events before it.
+    def snapshot(self, job: Job, time: float) -> None:
+        """Write the whole job and drop the events before it.
 
         Args:
-            state: The state after every event that was appended, and no other.
+            job: The job after every event that was appended, and no other.
             time: The time of the last of them.
 
         Raises:
             StorageError: If it cannot be written.
         """
-        row = (self._number, time, _encode(state))
+        row = (self._number, time, _encode(job))
         with self._transaction():
             self._database.execute("insert or replace into snapshots values (?, ?, ?)", row)
             self._database.execute("delete from snapshots where number < ?", (self._number,))

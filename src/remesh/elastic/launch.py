@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
-import socket
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,12 +24,13 @@ from remesh.elastic.agent import EXIT_JOB_FAILED, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory
 from remesh.elastic.failures import read_patterns
-from remesh.elastic.handler import PATIENCE, Handler, check_address
+from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name
 from remesh.elastic.job import HangAction, Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
-from remesh.elastic.node import Node, NodeOptions
+from remesh.elastic.node import NodeClient
 from remesh.elastic.node_check import run_test
+from remesh.elastic.protocol import Join
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
@@ -204,7 +205,7 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
         raise StorageError(f"cannot listen on port {options.port}: {error}") from error
 
 
-def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> Node:
+def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> NodeClient:
     client = Client(
         url,
         token=read_token(options.token_file),
@@ -216,17 +217,16 @@ def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> N
         check_address(address)
     except ValueError as error:
         raise SystemExit(f"remesh run: {error}") from error
-    default = socket.gethostname() if options.node_id is None else f"node-{options.node_id}"
-    described = NodeOptions(
-        name=options.node_name or default,
+    first = Join(
+        name=options.node_name or default_name(options.node_id),
         node_id=options.node_id,
+        incarnation=uuid.uuid4().hex,
         address=address,
         num_processes=config.nproc_per_node,
         settings=_settings(options, config),
         max_restarts=config.max_restarts,
-        beat_seconds=options.beat_seconds,
     )
-    return Node(client, described, run_test)
+    return NodeClient(client, first, run_test, beat_seconds=options.beat_seconds)
 
 
 def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
@@ -245,7 +245,7 @@ def _settings(options: argparse.Namespace, config: LaunchConfig) -> Settings:
 def _run_agent(
     options: argparse.Namespace,
     config: LaunchConfig,
-    node: Node,
+    node: NodeClient,
     command: Sequence[str],
     snapshots: str,
 ) -> None:

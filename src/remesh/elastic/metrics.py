@@ -1,4 +1,4 @@
-"""What Prometheus is told about a job."""
+"""The metrics of a job, for Prometheus."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
         ("remesh_round", "Number of the current round", status.round),
         ("remesh_goodput_ratio", "Share of the time that moved the training on", status.goodput),
         ("remesh_step", "Highest step of any rank", status.step),
-        ("remesh_saved_step", "Step of the newest checkpoint", status.saved),
+        ("remesh_saved_step", "Step of the newest checkpoint", status.saved_step),
         ("remesh_running", "Whether the job runs", float(status.phase == "running")),
     ]
     counters = [
@@ -64,7 +64,7 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
 
 
 def _by_state(status: Status) -> Metric:
-    family = GaugeMetricFamily("remesh_nodes", "Nodes by what they do", labels=["state"])
+    family = GaugeMetricFamily("remesh_nodes", "Nodes by state", labels=["state"])
     states = [node.state for node in status.nodes]
     for state in ("active", "ready", "finished", "draining", "excluded", "gone"):
         family.add_metric([state], states.count(state))

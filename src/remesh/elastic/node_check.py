@@ -1,14 +1,14 @@
-"""The test of a group of nodes: can each compute and remember, and can they talk to each other?
+"""The test of a group of nodes: processor and memory of each, and a collective among them.
 
 One process of each node first probes its own processor and memory: a product of matrices whose
 result is known, and a block of memory that is filled and read again, on every device of the node.
 Then all processes of the group reduce a tensor together and compare the sum with the one that it
 must be. A broken driver may hang or kill the process that finds it, so the test runs in a process
-of its own, which `run_test` starts, gives a time limit, and talks to in lines.
+of its own with a time limit; `run_test` and the process exchange lines.
 
-The nodes probe at the same time. Each then leaves a word for the first one: whether it is well. The
-first leaves the address where the others meet it, or that they need not come, because a node that
-is not well would only be waited for.
+The nodes probe at the same time. Each then puts into the round store whether its probe passed. The
+first node puts the address where the others connect to it; or nothing, if a probe failed, because
+the others would wait for that node in vain.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
-from remesh.elastic.node import Node, TestOutcome
-from remesh.elastic.protocol import Test
+from remesh.elastic.node import NodeClient
+from remesh.elastic.protocol import NodeTest, TestResult
 from remesh.errors import MasterError
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ MATRIX = 1024
 MEMORY_BYTES = 64 << 20
 REDUCE_BYTES = 16 << 20
 MEET_SECONDS = 30.0
-"""How long the members of a group wait for each other once all are well."""
-WELL, NOT_WELL = "well", ""
-"""Words by which a node says how its own probe went."""
+"""How long the members of a group wait for each other after their probes have passed."""
+PASSED, FAILED = "passed", ""
+"""Values of the round store: how the probe of a node went."""
 
 COMMAND = (sys.executable, "-m", "remesh.script", "-m", "remesh.elastic.node_check")
 
@@ -50,28 +50,28 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A line that the process prints.
 
     Attributes:
-        stage: `probe`, what it found out about its own node, or `meet`, about the group.
-        well: Whether everything was as it should be.
+        stage: `probe`, of its own node, or `meet`, of the group.
+        passed: Whether it passed.
         seconds: Duration of the node's own probe; 0 if it failed.
         message: What went wrong.
-        address: Where the others meet the first node of a group.
+        address: Where the others connect to the first node of a group.
     """
 
     stage: Literal["probe", "meet"]
-    well: bool
+    passed: bool
     seconds: float
     message: str = ""
     address: str = ""
 
 
 def run_test(
-    node: Node, test: Test, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
-) -> TestOutcome:
+    node: NodeClient, test: NodeTest, *, seconds: float = 90.0, command: Sequence[str] = COMMAND
+) -> TestResult:
     """Take part in a test.
 
     Args:
-        node: This node, through which the nodes of the group leave words for each other.
-        test: What the master wants tested.
+        node: The client of this node, for the round store.
+        test: The test.
         seconds: Time limit.
         command: Starts the process; arguments follow.
     """
@@ -79,28 +79,28 @@ def run_test(
     rank = ids.index(test.node_id)
     deadline = time.monotonic() + seconds
 
-    def word_of(number: int) -> str:
+    def key_of(number: int) -> str:
         return f"check {test.check}.{test.test_round} of node {number}"
 
-    def go(well: bool, address: str) -> str:
-        """What the process is told after its probe: where to meet, or nothing."""
+    def meet_at(passed: bool, address: str) -> str:
+        """The address where the group connects; empty if a probe failed."""
         if rank > 0:
-            node.put(test.round, word_of(test.node_id), WELL if well else NOT_WELL)
-            return node.get(test.round, word_of(ids[0]), deadline - time.monotonic())
+            node.put(test.round, key_of(test.node_id), PASSED if passed else FAILED)
+            return node.get(test.round, key_of(ids[0]), deadline - time.monotonic())
         others = [
-            node.get(test.round, word_of(number), deadline - time.monotonic()) for number in ids[1:]
+            node.get(test.round, key_of(number), deadline - time.monotonic()) for number in ids[1:]
         ]
-        together = well and all(other == WELL for other in others)
-        node.put(test.round, word_of(ids[0]), address if together else NOT_WELL)
-        return address if together else NOT_WELL
+        together = passed and all(other == PASSED for other in others)
+        node.put(test.round, key_of(ids[0]), address if together else FAILED)
+        return address if together else FAILED
 
     arguments = [*command, "--rank", str(rank), "--size", str(len(ids))]
     arguments += ["--host", test.group[0].address]
     with _Process(arguments, seconds) as process:
-        return _talk(process, go if len(ids) > 1 else None)
+        return _run(process, meet_at if len(ids) > 1 else None)
 
 
-def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestOutcome:
+def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> TestResult:
     """Test this node by itself.
 
     Args:
@@ -108,7 +108,7 @@ def run_alone(*, seconds: float = 60.0, command: Sequence[str] = COMMAND) -> Tes
         command: Starts the process.
     """
     with _Process(command, seconds) as process:
-        return _talk(process, None)
+        return _run(process, None)
 
 
 class _Process:
@@ -136,66 +136,68 @@ class _Process:
         self._process.communicate()
 
     def _end(self) -> None:
-        self._is_late = True  # before the process ends, which is when somebody asks
+        self._is_late = True  # before the process ends: it is read after that
         self._process.kill()
 
-    def hear(self) -> ProbeReport:
-        """What the process says next; if it cannot say anything any more, that it is broken."""
+    def read(self) -> ProbeReport:
+        """The next report of the process; that of a failed probe if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         try:
             return msgspec.json.decode(line, type=ProbeReport)
         except msgspec.MsgspecError:
-            return ProbeReport(stage="probe", well=False, seconds=0.0, message=self._last_words())
+            return ProbeReport(
+                stage="probe", passed=False, seconds=0.0, message=self._end_message()
+            )
 
-    def _last_words(self) -> str:
+    def _end_message(self) -> str:
         self._process.kill()  # what it writes is no report, so nothing is lost
         errors = self._process.communicate()[1].strip().splitlines()
         if self._is_late:
             return f"the test took more than {self._seconds:g} s"
-        said = errors[-1] if errors else "without a word"
-        return f"the test ended with exit code {self._process.returncode}: {said}"
+        last = errors[-1] if errors else "no message"
+        return f"the test ended with exit code {self._process.returncode}: {last}"
 
-    def tell(self, line: str) -> None:
-        """Say something to the process; one that has ended will be noticed when it is heard."""
+    def write(self, line: str) -> None:
+        """Write a line to the process; `read` detects that it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
 
-def _talk(process: _Process, go: Callable[[bool, str], str] | None) -> TestOutcome:
-    """Hear the probe, and let the process meet the others, if there are any."""
-    probed = process.hear()
-    if go is None:
-        return TestOutcome(
-            passed=probed.well,
-            broken=not probed.well,
+def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestResult:
+    """Read the report of the probe, and let the process connect to the others, if there are any."""
+    probed = process.read()
+    if meet_at is None:
+        return TestResult(
+            passed=probed.passed,
+            broken=not probed.passed,
             seconds=probed.seconds,
             message=probed.message,
         )
     try:
-        address = go(probed.well, probed.address)
+        address = meet_at(probed.passed, probed.address)
     except MasterError as error:
-        met = ProbeReport(stage="meet", well=False, seconds=0.0, message=str(error))
+        met = ProbeReport(stage="meet", passed=False, seconds=0.0, message=str(error))
     else:
-        if address == NOT_WELL:
-            message = "a node of the group is not well"
-            met = ProbeReport(stage="meet", well=False, seconds=0.0, message=message)
+        if address == FAILED:
+            message = "the probe of a node of the group failed"
+            met = ProbeReport(stage="meet", passed=False, seconds=0.0, message=message)
         else:
-            process.tell(address)
-            met = process.hear()
-    first_wrong = met if probed.well else probed
-    return TestOutcome(
-        passed=probed.well and met.well,
-        broken=not probed.well,
+            process.write(address)
+            met = process.read()
+    first_failed = met if probed.passed else probed
+    return TestResult(
+        passed=probed.passed and met.passed,
+        broken=not probed.passed,
         seconds=probed.seconds,
-        message=first_wrong.message,
+        message=first_failed.message,
     )
 
 
 def probe_device(device: str) -> None:
-    """Compute and remember something on a device, and compare.
+    """Multiply matrices and fill memory on a device, and compare the results.
 
     Raises:
         RuntimeError: If the result is wrong, or the device fails.
@@ -212,7 +214,7 @@ def probe_device(device: str) -> None:
         raise RuntimeError(f"{device} computes wrong sums")
     pattern = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device=device)
     if not torch.equal(pattern.cpu(), torch.arange(MEMORY_BYTES // 8)):
-        raise RuntimeError(f"{device} does not remember what was written")
+        raise RuntimeError(f"{device} returns other data than was written")
 
 
 def probe() -> float:
@@ -234,7 +236,7 @@ def probe() -> float:
 
 
 def open_store(host: str, port: int, *, first: bool) -> TCPStore:
-    """The store through which a group meets: the first node makes it, on a free port."""
+    """The store of a group: the first node makes it, on a free port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not said to be exported
 
     limit = dt.timedelta(seconds=MEET_SECONDS)
@@ -245,9 +247,9 @@ def meet(store: TCPStore, rank: int, size: int) -> None:
     """Reduce a tensor with the other nodes of the group.
 
     Args:
-        store: Where they meet.
+        store: The store of the group.
         rank: This node among them.
-        size: How many they are.
+        size: Nodes of the group.
 
     Raises:
         RuntimeError: If the others cannot be reached, or the sum is wrong.
@@ -272,7 +274,7 @@ def meet(store: TCPStore, rank: int, size: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the test in this process: report the probe, hear where to meet, report that."""
+    """Run the test in this process: report the probe, read where to connect, report the result."""
     parser = argparse.ArgumentParser(prog=Path(__file__).stem)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--size", type=int, default=1)
@@ -286,22 +288,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             store = open_store(options.host, 0, first=True)
             address = f"{options.host}:{store.port}"
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="probe", well=False, seconds=0.0, message=str(error)))
+        report(ProbeReport(stage="probe", passed=False, seconds=0.0, message=str(error)))
         return
-    report(ProbeReport(stage="probe", well=True, seconds=seconds, address=address))
+    report(ProbeReport(stage="probe", passed=True, seconds=seconds, address=address))
     if options.size == 1:
         return
     host, _, port = sys.stdin.readline().strip().rpartition(":")
     try:
         meet(store or open_store(host, int(port), first=False), options.rank, options.size)
     except (RuntimeError, ValueError, OSError) as error:
-        report(ProbeReport(stage="meet", well=False, seconds=seconds, message=str(error)))
+        report(ProbeReport(stage="meet", passed=False, seconds=seconds, message=str(error)))
         return
-    report(ProbeReport(stage="meet", well=True, seconds=seconds))
+    report(ProbeReport(stage="meet", passed=True, seconds=seconds))
 
 
 def report(what: ProbeReport) -> None:
-    """Print a line for the agent."""
+    """Print a report as a line."""
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 

@@ -35,7 +35,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     saved_step: int | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the training.
 
     Attributes:
@@ -57,17 +57,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     recent: tuple[float, ...] = ()
 
 
-def begin(now: float) -> Progress:
+def begin(now: float) -> TrainingProgress:
     """Nothing is known yet."""
-    return Progress(began=now, moved=now)
+    return TrainingProgress(began=now, moved=now)
 
 
-def begin_round(progress: Progress, now: float) -> Progress:
+def begin_round(progress: TrainingProgress, now: float) -> TrainingProgress:
     """A new world starts: its ranks have reported nothing, and its first step may take a while."""
     return msgspec.structs.replace(progress, round_step=None, moved=now)
 
 
-def report(progress: Progress, before: RankProgress | None, heard: RankProgress) -> Progress:
+def report(
+    progress: TrainingProgress, before: RankProgress | None, heard: RankProgress
+) -> TrainingProgress:
     """What is known after a rank has reported.
 
     Args:
@@ -94,7 +96,7 @@ def report(progress: Progress, before: RankProgress | None, heard: RankProgress)
     return msgspec.structs.replace(progress, **changes)
 
 
-def goodput(progress: Progress, now: float) -> float | None:
+def goodput(progress: TrainingProgress, now: float) -> float | None:
     """The share of the time since the job began that moved it forward; None if nothing is known.
 
     Args:
@@ -110,7 +112,7 @@ def goodput(progress: Progress, now: float) -> float | None:
     return min(num_steps * median(progress.recent) / elapsed, 1.0)
 
 
-def hangs(progress: Progress, now: float, limit: float | None) -> bool:
+def hangs(progress: TrainingProgress, now: float, limit: float | None) -> bool:
     """Whether no rank has finished a step for longer than a limit.
 
     Only jobs that report steps can be judged: before the first report nothing is said.

@@ -1,97 +1,76 @@
-"""What agents and the master say to each other: JSON over HTTP, one `POST /v1/<request>` each.
+"""The messages between agents and the master: JSON over HTTP, `POST /v<version>/<name>`.
 
-The agent asks, the master answers; the master never calls. A request may be lost or sent twice:
-each names its node, the agent's incarnation and the round it speaks of, and does the same a second
-time. Every request is answered by its reply or, with an HTTP status of 400 and above, by `Problem`.
+An agent sends a request, the master replies; the master opens no connection. A request may be lost
+or repeated: each names its node, the agent's incarnation and its round, and has no further effect
+the second time. A reply with an HTTP status of 400 or above is a `Problem`. `GET
+/v<version>/status` returns a `remesh.elastic.status.Status`.
 
-=========  ===============  =============================================================
-request    reply            meaning
-=========  ===============  =============================================================
-`join`     `JoinReply`      ready for the next round; waits some seconds for the answer
-`beat`     `BeatReply`      alive, this is how far the ranks are; what should I do?
-`failed`   `Ruling`         these processes failed; what should I do?
-`leave`    `Accepted`       going, and how it ended
-`drain`    `Accepted`       have to go soon: let the ranks save first
-`put`      `Accepted`       leave a word for the other nodes of the round
-`get`      `Value`          ask for one; waits some seconds for it
-`tested`   `Accepted`       the result of a test that a `join` was answered with
-`stacks`   `Accepted`       where every process of the node was, when a job hangs
-`check`    `Accepted`       (people) test all nodes before the next round
-`status`   `Status`         (people, `GET`) everything there is to see
-=========  ===============  =============================================================
+A message is a class here and a row in `PURPOSES`. The class says everything else: its tag is the
+request's name, its type parameter is the reply. `Client.ask` sends any request and returns its
+reply, typed; the server decodes by the same table. A request that is one of the job's events
+(`remesh.elastic.events`) is journaled and applied as it is, and accepted. The other requests have a
+method of the master each.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, Generic, TypeAlias, TypedDict, TypeVar, get_args
 
 import msgspec
 
-from remesh.elastic.failures import ProcessFailure, Ruling
+from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+R = TypeVar("R")
 
 
-class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent has no processes running and is ready for the next round.
-
-    Attributes:
-        version: The protocol's version.
-        name: What people call the node; keeps its id when no id is given.
-        node_id: Its place in the order of ranks; None to be given the smallest free one.
-        incarnation: Differs for every agent process.
-        address: Where other nodes reach it.
-        num_processes: Training processes that it starts.
-        after_round: The last round that this agent was in; 0 before its first.
-        settings: What the job wants; the same on all nodes.
-        wait: Seconds after which an answer is wanted in any case.
-        max_restarts: How many restarts a node may be charged with.
-    """
-
-    version: int = PROTOCOL_VERSION
-    name: str
-    node_id: int | None
-    incarnation: str
-    address: str
-    num_processes: int
-    after_round: int
-    settings: Settings
-    wait: float = 10.0
-    max_restarts: int = 3
+# Replies ------------------------------------------------------------------------------------------
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
+class Accepted(msgspec.Struct, frozen=True):
+    """The request is durable."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What is wrong with a request, and what to do."""
+
+    error: str
+
+
+class Assignment(msgspec.Struct, frozen=True, tag=True):
     """The node is in the world of a round.
 
     Attributes:
         node_id: Its id.
         round: The round.
-        rank: Its place among the nodes.
-        num_nodes: Nodes of the round.
-        first_process: Rank of its first process.
-        num_processes: Processes of all nodes of the round.
+        node_rank: Its place among the nodes of the world.
+        num_nodes: Nodes of the world.
+        first_rank: Rank of its first process.
+        world_size: Processes of all nodes.
         leader: The node of rank 0.
-        heartbeat_timeout: Seconds of silence after which a node is lost.
+        heartbeat_timeout: Seconds without a message after which a node is lost.
     """
 
     node_id: int
     round: int
-    rank: int
+    node_rank: int
     num_nodes: int
-    first_process: int
-    num_processes: int
+    first_rank: int
+    world_size: int
     leader: Node
     heartbeat_timeout: float = 10.0
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """No place yet; ask again.
+    """No assignment yet; join again.
 
     Attributes:
         node_id: The node's id.
-        reason: What is waited for.
-        heartbeat_timeout: Seconds of silence after which a node is lost.
+        reason: What the job waits for.
+        heartbeat_timeout: Seconds without a message after which a node is lost.
     """
 
     node_id: int
@@ -99,8 +78,8 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     heartbeat_timeout: float = 10.0
 
 
-class Test(msgspec.Struct, frozen=True, tag=True):
-    """First take part in a test, report it by `tested`, and join again.
+class NodeTest(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a test, send `ReportTest`, and join again.
 
     Attributes:
         node_id: The node's id.
@@ -108,10 +87,8 @@ class Test(msgspec.Struct, frozen=True, tag=True):
         check: Number of the check.
         test_round: Number of the test round within it.
         group: The nodes of the group, in the order of their ranks in the test.
-        heartbeat_timeout: Seconds of silence after which a node is lost.
+        heartbeat_timeout: Seconds without a message after which a node is lost.
     """
-
-    __test__ = False  # not a test case, whatever its name
 
     node_id: int
     round: int
@@ -121,24 +98,69 @@ class Test(msgspec.Struct, frozen=True, tag=True):
     heartbeat_timeout: float = 10.0
 
 
-class Barred(msgspec.Struct, frozen=True, tag=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The node is not used: it failed a check, or another agent has taken over its id."""
 
     reason: str
 
 
-class Over(msgspec.Struct, frozen=True, tag=True):
+class JobEnded(msgspec.Struct, frozen=True, tag=True):
     """The job has ended."""
 
     outcome: Outcome
     reason: str
 
 
-JoinReply: TypeAlias = Placed | Waiting | Test | Barred | Over
+JoinReply: TypeAlias = Assignment | Waiting | NodeTest | Rejected | JobEnded
 
 
-class Speaker(msgspec.Struct, frozen=True, kw_only=True):
-    """Who speaks: every request after the first `join` begins with it.
+class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent should do.
+
+    Attributes:
+        restart: Stop the processes and join again, because of this.
+        reason: Why, in a sentence; also for `outcome`.
+        save: Have the ranks save a checkpoint now.
+        dump: Send the stacks of all processes; a new request for stacks has a higher number.
+        outcome: The job has ended so: stop.
+    """
+
+    restart: Change | None = None
+    reason: str = ""
+    save: bool = False
+    dump: int = 0
+    outcome: Outcome | None = None
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A value of the round store; None if the key is not there yet."""
+
+    value: str | None
+
+
+# Requests -----------------------------------------------------------------------------------------
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, omit_defaults=True):
+    """A request that is answered by `R`.
+
+    Attributes:
+        wait: Seconds that the master may wait for an answer before it replies without one.
+    """
+
+    wait: float = 0.0
+
+
+class Sender(TypedDict):
+    """The fields of `NodeRequest`."""
+
+    node_id: int
+    incarnation: str
+    round: int
+
+
+class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    """A request of a node that has joined.
 
     Attributes:
         node_id: The node.
@@ -151,12 +173,36 @@ class Speaker(msgspec.Struct, frozen=True, kw_only=True):
     round: int
 
 
-class RankBeat(msgspec.Struct, frozen=True, kw_only=True):
+class Join(Request[JoinReply], frozen=True, kw_only=True, tag="join"):
+    """An agent has no processes running and is ready for the next round.
+
+    Attributes:
+        name: The node's name; a node keeps its id under it.
+        node_id: Its place in the order of ranks; None for the smallest free one.
+        incarnation: Differs for every agent process.
+        address: Where other nodes reach it.
+        num_processes: Training processes that it starts.
+        after_round: The last round that this agent was in; 0 before its first.
+        settings: What the job wants; the same on all nodes.
+        max_restarts: How many restarts a node may be charged with.
+    """
+
+    name: str
+    node_id: int | None
+    incarnation: str
+    address: str
+    num_processes: int
+    after_round: int = 0
+    settings: Settings
+    max_restarts: int = 3
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far one rank is.
 
     Attributes:
         step: The last step that it finished.
-        age: Seconds since it said so.
+        age: Seconds since it reported that.
         step_seconds: How long its own work of a step takes, if it measures that.
         saved_step: The step of the newest checkpoint that it knows to be committed.
     """
@@ -167,36 +213,18 @@ class RankBeat(msgspec.Struct, frozen=True, kw_only=True):
     saved_step: int | None = None
 
 
-class BeatRequest(Speaker, frozen=True, kw_only=True):
+class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
     """The agent lives.
 
     Attributes:
         ranks: What its processes report, by rank; only those that report.
     """
 
-    ranks: dict[int, RankBeat] = {}
+    ranks: dict[int, RankReport] = {}
 
 
-class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent should do.
-
-    Attributes:
-        restart: Stop the processes and join again, because of this.
-        reason: Why, in a sentence; also for `over`.
-        save: Ask the processes for a checkpoint now.
-        dump: Send the stacks of all processes; a number that is higher for every new wish.
-        over: The job has ended so: stop.
-    """
-
-    restart: Change | None = None
-    reason: str = ""
-    save: bool = False
-    dump: int = 0
-    over: Outcome | None = None
-
-
-class FailedRequest(Speaker, frozen=True, kw_only=True):
-    """Processes failed; answered by a `Ruling`.
+class ReportFailures(NodeRequest[FailureDecision], frozen=True, kw_only=True, tag="failures"):
+    """Processes failed.
 
     Attributes:
         failures: All that failed on the node, before the agent stopped the others.
@@ -205,70 +233,75 @@ class FailedRequest(Speaker, frozen=True, kw_only=True):
     failures: tuple[ProcessFailure, ...]
 
 
-class LeaveRequest(Speaker, frozen=True, kw_only=True):
-    """The agent goes.
+class Leave(NodeRequest[Accepted], frozen=True, kw_only=True, tag="leave"):
+    """The agent leaves the job.
 
     Attributes:
         outcome: How its processes ended.
-        reason: Why it goes.
+        reason: Why it leaves.
     """
 
     outcome: Outcome
     reason: str = ""
 
 
-class DrainRequest(Speaker, frozen=True, kw_only=True):
-    """The node has to go within some seconds, and would like the ranks to save before."""
+class Drain(NodeRequest[Accepted], frozen=True, kw_only=True, tag="drain"):
+    """The node has to leave within some seconds; the ranks should save before."""
 
     seconds: float
     reason: str = ""
 
 
-class PutRequest(Speaker, frozen=True, kw_only=True):
-    """Leave a word for the other nodes of the round."""
+class Put(NodeRequest[Accepted], frozen=True, kw_only=True, tag="put"):
+    """Write a value to the round store, for the other nodes of the round."""
 
     key: str
     value: str
 
 
-class GetRequest(Speaker, frozen=True, kw_only=True):
-    """Ask for a word; answered within `wait` seconds."""
+class Get(NodeRequest[Value], frozen=True, kw_only=True, tag="get"):
+    """Read a value from the round store."""
 
     key: str
-    wait: float = 10.0
 
 
-class Value(msgspec.Struct, frozen=True):
-    """A word that was left; None if there is none yet."""
-
-    value: str | None
-
-
-class TestedRequest(Speaker, frozen=True, kw_only=True):
-    """How a test went on one node.
+class TestResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a test on one node.
 
     Attributes:
-        check: Number of the check.
-        test_round: Number of the test round.
         passed: Whether the collective worked.
         broken: Whether the node's own probe failed.
         seconds: How long its own probe took.
         message: What went wrong.
     """
 
-    check: int
-    test_round: int
+    __test__ = False  # not a test case, whatever its name
+
     passed: bool
     broken: bool
     seconds: float
     message: str = ""
 
 
-class StacksRequest(Speaker, frozen=True, kw_only=True):
-    """Where the processes of a node were.
+class ReportTest(NodeRequest[Accepted], frozen=True, kw_only=True, tag="test"):
+    """The result of a `NodeTest`.
 
     Attributes:
-        dump: The wish that this answers.
+        check: Number of the check.
+        test_round: Number of the test round.
+        result: The result.
+    """
+
+    check: int
+    test_round: int
+    result: TestResult
+
+
+class ReportStacks(NodeRequest[Accepted], frozen=True, kw_only=True, tag="stacks"):
+    """The stacks of the processes of a node.
+
+    Attributes:
+        dump: `BeatReply.dump`, which this answers.
         stacks: Text by rank.
     """
 
@@ -276,45 +309,33 @@ class StacksRequest(Speaker, frozen=True, kw_only=True):
     stacks: dict[int, str]
 
 
-class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Test all nodes before the next round, because of this."""
+class RequestCheck(Request[Accepted], frozen=True, kw_only=True, tag="check"):
+    """Test all nodes before the next round (sent by `remesh check`)."""
 
     reason: str
 
 
-class Accepted(msgspec.Struct, frozen=True):
-    """Heard."""
+PURPOSES: Mapping[type[Request[Any]], str] = {
+    Join: "join the next round",
+    Beat: "send a heartbeat",
+    ReportFailures: "report failed processes",
+    Leave: "leave the job",
+    Drain: "announce that this node has to leave",
+    Put: "publish where the nodes of the round connect",
+    Get: "look up where the nodes of the round connect",
+    ReportTest: "report the result of a test",
+    ReportStacks: "send the stacks of the processes",
+    RequestCheck: "request a check of all nodes",
+}
+"""All requests, and what each is for, as the messages of a waiting client say it."""
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """What is wrong with a request, in a sentence that says what to do."""
+def name_of(kind: type[Request[Any]]) -> str:
+    """The name of a request, which is the last part of its path."""
+    return str(kind.__struct_config__.tag)
 
-    error: str
 
-
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Accepted",
-    "Barred",
-    "BeatReply",
-    "BeatRequest",
-    "CheckRequest",
-    "DrainRequest",
-    "FailedRequest",
-    "GetRequest",
-    "JoinReply",
-    "JoinRequest",
-    "LeaveRequest",
-    "Over",
-    "Placed",
-    "Problem",
-    "PutRequest",
-    "RankBeat",
-    "Ruling",
-    "Speaker",
-    "StacksRequest",
-    "Test",
-    "TestedRequest",
-    "Value",
-    "Waiting",
-]
+def reply_of(kind: type[Request[R]]) -> Any:
+    """The type of the replies to a request, for a decoder."""
+    (base,) = vars(kind)["__orig_bases__"]
+    return get_args(base)[0]

@@ -2,8 +2,8 @@
 
 Every agent *joins* before it starts processes, and again after each time they have stopped. A node
 that has joined is *ready*. When enough are ready, they become the *world* of the next round:
-ordered by node id, clamped to `max_nodes`, trimmed to a multiple of `node_unit`. Who is left over
-stays ready and disturbs nobody until a larger world is possible.
+ordered by node id, clamped to `max_nodes`, trimmed to a multiple of `node_unit`. The other nodes
+stay ready, and restart nothing, until a larger world is possible.
 
 Members of the world are *active* from its beginning until they join again, finish, leave or are
 lost. A new world is formed only when no member is active any more; until then `restart_reason`
@@ -14,11 +14,12 @@ the last world is ready or known to be gone. Otherwise it waits until nothing ha
 `last_call` seconds.
 
 Messages may be lost, repeated and reordered. Joining says after which round it happens, so an old
-copy of it changes nothing; and it carries the agent's incarnation, so an agent that was replaced
-cannot speak for its successor.
+copy of it changes nothing; and it carries the agent's incarnation, so messages of an agent that was
+replaced do not count for its successor.
 
-`step` takes a state, an event and the time, and gives the next state. The times are the caller's;
-if its clock jumps, waiting gets shorter or longer, and nothing else happens.
+There is a function for each event: `join`, `leave`, `remove` (a lost node), `exclude`, `end` and
+`tick`. Each takes the rendezvous and the time, and returns the next one. The times are the
+caller's; if its clock jumps, waiting gets shorter or longer, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -97,50 +98,6 @@ class Outcome(StrEnum):
     DRAINED = "drained"
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True):
-    """An agent is ready for the round after `after_round`, the last that it was in (or 0)."""
-
-    node: Node
-    after_round: int
-
-
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """An agent is going, and says how it ended."""
-
-    id: int
-    incarnation: str
-    outcome: Outcome
-
-
-class Lost(msgspec.Struct, frozen=True, tag=True):
-    """Nothing has been heard of a node for too long, or it is known to be dead."""
-
-    id: int
-    incarnation: str
-
-
-class Excluded(msgspec.Struct, frozen=True, tag=True):
-    """A node is not to be used."""
-
-    id: int
-    incarnation: str
-    reason: str
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The job is over, whatever its nodes do."""
-
-    outcome: Outcome
-    reason: str
-
-
-class Tick(msgspec.Struct, frozen=True, tag=True):
-    """Time has passed."""
-
-
-Event: TypeAlias = Joined | Left | Lost | Excluded | Ended | Tick
-
-
 class Change(StrEnum):
     """Why the members of a world should stop their processes and join again."""
 
@@ -151,8 +108,8 @@ class Change(StrEnum):
     STALE = "stale"
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is known.
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of a job, and the world that they form.
 
     Attributes:
         settings: What the job wants.
@@ -200,34 +157,56 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return self.member(node_id) if node_id in self.active else None
 
 
-def start(settings: Settings, now: float) -> State:
+def start(settings: Settings, now: float) -> Rendezvous:
     """A job that waits for its first nodes."""
-    return State(settings=settings, changed_at=now, without_world_since=now)
+    return Rendezvous(settings=settings, changed_at=now, without_world_since=now)
 
 
-def step(state: State, event: Event, now: float) -> State:
-    """The state after an event."""
+def join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
+    """An agent is ready for the round after `after_round`, the last that it was in (or 0)."""
+    return state if state.outcome is not None else tick(_join(state, node, after_round, now), now)
+
+
+def leave(
+    state: Rendezvous, node_id: int, incarnation: str, outcome: Outcome, now: float
+) -> Rendezvous:
+    """An agent leaves, and says how its processes ended."""
     if state.outcome is not None:
         return state
-    match event:
-        case Joined(node, after_round):
-            state = _join(state, node, after_round, now)
-        case Left(node_id, incarnation, outcome):
-            state = _leave(state, node_id, incarnation, outcome, now)
-        case Lost(node_id, incarnation):
-            state = _remove(state, node_id, incarnation, now)
-        case Excluded(node_id, incarnation, reason):
-            barred = {**state.excluded, node_id: (incarnation, reason)}
-            state = msgspec.structs.replace(state, excluded=barred)
-            state = _remove(state, node_id, incarnation, now)
-        case Ended(outcome, reason):
-            return msgspec.structs.replace(state, outcome=outcome, reason=reason)
-        case Tick():
-            pass
+    return tick(_leave(state, node_id, incarnation, outcome, now), now)
+
+
+def remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Rendezvous:
+    """No message of a node has come for too long, or it is known to be dead."""
+    if state.outcome is not None:
+        return state
+    return tick(_remove(state, node_id, incarnation, now), now)
+
+
+def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvous:
+    """A node is not to be used, for as long as its agent is the same."""
+    if state.outcome is not None:
+        return state
+    excluded = {**state.excluded, node.id: (node.incarnation, reason)}
+    new = msgspec.structs.replace(state, excluded=excluded)
+    return tick(_remove(new, node.id, node.incarnation, now), now)
+
+
+def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
+    """The job has ended, whatever its nodes do."""
+    if state.outcome is not None:
+        return state
+    return msgspec.structs.replace(state, outcome=outcome, reason=reason)
+
+
+def tick(state: Rendezvous, now: float) -> Rendezvous:
+    """Time has passed."""
+    if state.outcome is not None:
+        return state
     return _form_world(_note_break(_note_absence(state, now)), now)
 
 
-def _join(state: State, node: Node, after_round: int, now: float) -> State:
+def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
     if is_replaced(state, node) or exclusion_of(state, node) is not None:
         return state
     member = state.member(node.id)
@@ -253,7 +232,9 @@ def _join(state: State, node: Node, after_round: int, now: float) -> State:
     )
 
 
-def _leave(state: State, node_id: int, incarnation: str, outcome: Outcome, now: float) -> State:
+def _leave(
+    state: Rendezvous, node_id: int, incarnation: str, outcome: Outcome, now: float
+) -> Rendezvous:
     member = state.member(node_id)
     was_active = (
         member is not None and member.incarnation == incarnation and node_id in state.active
@@ -270,7 +251,7 @@ def _leave(state: State, node_id: int, incarnation: str, outcome: Outcome, now: 
     return state
 
 
-def _remove(state: State, node_id: int, incarnation: str, now: float) -> State:
+def _remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Rendezvous:
     known = state.known(node_id)
     if known is None or known.incarnation != incarnation:
         return state
@@ -288,7 +269,7 @@ def _without(table: dict[int, _T], key: int) -> dict[int, _T]:
     return {other: value for other, value in table.items() if other != key}
 
 
-def _note_absence(state: State, now: float) -> State:
+def _note_absence(state: Rendezvous, now: float) -> Rendezvous:
     """Keep `without_world_since` in step with `active`."""
     if state.active:
         since = None
@@ -299,7 +280,7 @@ def _note_absence(state: State, now: float) -> State:
     return msgspec.structs.replace(state, without_world_since=since)
 
 
-def _form_world(state: State, now: float) -> State:
+def _form_world(state: Rendezvous, now: float) -> Rendezvous:
     if state.outcome is not None or state.active:
         return state
     settings = state.settings
@@ -334,18 +315,20 @@ def _form_world(state: State, now: float) -> State:
     )
 
 
-def is_replaced(state: State, node: Node) -> bool:
+def is_replaced(state: Rendezvous, node: Node) -> bool:
     """Whether another agent has taken over the node's id."""
     return node.incarnation in state.replaced
 
 
-def exclusion_of(state: State, node: Node) -> str | None:
+def exclusion_of(state: Rendezvous, node: Node) -> str | None:
     """Why a node is not used; None if it may be. A new agent starts with a clean slate."""
     incarnation, reason = state.excluded.get(node.id, ("", ""))
     return reason if incarnation == node.incarnation else None
 
 
-def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Change, str] | None:
+def restart_reason(
+    state: Rendezvous, node_id: int, round_of_node: int
+) -> tuple[Change, str] | None:
     """Why a node that runs processes in a round should stop them; None if it should go on.
 
     Growing is the only reason that can wait: the world is whole, it could only be larger. Nodes
@@ -368,7 +351,7 @@ def restart_reason(state: State, node_id: int, round_of_node: int) -> tuple[Chan
     return None
 
 
-def larger_size(state: State) -> int | None:
+def larger_size(state: Rendezvous) -> int | None:
     """How large the world could be with the nodes that are ready; None if that is no larger."""
     if state.finished or state.broken is not None:
         return None
@@ -376,8 +359,8 @@ def larger_size(state: State) -> int | None:
     return size if size > len(state.world) else None
 
 
-def _note_break(state: State) -> State:
-    """Note why the world is no longer whole, once: with every heartbeat somebody asks."""
+def _note_break(state: Rendezvous) -> Rendezvous:
+    """Note why the world is no longer whole, once: it is asked for with every heartbeat."""
     # No member is both active and finished.
     if state.broken is not None or len(state.active) + len(state.finished) == len(state.world):
         return state

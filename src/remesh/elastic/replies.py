@@ -1,18 +1,18 @@
-"""What the master answers: pure functions of the job's state."""
+"""The replies of the master that depend on the job: pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from remesh.elastic.job import State, is_granted
+from remesh.elastic.job import Job, awaits_checkpoint
 from remesh.elastic.protocol import (
-    Barred,
+    Assignment,
+    Beat,
     BeatReply,
+    JobEnded,
     JoinReply,
-    Over,
-    Placed,
-    Speaker,
-    Test,
+    NodeTest,
+    Rejected,
     Waiting,
 )
 from remesh.elastic.rendezvous import (
@@ -24,68 +24,68 @@ from remesh.elastic.rendezvous import (
 )
 
 
-def places_of(state: State) -> dict[int, Placed]:
-    """The place of every member of the current world, by node id."""
-    if state.rendezvous is None or not state.rendezvous.world:
+def assignments_of(job: Job) -> dict[int, Assignment]:
+    """The assignment of every member of the current world, by node id."""
+    if job.rendezvous is None or not job.rendezvous.world:
         return {}
-    world = state.rendezvous.world
+    world = job.rendezvous.world
     total = sum(node.num_processes for node in world)
-    silence = state.policy.heartbeat_timeout
-    places, first = {}, 0
+    timeout = job.policy.heartbeat_timeout
+    assignments, first = {}, 0
     for rank, node in enumerate(world):
-        places[node.id] = Placed(
-            node.id, state.rendezvous.round, rank, len(world), first, total, world[0], silence
+        assignments[node.id] = Assignment(
+            node.id, job.rendezvous.round, rank, len(world), first, total, world[0], timeout
         )
         first += node.num_processes
-    return places
+    return assignments
 
 
-def join_reply(state: State, node: Node, places: Mapping[int, Placed]) -> JoinReply | None:
-    """The answer to a node that has joined; None while it has to wait.
+def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> JoinReply | None:
+    """The reply to a node that has joined; None while it has to wait.
 
     Args:
-        state: The state, after the join.
-        node: The node, with the id that it was given.
-        places: What `places_of` gives for this state.
+        job: The job, after the join.
+        node: The node, with its id.
+        assignments: `assignments_of(job)`.
     """
-    world = state.rendezvous
+    world = job.rendezvous
     if world is None:
         return None
     if world.outcome is not None:
-        return Over(world.outcome, world.reason)
+        return JobEnded(world.outcome, world.reason)
     if is_replaced(world, node):
-        return Barred(f"another agent has taken over node id {node.id}")
+        return Rejected(f"another agent has taken over node id {node.id}")
     reason = exclusion_of(world, node)
     if reason is not None:
-        return Barred(reason)
+        return Rejected(reason)
     if world.member(node.id) != node or node.id not in world.active:
         return None
-    if state.check is None:
-        return places.get(node.id)
-    if node.id in state.check.reports:
+    if job.check is None:
+        return assignments.get(node.id)
+    if node.id in job.check.reports:
         return None
-    group = next((group for group in state.check.plan if node.id in group), ())
+    group = next((group for group in job.check.groups if node.id in group), ())
     members = tuple(member for member in map(world.member, group) if member is not None)
-    check = state.check
-    silence = state.policy.heartbeat_timeout
-    return Test(node.id, world.round, check.number, len(check.results), members, silence)
+    check = job.check
+    timeout = job.policy.heartbeat_timeout
+    return NodeTest(node.id, world.round, check.number, len(check.results), members, timeout)
 
 
-def waiting(state: State, node: Node) -> Waiting:
-    """What to say to a node for which there is no answer yet."""
-    return Waiting(node.id, _what_is_missing(state), state.policy.heartbeat_timeout)
+def waiting(job: Job, node: Node) -> Waiting:
+    """The reply to a node that has to wait."""
+    return Waiting(node.id, _wait_reason(job), job.policy.heartbeat_timeout)
 
 
-def _what_is_missing(state: State) -> str:
-    world = state.rendezvous
+def _wait_reason(job: Job) -> str:
+    world = job.rendezvous
     if world is None:
         return "no node has joined"
-    if state.check is not None:
-        return f"check {state.check.number} is running"
+    if job.check is not None:
+        return f"check {job.check.number} is running"
     if world.active:
         return (
-            f"round {world.round} runs on {len(world.active)} nodes; {len(world.ready)} wait until "
-            "a larger world is possible"
+            f"round {world.round} runs on {len(world.active)} nodes; {len(world.ready)} are ready "
+            "for a larger world"
         )
     settings = world.settings
     return (
@@ -94,24 +94,23 @@ def _what_is_missing(state: State) -> str:
     )
 
 
-def beat_reply(state: State, speaker: Speaker, now: float) -> BeatReply:
+def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
     """What a node should do that runs processes."""
-    world = state.rendezvous
+    world = job.rendezvous
     if world is None:
-        return BeatReply(restart=Change.STALE, reason="the master knows of no round")
+        return BeatReply(restart=Change.STALE, reason="the master knows no round")
     if world.outcome is not None:
-        return BeatReply(over=world.outcome, reason=world.reason)
-    current = speaker.round == world.round
-    member = world.member(speaker.node_id)
-    if not current or member is None or member.incarnation != speaker.incarnation:
-        reason = f"round {speaker.round} is over for node {speaker.node_id}"
+        return BeatReply(outcome=world.outcome, reason=world.reason)
+    current = beat.round == world.round
+    member = world.member(beat.node_id)
+    if not current or member is None or member.incarnation != beat.incarnation:
+        reason = f"round {beat.round} is over for node {beat.node_id}"
         return BeatReply(restart=Change.STALE, reason=reason)
-    dump = state.dump if state.hanging is not None else 0
-    if state.forced is not None:
-        return BeatReply(restart=Change.HANG, reason=state.forced[1], dump=dump)
-    change = restart_reason(world, speaker.node_id, speaker.round)
-    granted = is_granted(state, now)
-    if change is not None and (change[0] is not Change.GROW or granted):
+    dump = job.dump if job.hanging is not None else 0
+    if job.hang_restart is not None:
+        return BeatReply(restart=Change.HANG, reason=job.hang_restart[1], dump=dump)
+    change = restart_reason(world, beat.node_id, beat.round)
+    awaits = awaits_checkpoint(job, now)
+    if change is not None and (change[0] is not Change.GROW or not awaits):
         return BeatReply(restart=change[0], reason=change[1], dump=dump)
-    wished = state.wish is not None and not granted
-    return BeatReply(save=wished, dump=dump)
+    return BeatReply(save=awaits, dump=dump)

@@ -1,9 +1,10 @@
 """The master's sockets: HTTP requests with JSON bodies, the page, and the metrics.
 
-Whoever can reach the port can steer the job, so the master listens on the loopback address unless a
-token is set, and refuses requests that are too large or too many: of one node, or of one address
-that is no node's, and only if they know the token. Who does not know it cannot use up what others
-need. The page itself holds no secrets; it asks for the token when its requests are refused.
+Any process that reaches the port can control the job, so the master listens on the loopback address
+unless a token is set. It refuses requests that are too large, and too many requests of one node, or
+of one address that is no node's. Requests without the token are limited by themselves, so they do
+not use up the limits of others. The page holds no secrets; it asks for the token when its requests
+are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, Self
 
 import msgspec
@@ -26,20 +28,14 @@ from aiohttp.typedefs import Handler, Middleware
 from remesh.elastic import connections
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
-from remesh.elastic.page import PAGE
 from remesh.elastic.protocol import (
-    BeatRequest,
-    CheckRequest,
-    DrainRequest,
-    FailedRequest,
-    GetRequest,
-    JoinRequest,
-    LeaveRequest,
+    PROTOCOL_VERSION,
+    PURPOSES,
+    Join,
+    NodeRequest,
     Problem,
-    PutRequest,
-    Speaker,
-    StacksRequest,
-    TestedRequest,
+    Request,
+    name_of,
 )
 from remesh.elastic.repeats import RepeatFilter
 from remesh.elastic.status import Status, status_of
@@ -47,11 +43,18 @@ from remesh.elastic.status import Status, status_of
 log = logging.getLogger(__name__)
 
 BURST_SECONDS = 5.0
-"""How long a sender may be silent and then ask for all of that time at once."""
+"""A sender that was silent may send the requests of so many seconds at once."""
 MAX_SENDERS = 10_000
 """Senders after which those that are silent are forgotten."""
 MAX_WRONG_TOKENS = 2.0
 """Wrong tokens a second from one address that are answered as such."""
+PAGE = (
+    resources.files(__package__)
+    .joinpath("page.html")
+    .read_text(encoding="utf-8")
+    .replace("PROTOCOL_VERSION", str(PROTOCOL_VERSION))
+)
+"""One HTML page that fetches the status every second; it loads nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +64,11 @@ class ServerOptions:
     Attributes:
         host: Address that it listens on.
         port: Port; 0 for any free one.
-        token: What requests must know; empty: nothing, on the loopback address only.
+        token: What requests must carry; empty: nothing, on the loopback address only.
         tls: Certificate and key, if it speaks HTTPS.
         max_request_bytes: Larger requests are refused.
         max_requests_per_second: More of one node, or of one address that is no node's, are
-            refused for a moment.
+            refused, to be sent again later.
         max_connections: How many may be open; by default what the limit of open files allows.
     """
 
@@ -80,23 +83,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
-                f"listening on {self.host} without a token would let everybody steer the job; "
-                "give a token, or listen on 127.0.0.1"
+                f"listening on {self.host} without a token would let any process that reaches "
+                "the port control the job; give a token, or listen on 127.0.0.1"
             )
-
-
-_REQUESTS: dict[str, type] = {
-    "join": JoinRequest,
-    "beat": BeatRequest,
-    "failed": FailedRequest,
-    "leave": LeaveRequest,
-    "drain": DrainRequest,
-    "put": PutRequest,
-    "get": GetRequest,
-    "tested": TestedRequest,
-    "stacks": StacksRequest,
-    "check": CheckRequest,
-}
 
 
 class RateLimit:
@@ -123,7 +112,7 @@ class RateLimit:
         """Whether a request that a sender makes now is answered."""
         now, most = self._clock(), self._per_second * BURST_SECONDS
         if len(self._buckets) >= MAX_SENDERS:
-            # Whoever has not asked for so long has a full bucket again, as one never heard of.
+            # A sender that was silent for so long has a full bucket again, as an unknown one.
             self._buckets = {
                 other: (left, at)
                 for other, (left, at) in self._buckets.items()
@@ -156,7 +145,7 @@ def make_app(master: Master, options: ServerOptions, doors: connections.Doors) -
     limit = RateLimit(options.max_requests_per_second)
 
     def seen() -> Status:
-        return status_of(master.state, master.live, master.clock(), master.warnings)
+        return status_of(master.job, master.live, master.clock(), master.warnings)
 
     async def status(request: web.Request) -> web.StreamResponse:
         return _reply(seen()) if limit.allows(request.remote or "") else _too_many()
@@ -174,11 +163,21 @@ def make_app(master: Master, options: ServerOptions, doors: connections.Doors) -
         middlewares=[_make_guard(master, options, doors)],
         client_max_size=options.max_request_bytes,
     )
-    app.router.add_post("/v1/{name}", _make_post(master, limit))
-    app.router.add_get("/v1/status", status)
+    app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
+    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit))
+    app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/", page)
     return app
+
+
+async def _refuse_version(request: web.Request) -> web.StreamResponse:
+    version = request.match_info["version"]
+    text = (
+        f"the request is of version {version} of the protocol, this master speaks "
+        f"{PROTOCOL_VERSION}; install the same remesh everywhere"
+    )
+    return _reply(Problem(text), 400)
 
 
 def _too_many() -> web.Response:
@@ -186,7 +185,7 @@ def _too_many() -> web.Response:
 
 
 def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors) -> Middleware:
-    """Turns away requests without the token, and those that never get whole."""
+    """Refuses requests without the token, and those that do not arrive whole in time."""
     wrong = RateLimit(MAX_WRONG_TOKENS)
     wanted = f"Bearer {options.token}".encode()
 
@@ -195,11 +194,11 @@ def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors
         master.num_requests += 1
         # aiohttp keeps bytes that are no text in this way.
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        knows = not options.token or hmac.compare_digest(given, wanted)
-        if not knows and request.path != "/":
+        trusted = not options.token or hmac.compare_digest(given, wanted)
+        if not trusted and request.path != "/":
             if not wrong.allows(request.remote or ""):
                 return _too_many()
-            log.warning("a request from %s does not know the token", request.remote)
+            log.warning("a request from %s has not the token", request.remote)
             return _reply(Problem("the token is missing or wrong (Authorization: Bearer ...)"), 401)
         try:
             await asyncio.wait_for(request.read(), connections.REQUEST_SECONDS)
@@ -207,7 +206,7 @@ def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors
             reply = _reply(Problem("the request took too long to come"), 408)
             reply.force_close()
             return reply
-        connection = doors.of(request.transport) if knows else None
+        connection = doors.of(request.transport) if trusted else None
         if connection is None:
             return await handler(request)
         connection.ask()
@@ -219,20 +218,20 @@ def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors
     return guard
 
 
-def _sender(master: Master, asked: object, address: str) -> str:
-    """Whose requests are counted together: a node's, or those of an address that is no node's."""
-    world = master.state.rendezvous
-    if world is None or not isinstance(asked, Speaker | JoinRequest):
+def _sender(master: Master, request: Request[Any], address: str) -> str:
+    """The sender by which a request is counted: a node, or an address that is no node's."""
+    nodes = master.job.rendezvous
+    if nodes is None or not isinstance(request, NodeRequest | Join):
         return address
-    if asked.node_id is not None and world.newest.get(asked.node_id) == asked.incarnation:
-        return asked.incarnation
+    if request.node_id is not None and nodes.newest.get(request.node_id) == request.incarnation:
+        return request.incarnation
     return address
 
 
 def _make_post(master: Master, limit: RateLimit) -> Handler:
-    """Decodes a request, asks the master, and encodes the reply."""
+    """Decodes a request, has the master answer it, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
-        name: msgspec.json.Decoder(kind).decode for name, kind in _REQUESTS.items()
+        name_of(kind): msgspec.json.Decoder(kind).decode for kind in PURPOSES
     }
 
     async def post(request: web.Request) -> web.StreamResponse:
@@ -249,7 +248,7 @@ def _make_post(master: Master, limit: RateLimit) -> Handler:
         if not limit.allows(_sender(master, asked, request.remote or "")):
             return _too_many()
         try:
-            return _reply(await getattr(master, name)(asked))
+            return _reply(await master.answer(asked))
         except RequestError as error:
             return _reply(Problem(f"{name}: {error}"), error.status)
 
@@ -269,7 +268,7 @@ async def serve(
         master: The master.
         options: How it can be reached.
         on_ready: Is given its URL as soon as it listens.
-        end_with_job: Return when the job is over and no agent is left.
+        end_with_job: Return when the job has ended and its agents have stopped sending.
     """
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()

@@ -1,4 +1,4 @@
-"""Everything there is to see of a job: what `remesh status`, the page and the metrics show."""
+"""The status of a job, which `remesh status`, the page and the metrics show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from remesh.elastic import progress
-from remesh.elastic.failures import is_consequence, root_cause
-from remesh.elastic.job import Line, State, charges_of
+from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
+from remesh.elastic.job import HistoryLine, Job, charges_of
 from remesh.elastic.live import Live
 from remesh.elastic.rendezvous import Node, exclusion_of
 
@@ -23,8 +23,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
         name: Its name.
         address: Where it is reached.
         state: `active`, `ready`, `finished`, `draining`, `excluded` or `gone`.
-        rank: Its place in the world; None if it has none.
-        first_process: Rank of its first process; None likewise.
+        node_rank: Its place among the nodes of the world; None if it is not active.
+        first_rank: Rank of its first process; None likewise.
         num_processes: Its processes.
         last_heard: Seconds since its last message; None if none came since the master started.
         num_charged: Restarts that it was charged with.
@@ -36,8 +36,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     address: str
     state: str
-    rank: int | None
-    first_process: int | None
+    node_rank: int | None
+    first_rank: int | None
     num_processes: int
     last_heard: float | None
     num_charged: int
@@ -65,30 +65,16 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     behind: bool
 
 
-class FailureStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One failed process.
+class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
+    """One failed process, and the decision on the failures of its node.
 
     Attributes:
-        node_id: Its node.
-        rank: Its rank.
-        local_rank: Its rank on the node.
-        exit_code: As the operating system reports it; negative for a signal.
-        signal: The signal's name.
-        message: What it said.
-        log_tail: The end of its log.
-        step: The last step that it had finished.
-        ruling: What followed for its node.
+        signal: The name of the signal that ended it; empty if none did.
+        decision: What follows for its node, in a sentence.
     """
 
-    node_id: int
-    rank: int
-    local_rank: int
-    exit_code: int
     signal: str
-    message: str
-    log_tail: str
-    step: int | None
-    ruling: str
+    decision: str
 
 
 class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +82,7 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         round: The round.
-        time: When the master first heard of a failure, or lost a node.
+        time: When the master received the first failure, or lost a node.
         cause: The node that was lost or left, if that explains the failures better than any of the
             processes does; otherwise empty.
         failures: The processes that failed, the likeliest root cause first.
@@ -112,7 +98,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A job as it is now.
 
     Attributes:
-        time: Now, in seconds since the epoch.
+        time: The present time, in seconds since the epoch.
         began: When the first node joined.
         ended: When the job ended; None while it runs.
         phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
@@ -123,15 +109,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         max_nodes: Most nodes of a world.
         node_unit: Worlds have a multiple of this.
         nodes: The nodes, by id.
-        goodput: Share of the time since the beginning that moved the training forward; of a job
+        goodput: Share of the time since the beginning that moved the training forward; for a job
             that has ended, until its end.
         step: The highest step of any rank.
-        saved: The step of the newest checkpoint.
+        saved_step: The step of the newest checkpoint.
         ranks: The ranks that report steps.
         failures: What failed, newest round first.
-        stacks: Where the processes were when the job hung last, by rank.
+        stacks: The stacks of the processes when the job hung last, by rank.
         history: What happened, newest first.
-        warnings: What is wrong with the master, which those who run it must see.
+        warnings: What is wrong with the master itself.
     """
 
     time: float
@@ -147,22 +133,22 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...]
     goodput: float | None
     step: int | None
-    saved: int | None
+    saved_step: int | None
     ranks: tuple[RankStatus, ...]
     failures: tuple[RoundFailures, ...]
     stacks: dict[int, str]
-    history: tuple[Line, ...]
+    history: tuple[HistoryLine, ...]
     warnings: tuple[str, ...] = ()
 
 
-def status_of(state: State, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
-    """Everything there is to see."""
-    world = state.rendezvous
-    phase, reason = _phase(state)
+def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
+    """The status of a job."""
+    world = job.rendezvous
+    phase, reason = _phase(job)
     return Status(
         time=now,
-        began=state.began,
-        ended=state.ended,
+        began=job.began,
+        ended=job.ended,
         phase=phase,
         reason=reason,
         round=0 if world is None else world.round,
@@ -170,35 +156,35 @@ def status_of(state: State, live: Live, now: float, warnings: tuple[str, ...] = 
         min_nodes=0 if world is None else world.settings.min_nodes,
         max_nodes=0 if world is None else world.settings.max_nodes,
         node_unit=1 if world is None else world.settings.node_unit,
-        nodes=_nodes(state, live, now),
-        goodput=progress.goodput(live.progress, now if state.ended is None else state.ended),
+        nodes=_nodes(job, live, now),
+        goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
-        saved=state.saved,
+        saved_step=job.saved_step,
         ranks=_ranks(live, now),
-        failures=_failures(state),
+        failures=_failures(job),
         stacks=live.stacks,
-        history=tuple(reversed(state.history)),
+        history=tuple(reversed(job.history)),
         warnings=warnings,
     )
 
 
-def _phase(state: State) -> tuple[str, str]:
-    world = state.rendezvous
+def _phase(job: Job) -> tuple[str, str]:
+    world = job.rendezvous
     if world is None:
         return "waiting", "no node has joined"
     if world.outcome is not None:
         return world.outcome.value, world.reason
-    if state.check is not None:
-        return "checking", f"check {state.check.number} tests {len(world.world)} nodes"
-    if state.hanging is not None:
-        return "hanging", state.hanging[1]
+    if job.check is not None:
+        return "checking", f"check {job.check.number} tests {len(world.world)} nodes"
+    if job.hanging is not None:
+        return "hanging", job.hanging[1]
     if world.active:
         return "running", f"round {world.round} on {len(world.active)} of {len(world.world)} nodes"
     return "waiting", f"{len(world.ready)} nodes are ready, {world.settings.min_nodes} are needed"
 
 
-def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
-    world = state.rendezvous
+def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
+    world = job.rendezvous
     if world is None:
         return ()
     known = {node.id: node for node in world.world} | world.ready
@@ -207,7 +193,7 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
     for node in world.world:
         firsts[node.id] = first
         first += node.num_processes
-    draining = state.wish.draining if state.wish is not None else frozenset[int]()
+    draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
 
     def state_of(node: Node) -> str:
         if exclusion_of(world, node) is not None:
@@ -228,25 +214,25 @@ def _nodes(state: State, live: Live, now: float) -> tuple[NodeStatus, ...]:
                 name=node.name,
                 address=node.address,
                 state=state_of(node),
-                rank=ranks.get(node_id) if working else None,
-                first_process=firsts.get(node_id) if working else None,
+                node_rank=ranks.get(node_id) if working else None,
+                first_rank=firsts.get(node_id) if working else None,
                 num_processes=node.num_processes,
                 last_heard=None if heard is None else max(now - heard[1], 0.0),
-                num_charged=charges_of(state, node_id, now).count,
-                check=state.verdict.get(node_id, ""),
+                num_charged=charges_of(job, node_id, now).count,
+                check=job.check_findings.get(node_id, ""),
                 reason=exclusion_of(world, node) or "",
             )
         )
-    statuses += _excluded(state, live, known, now)
+    statuses += _excluded(job, live, known, now)
     return tuple(sorted(statuses, key=lambda status: status.id))
 
 
-def _excluded(state: State, live: Live, shown: Mapping[int, Node], now: float) -> list[NodeStatus]:
-    """Nodes that are not used, and of which the current world knows nothing."""
-    assert state.rendezvous is not None
-    names = {node_id: name for name, node_id in state.names.items()}
+def _excluded(job: Job, live: Live, shown: Mapping[int, Node], now: float) -> list[NodeStatus]:
+    """Nodes that are excluded and not in the current world."""
+    assert job.rendezvous is not None
+    names = {node_id: name for name, node_id in job.names.items()}
     statuses = []
-    for node_id, (_incarnation, reason) in state.rendezvous.excluded.items():
+    for node_id, (_incarnation, reason) in job.rendezvous.excluded.items():
         if node_id not in shown:
             heard = live.heard.get(node_id)
             statuses.append(
@@ -255,12 +241,12 @@ def _excluded(state: State, live: Live, shown: Mapping[int, Node], now: float) -
                     name=names.get(node_id, ""),
                     address="",
                     state="excluded",
-                    rank=None,
-                    first_process=None,
+                    node_rank=None,
+                    first_rank=None,
                     num_processes=0,
                     last_heard=None if heard is None else max(now - heard[1], 0.0),
-                    num_charged=charges_of(state, node_id, now).count,
-                    check=state.verdict.get(node_id, ""),
+                    num_charged=charges_of(job, node_id, now).count,
+                    check=job.check_findings.get(node_id, ""),
                     reason=reason,
                 )
             )
@@ -283,17 +269,17 @@ def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
     )
 
 
-def _failures(state: State) -> tuple[RoundFailures, ...]:
-    rounds = {record.round for record in state.records}
-    rounds |= {departure.round for departure in state.departures if departure.lost}
-    return tuple(_failures_of(state, number) for number in sorted(rounds, reverse=True))
+def _failures(job: Job) -> tuple[RoundFailures, ...]:
+    rounds = {record.round for record in job.failures}
+    rounds |= {departure.round for departure in job.departures if departure.lost}
+    return tuple(_failures_of(job, number) for number in sorted(rounds, reverse=True))
 
 
-def _failures_of(state: State, number: int) -> RoundFailures:
-    records = [record for record in state.records if record.round == number]
-    departures = [departure for departure in state.departures if departure.round == number]
-    rulings = {record.node_id: record.ruling.reason for record in records}
-    patterns = state.policy.patterns
+def _failures_of(job: Job, number: int) -> RoundFailures:
+    records = [record for record in job.failures if record.round == number]
+    departures = [departure for departure in job.departures if departure.round == number]
+    decisions = {record.node_id: record.decision.reason for record in records}
+    patterns = job.policy.patterns
     ordered = root_cause([each for record in records for each in record.failures], patterns)
     explained = bool(ordered) and not is_consequence(ordered[0], patterns)
     # A node that was lost caused what its peers met; the first one, if several went.
@@ -304,15 +290,9 @@ def _failures_of(state: State, number: int) -> RoundFailures:
         cause="" if explained or not departures else departures[0].text,
         failures=tuple(
             FailureStatus(
-                node_id=failure.node_id,
-                rank=failure.rank,
-                local_rank=failure.local_rank,
-                exit_code=failure.exit_code,
+                **msgspec.structs.asdict(failure),
                 signal=failure.signal_name,
-                message=failure.message,
-                log_tail=failure.log_tail,
-                step=failure.step,
-                ruling=rulings[failure.node_id],
+                decision=decisions[failure.node_id],
             )
             for failure in ordered
         ),
