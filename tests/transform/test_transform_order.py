@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remesh.geometry import Box
-from remesh.transform.order import (
+from remesh.transform.rearrange import (
     Permute,
+    Rearrangement,
     Reshape,
-    Steps,
     append,
     inverse,
     matching_boxes,
@@ -34,7 +34,7 @@ def factors(size: int) -> list[Shape]:
 
 
 @st.composite
-def steps_for(draw: st.DrawFn, shape: Shape) -> Steps:
+def steps_for(draw: st.DrawFn, shape: Shape) -> Rearrangement:
     steps: list[Permute | Reshape] = []
     for _ in range(draw(st.integers(0, 4))):
         if draw(st.booleans()):
@@ -49,7 +49,7 @@ def steps_for(draw: st.DrawFn, shape: Shape) -> Steps:
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-def applied(array: Numbers, steps: Steps) -> Numbers:
+def applied(array: Numbers, steps: Rearrangement) -> Numbers:
     for step in steps:
         array = (
             array.transpose(step.order) if isinstance(step, Permute) else array.reshape(step.shape)
@@ -122,7 +122,7 @@ def test_steps_undo_each_other(data: st.DataObject) -> None:
 def test_steps_are_kept_short(data: st.DataObject) -> None:
     shape = data.draw(shapes(max_dims=3, max_extent=6))
     steps = data.draw(steps_for(shape))
-    short: Steps = ()
+    short: Rearrangement = ()
     for step in steps:
         short = append(short, step, shape)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -132,7 +132,7 @@ def test_steps_are_kept_short(data: st.DataObject) -> None:
 
 
 def test_steps_that_cancel_vanish() -> None:
-    steps: Steps = ()
+    steps: Rearrangement = ()
     for step in (Permute((1, 0)), Permute((1, 0)), Reshape((6,)), Reshape((2, 3))):
         steps = append(steps, step, (2, 3))
     assert steps == ()

@@ -6,10 +6,10 @@ whoever moves the bytes reads only those. Nothing here reads or moves bytes itse
 `Transform.apply`, which does so for dictionaries of arrays.
 
 The path of a transformation: `lexer` and `parser` make `syntax` of text, with one of the
-`operators` for each statement; `expand` writes out wildcards; `build` executes the statements,
-which makes a graph of `tensors` for each name; `resolve` matches that with the targets; `resolved`
-answers. `inverse` turns statements around, `optimizer` knows which tensors follow a parameter,
-`order` traces boxes through permutations and reshapes. docs/transform.md specifies the language.
+`operators` for each statement; `expand` writes out wildcards; `execute` binds each name to one of
+the `expressions` over sources; `resolve` matches that with the targets; `resolved` answers.
+`inverse` turns statements around, `optimizer` knows which tensors follow a parameter, `rearrange`
+traces boxes through permutations and reshapes. docs/transform.md specifies the language.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from remesh.transform.info import TensorInfo
 from remesh.transform.info import num_pieces_of as num_pieces_of
 from remesh.transform.language import Transform as Transform
 from remesh.transform.language import as_transform as as_transform
-from remesh.transform.order import Permute as Permute
-from remesh.transform.order import Reshape as Reshape
 from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
 

@@ -19,7 +19,7 @@ from remesh.dtypes import BY_NAME
 from remesh.errors import TransformError
 from remesh.sharded import dtype_name
 from remesh.transform.info import TensorInfo
-from remesh.transform.order import Permute
+from remesh.transform.rearrange import Permute
 from remesh.transform.resolved import Region, Resolved
 
 Array = Any

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from remesh.transform.expressions import Node, concatenated, sliced
 from remesh.transform.labels import Value, check_alike, common_labels, full_axis
 from remesh.transform.operator_base import Attributes, Operator, Problem
-from remesh.transform.tensors import Node, concatenated, sliced
 
 if TYPE_CHECKING:
     from remesh.transform.expand import Step
@@ -227,7 +227,7 @@ def _separated(node: Node, axis: int, heads: Sequence[int], blocks: int) -> list
     offset = 0
     for width in widths:
         parts = [sliced(node, axis, block * sum(widths) + offset, width) for block in range(blocks)]
-        components.append(concatenated(tuple(parts), axis))
+        components.append(concatenated(parts, axis))
         offset += width
     return components
 
@@ -240,4 +240,4 @@ def _interleaved(components: Sequence[Node], axis: int, heads: Sequence[int], bl
         for component in components:
             width = component.shape[axis] // blocks
             parts.append(sliced(component, axis, block * width, width))
-    return concatenated(tuple(parts), axis)
+    return concatenated(parts, axis)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remesh.transform.expand import Operand, Step
-from remesh.transform.tensors import Node, reverse_axes
+from remesh.transform.expressions import Node, reverse_axes
 
 Axes = tuple[str | None, ...]
 

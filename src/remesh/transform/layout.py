@@ -6,12 +6,12 @@ import bisect
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from remesh.transform.expand import Operand, Step
+from remesh.transform.expressions import Leaf, Permuted, without_conversions
 from remesh.transform.info import TensorInfo
 from remesh.transform.labels import Value
 from remesh.transform.operator_base import Problem
-from remesh.transform.order import Shape, inverse_order, take
+from remesh.transform.rearrange import Shape, inverse_order, take
 from remesh.transform.sources import SourceSpace
-from remesh.transform.tensors import Leaf, Permuted, without_conversions
 
 ShapeOf = Callable[[Step, Operand], Shape | None]
 

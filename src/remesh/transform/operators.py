@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from remesh.transform.expressions import concatenated, convert, permute, reshape, sliced, tied
 from remesh.transform.fused import FusedFfn, FusedQkv
 from remesh.transform.labels import Value, check_alike, common_labels, full_axis
 from remesh.transform.operator_base import Attribute, Attributes, Operator, Problem
-from remesh.transform.order import Shape, inverse_order
+from remesh.transform.rearrange import Shape, inverse_order
 from remesh.transform.report import nearest
 from remesh.transform.syntax import FLAGS, Name, Span
-from remesh.transform.tensors import concatenated, convert, permute, reshape, sliced, tied
 
 if TYPE_CHECKING:
     from remesh.transform.expand import Step
@@ -70,7 +70,7 @@ class Concat(Operator):
         check_alike(step, values, axis)
         if len(values) == 1:
             return values
-        node = concatenated(tuple(value.node for value in values), axis)
+        node = concatenated([value.node for value in values], axis)
         return [Value(node, common_labels(step, values, axis))]
 
     def opposite(self) -> Split:
@@ -197,7 +197,7 @@ class Stack(Operator):
         shape = values[0].node.shape
         axis = full_axis(step, self.axis, len(shape) + 1)
         slab = (*shape[:axis], 1, *shape[axis:])
-        node = concatenated(tuple(reshape(value.node, slab) for value in values), axis)
+        node = concatenated([reshape(value.node, slab) for value in values], axis)
         labels = common_labels(step, values, None)
         return [Value(node, (*labels[:axis], None, *labels[axis:]))]
 
@@ -418,7 +418,7 @@ class Tie(Operator):
     def apply(self, step: Step, values: list[Value], _layout: Layout) -> list[Value]:
         """See `Operator.apply`."""
         check_alike(step, values, None)
-        node = tied(tuple(value.node for value in values))
+        node = tied([value.node for value in values])
         return [Value(node, common_labels(step, values, None))]
 
     def opposite(self) -> Untie:

@@ -22,25 +22,32 @@ tensors that must agree are left for later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from remesh.errors import TransformError
 from remesh.transform import report, syntax
-from remesh.transform.build import Bindings, Builder
+from remesh.transform.execute import Bindings
 from remesh.transform.expand import Expander, Operand, Step
+from remesh.transform.expressions import (
+    Leaf,
+    Node,
+    convert,
+    leaves,
+    made_of,
+    tied,
+    without_conversions,
+)
 from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.inverse import COPY
 from remesh.transform.layout import Flows, Layout
 from remesh.transform.names import Binding
 from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
-from remesh.transform.order import Shape
-from remesh.transform.regions import leaves
-from remesh.transform.resolved import Agreed, Follows, Made, Plan, Resolved
+from remesh.transform.rearrange import Shape
+from remesh.transform.resolved import Plan, Resolved
 from remesh.transform.sources import SourceSpace, info_from_states
 from remesh.transform.syntax import Name, Statement
-from remesh.transform.tensors import Leaf, Node, convert, is_usable, without_conversions
 
-_MAX_TOLD = 10
+_MAX_HINTS = 10
 
 
 def resolve(
@@ -58,57 +65,53 @@ def resolve(
 
     `original` are the statements that `statements` undo, if they do.
     """
-    undone = _Original(original, sources, targets, owners)
+    undone = _Undone(
+        None
+        if original is None or targets is None
+        else lambda: _Resolver(original, targets, sources, owners, {}, _Undone(None)).execute()
+    )
     resolver = _Resolver(statements, sources, targets, owners, aliases, undone, cast=cast)
     return resolver.run(with_outputs=with_outputs)
 
 
-class _Original:
-    """A program that is undone, executed on what it shall give back.
+_Groups = list[tuple[Step, ...]]
+
+
+class _Undone:
+    """A program that is undone, executed on what it shall restore.
 
     Statements that undo others leave out what these knew: the sizes of tensors that were joined,
     and which names a star had stood for. Mostly the targets tell. For what never is a target, the
     original program is executed in its usual direction, which for names and shapes costs little,
     and only when the first such question comes.
+
+    Args:
+        execute: Executes it; None if there is none, or if its sources, the targets, are not known.
     """
 
-    def __init__(
-        self,
-        statements: Sequence[Statement] | None,
-        sources: Infos,
-        targets: Infos | None,
-        owners: Mapping[str, str],
-    ) -> None:
-        self._statements = statements
-        self._sources = sources
-        self._targets = targets
-        self._owners = owners
-        self._executed: tuple[Builder, dict[tuple[int, Binding], Step]] | None = None
+    def __init__(self, execute: Callable[[], tuple[Bindings, _Groups]] | None) -> None:
+        self._execute = execute
+        self._executed: tuple[Bindings, dict[tuple[int, Binding], Step]] | None = None
 
-    def _execute(self) -> tuple[Builder, dict[tuple[int, Binding], Step]] | None:
-        """The builder and the steps of the original; None if there is none, or no targets."""
-        if self._executed is None and self._statements is not None and self._targets is not None:
-            nothing = _Original(None, {}, None, {})
-            resolver = _Resolver(
-                self._statements, self._targets, self._sources, self._owners, {}, nothing
-            )
-            builder, groups = resolver.execute()
+    def _result(self) -> tuple[Bindings, dict[tuple[int, Binding], Step]] | None:
+        if self._executed is None and self._execute is not None:
+            bindings, groups = self._execute()
             steps = {(s.statement.number, s.binding): s for steps in groups for s in steps}
-            self._executed = builder, steps
+            self._executed = bindings, steps
         return self._executed
 
     def shape(self, step: Step, operand: Operand) -> Shape | None:
         """The shape of a result, as the statement that is undone had read it."""
-        executed = self._execute()
-        if executed is None:
+        result = self._result()
+        if result is None:
             return None
         name = COPY.sub("", operand.name, count=1)
-        return executed[0].read_shapes.get((step.statement.number, name))
+        return result[0].read_shapes.get((step.statement.number, name))
 
     def names(self, draft: Step, name: Name) -> list[str]:
         """What a name with a star had stood for in the statement that is undone."""
-        executed = self._execute()
-        step = executed[1].get((draft.statement.number, draft.binding)) if executed else None
+        result = self._result()
+        step = result[1].get((draft.statement.number, draft.binding)) if result else None
         return [operand.name for operand in step.left if operand.origin == name] if step else []
 
 
@@ -122,26 +125,25 @@ class _Resolver:
         targets: Infos | None,
         owners: Mapping[str, str],
         aliases: Mapping[str, str],
-        original: _Original,
+        undone: _Undone,
         *,
         cast: bool = False,
     ) -> None:
         self.statements = statements
-        self.original = original
+        self.undone = undone
         self.cast = cast
         self.owners = owners
         literal = _literal_names(name for s in statements for name in s.left)
         states = find_states(sources, literal, owners)
         self.sources = SourceSpace(sources, states, aliases)
         self.given_targets = targets
+        self.bindings: Bindings
         self.targets: Infos = {}
         self.target_states = States()
-        self.bindings = Bindings()
         self.plans: dict[str, Plan] = {}
         self.kept: dict[str, str] = {}
         self.untouched: dict[str, None] = {}
         self.missing: dict[str, str] = {}
-        self.num_told = 0
         self.conflicts: dict[str, str] = {}
         self.leaves: dict[str, tuple[Leaf, ...]] = {}
         self.maybe_owned = {
@@ -149,7 +151,7 @@ class _Resolver:
         }
 
     def run(self, *, with_outputs: bool) -> Resolved:
-        self.bindings = self.execute()[0].bindings
+        self.bindings, _ = self.execute()
         given = self.given_targets
         outputs = self.outputs() if with_outputs or given is None else {}
         self.targets = {**outputs, **(given or {})}
@@ -162,7 +164,7 @@ class _Resolver:
             plans=self.plans,
             kept=self.kept,
             untouched=frozenset(self.untouched),
-            missing={name: self.told_missing(name) for name in self.missing},
+            missing=self.missing_with_hints(),
             conflicts=self.conflicts,
             deleted=tuple(name for name in self.sources.infos if self.is_deleted(name)),
             unused_results=tuple(n for n in self.bindings.unread if not self.is_wanted(n)),
@@ -172,7 +174,7 @@ class _Resolver:
     # Statements
     # -----------------------------------------------------------------------------------------
 
-    def execute(self) -> tuple[Builder, list[tuple[Step, ...]]]:
+    def execute(self) -> tuple[Bindings, _Groups]:
         """Expand and execute all statements; the steps of each, too."""
         states = self.sources.states
         plain = (name for name in self.sources.infos if name not in states.by_name)
@@ -180,7 +182,7 @@ class _Resolver:
             dict.fromkeys([*plain, *states.by_parameter]),
             states.by_name,
             None if self.given_targets is None else self.parameter_targets,
-            self.original.names,
+            self.undone.names,
         )
         groups = [expander.expand(statement) for statement in self.statements]
         targets: dict[str, TensorInfo] | None = None
@@ -190,10 +192,10 @@ class _Resolver:
         ):
             targets = self.parameter_targets()
             flows = Flows(groups, targets)
-        builder = Builder(Layout(self.sources, targets, flows, self.original.shape))
+        bindings = Bindings(Layout(self.sources, targets, flows, self.undone.shape))
         for steps in groups:
-            builder.execute(steps)
-        return builder, groups
+            bindings.execute(steps)
+        return bindings, groups
 
     def parameter_targets(self) -> dict[str, TensorInfo]:
         """The targets, and the parameters of which only optimizer states are targets."""
@@ -264,7 +266,7 @@ class _Resolver:
                     self.right_span(step, name),
                     [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
                 )
-        self.plans[name] = Made(node, tuple(leaf.name for leaf in self.leaves_of(name)))
+        self.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
 
     def is_absent(self, leaf: Leaf) -> bool:
         return leaf.name not in self.sources.infos
@@ -296,9 +298,11 @@ class _Resolver:
             if not agree:
                 self.conflicts[name] = f"is {_told(info)}, but {source!r} is {_told(found)}"
                 return
-        first = self.sources.infos[sources[0]]
-        is_cast = info is not None and first is not None and info.dtype != first.dtype
-        self.plans[name] = Agreed(sources, (info.dtype,) if info is not None and is_cast else ())
+        if info is None:
+            self.plans[name] = Plan(sources, None)
+            return
+        nodes = [leaf for source in sources if (leaf := self.sources.leaf(source)) is not None]
+        self.plans[name] = Plan(sources, tied([convert(leaf, info.dtype) for leaf in nodes]))
 
     # -----------------------------------------------------------------------------------------
     # Optimizer state
@@ -327,7 +331,7 @@ class _Resolver:
     def plan_following(self, name: str, info: TensorInfo | None, state: State) -> None:
         parameter = state.parameter
         step = self.bindings.made_by[parameter]
-        node = without_conversions(self.bindings.values[parameter].node)
+        whole = without_conversions(self.bindings.values[parameter].node)
         found: dict[str, str] = {}
         for leaf in self.leaves_of(parameter):
             source = self.state_source(leaf.name, state)
@@ -335,15 +339,16 @@ class _Resolver:
                 self.check_not_assigned(step, name, source)
                 found[leaf.name] = source
         is_complete = len(found) == len(self.leaves_of(parameter))
-        if not is_complete and not is_usable(node, lambda leaf: leaf.name in found):
+        node = whole if is_complete else made_of(whole, found)
+        if node is None:
             lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
             self.missing[name] = (
                 f"it follows {parameter!r}, which is made of {report.listing(lacking)}, of which "
                 f"the sources have no {state.slot}"
             )
             return
-        if isinstance(node, Leaf):
-            self.plan_whole(name, info, (found[node.name],))
+        if isinstance(whole, Leaf):
+            self.plan_whole(name, info, (found[whole.name],))
             return
         if self.is_count(state, found):
             self.plan_whole(name, info, tuple(dict.fromkeys(found.values())))
@@ -352,7 +357,8 @@ class _Resolver:
             self.check_elementwise(step, name, info, leaf_name, source)
         if info is not None:
             self.check_shape(step, name, node, info)
-        self.plans[name] = Follows(node, found, info.dtype if info is not None else None)
+        dtype = None if info is None else info.dtype
+        self.plans[name] = Plan(tuple(found.values()), node, found, dtype)
 
     def check_not_assigned(self, step: Step, name: str, source: str) -> None:
         """A state that has statements of its own is not silently taken from the source."""
@@ -464,12 +470,12 @@ class _Resolver:
     def is_wanted(self, name: str) -> bool:
         return name in self.targets or name in self.target_states.by_parameter
 
-    def told_missing(self, name: str) -> str:
-        """Why a target is missing, and what its name may have been meant to be."""
-        # Looking for similar names takes time, and nobody reads a thousand of such lines.
-        self.num_told += 1
-        hints = self.sources.nearest(name) if self.num_told <= _MAX_TOLD else []
-        return "; ".join([self.missing[name], *hints])
+    def missing_with_hints(self) -> dict[str, str]:
+        """Why targets are missing, with similar names for the first: finding these takes time."""
+        return {
+            name: "; ".join([reason, *(self.sources.nearest(name) if n < _MAX_HINTS else ())])
+            for n, (name, reason) in enumerate(self.missing.items())
+        }
 
 
 def _literal_names(names: Iterable[syntax.Name]) -> list[str]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from remesh.errors import MismatchError
 from remesh.geometry import Box
+from remesh.transform.expressions import Node, Origin
 from remesh.transform.info import Infos
-from remesh.transform.order import Steps, shape_after, trace
-from remesh.transform.regions import Origin, pieces
-from remesh.transform.tensors import Leaf, Node
+from remesh.transform.rearrange import Rearrangement, shape_after, trace
 
 _MAX_SHOWN = 10
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
@@ -31,7 +30,7 @@ class Region:
 
     source: str
     source_box: Box
-    steps: Steps
+    steps: Rearrangement
     target_box: Box
     dtypes: tuple[str, ...] = ()
 
@@ -58,34 +57,21 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """Made of `sources` as `node` says."""
+class Plan:
+    """How a target is made.
 
-    node: Node
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Follows:
-    """Made of optimizer states as `node` says of their parameters, converted to `dtype`.
-
-    `names` are the states' names by their parameters'.
+    Attributes:
+        sources: Names of the sources that it is made of or must agree with.
+        node: What it is; None for a plain value, which is that of any of the sources.
+        states: For optimizer state, which is made as `node` says of its parameter: the source of
+            the state by the source of the parameter. None if `node` is made of the sources.
+        dtype: What such state is converted to; None if it is not.
     """
 
-    node: Node
-    names: Mapping[str, str]
-    dtype: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Agreed:
-    """What all of these sources hold, converted to `dtypes`."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...] = ()
-
-
-Plan = Made | Follows | Agreed
+    sources: tuple[str, ...]
+    node: Node | None
+    states: Mapping[str, str] | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,15 +113,7 @@ class Resolved:
     def sources_of(self, target: str) -> tuple[str, ...]:
         """Names of the sources that a target is made of or must agree with; none if it is kept."""
         plan = self.plans.get(target)
-        match plan:
-            case None:
-                return ()
-            case Made(_, names):
-                return names
-            case Agreed(names, _):
-                return names
-            case Follows(_, by_parameter, _):
-                return tuple(by_parameter.values())
+        return () if plan is None else plan.sources
 
     def check(self) -> None:
         """Refuse targets that cannot be filled.
@@ -190,32 +168,23 @@ class Resolved:
             raise ValueError(f"{target}: box {box} does not lie in shape {info.shape}")
         if target in self.kept or box.size == 0:
             return ()
-        match self.plans[target]:
-            case Agreed(names, dtypes):
-                chosen = names[1:] if checks else names[:1]
-                return tuple(Region(name, box, (), box, dtypes) for name in chosen)
-            case Made(node):
-                return tuple(
-                    Region(o.leaf.name, o.source_box, o.steps, o.box, _shortest(o))
-                    for o in pieces(node, box, _any_leaf)
-                    if o.is_check == checks
-                )
-            case Follows(node, names, dtype):
-                return tuple(
-                    Region(name, o.source_box, o.steps, o.box, self._dtypes(name, dtype))
-                    for o in pieces(node, box, lambda leaf: leaf.name in names)
-                    if o.is_check == checks
-                    for name in [names[o.leaf.name]]
-                )
+        plan = self.plans[target]
+        assert plan.node is not None
+        origins = [origin for origin in plan.node.origins(box) if origin.is_check == checks]
+        if plan.states is None:
+            return tuple(
+                Region(o.leaf.name, o.source_box, o.steps, o.box, _shortest(o)) for o in origins
+            )
+        return tuple(
+            Region(name, o.source_box, o.steps, o.box, self._state_dtypes(name, plan.dtype))
+            for o in origins
+            for name in [plan.states[o.leaf.name]]
+        )
 
-    def _dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
+    def _state_dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
         info = self.sources[source]
         assert info is not None
         return () if wanted is None or wanted == info.dtype else (wanted,)
-
-
-def _any_leaf(_leaf: Leaf) -> bool:
-    return True
 
 
 def _shortest(origin: Origin) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 
 from remesh.transform import report
+from remesh.transform.expressions import Leaf
 from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.optimizer import States
-from remesh.transform.tensors import Leaf
 
 
 class SourceSpace:
@@ -38,9 +38,9 @@ class SourceSpace:
     def _make_leaf(self, name: str) -> Leaf | None:
         if name in self.infos:
             info = self.infos[name]
-            return Leaf(name, info.shape, info.dtype) if info else Leaf(name, (), None)
+            return Leaf(info.shape, info.dtype, 0, name) if info else Leaf((), None, 0, name)
         if name in self.states.by_parameter:
-            return Leaf(name, self.info(name).shape, None)
+            return Leaf(self.info(name).shape, None, 0, name)
         return None
 
     def info(self, name: str) -> TensorInfo:

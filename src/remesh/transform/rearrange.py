@@ -34,8 +34,8 @@ class Reshape:
     shape: Shape
 
 
-Step = Permute | Reshape
-Steps = tuple[Step, ...]
+Rearrangement = tuple[Permute | Reshape, ...]
+"""Rearrangement, in this order."""
 
 
 def take(items: Shape, order: Sequence[int]) -> Shape:
@@ -56,18 +56,18 @@ def permuted(box: Box, order: Sequence[int]) -> Box:
     return Box(take(box.offset, order), take(box.shape, order))
 
 
-def shape_after(shape: Shape, steps: Steps) -> Shape:
+def shape_after(shape: Shape, steps: Rearrangement) -> Shape:
     """The shape that steps make of a block of the given shape."""
     for step in steps:
         shape = take(shape, step.order) if isinstance(step, Permute) else step.shape
     return shape
 
 
-def append(steps: Steps, step: Step, shape: Shape) -> Steps:
-    """Steps with one more at their end, in the shortest form.
+def append(steps: Rearrangement, step: Permute | Reshape, shape: Shape) -> Rearrangement:
+    """Rearrangement with one more at their end, in the shortest form.
 
     Args:
-        steps: Steps so far.
+        steps: Rearrangement so far.
         step: What comes next.
         shape: Shape of the block before any step.
     """
@@ -82,9 +82,9 @@ def append(steps: Steps, step: Step, shape: Shape) -> Steps:
     return steps if step.shape == shape_after(shape, steps) else (*steps, step)
 
 
-def inverse(steps: Steps, shape: Shape) -> Steps:
+def inverse(steps: Rearrangement, shape: Shape) -> Rearrangement:
     """The steps that undo others, which were applied to a block of the given shape."""
-    undone: list[Step] = []
+    undone: list[Permute | Reshape] = []
     for step in steps:
         if isinstance(step, Permute):
             undone.append(Permute(inverse_order(step.order)))
@@ -95,13 +95,13 @@ def inverse(steps: Steps, shape: Shape) -> Steps:
     return tuple(reversed(undone))
 
 
-def trace(box: Box, shape: Shape, steps: Steps) -> Iterator[tuple[Box, Box, Steps]]:
+def trace(box: Box, shape: Shape, steps: Rearrangement) -> Iterator[tuple[Box, Box, Rearrangement]]:
     """Follow a part of a block through steps.
 
     Args:
         box: The part.
         shape: Shape of the block.
-        steps: Steps that apply to the block.
+        steps: Rearrangement that apply to the block.
 
     Yields:
         (part of the box, where it lies in the result, the steps that lead there), the parts

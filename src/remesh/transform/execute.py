@@ -1,6 +1,6 @@
-"""Executing steps: names are bound to tensors, statement by statement.
+"""Executing the steps of statements: names are bound to tensors, statement by statement.
 
-Nothing is computed. A name is bound to a node of the graph that `remesh.transform.tensors`
+Nothing is computed. A name is bound to a node of the graph that `remesh.transform.expressions`
 describes; every shape and dtype is checked on the way, so that a mistake is found where it was
 made. A name stands for what it was last bound to, else for the source of that name.
 """
@@ -8,19 +8,20 @@ made. A name stands for what it was last bound to, else for the source of that n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from remesh.transform.expand import Operand, Step
+from remesh.transform.expressions import MAX_DEPTH
 from remesh.transform.labels import Axes, Value, merge_labels, transposed
 from remesh.transform.layout import Layout
 from remesh.transform.operator_base import Problem
-from remesh.transform.order import Shape
-from remesh.transform.tensors import MAX_DEPTH
+from remesh.transform.rearrange import Shape
 
 
-@dataclass(slots=True)
 class Bindings:
-    """What statements have made of names so far.
+    """Executes steps, and knows what they have made of names so far.
+
+    Args:
+        layout: The sources, and how they and the targets are cut.
 
     Attributes:
         values: Tensors by name.
@@ -28,32 +29,20 @@ class Bindings:
         deleted: Names of sources that are not wanted, and by which step.
         made_by: The step that bound a name.
         unread: Names bound to something that no statement has read.
-        source_axes: Labels of sources.
         read: Sources that a statement has read.
-    """
-
-    values: dict[str, Value] = field(default_factory=dict)
-    added: dict[str, Step] = field(default_factory=dict)
-    deleted: dict[str, Step] = field(default_factory=dict)
-    made_by: dict[str, Step] = field(default_factory=dict)
-    unread: dict[str, None] = field(default_factory=dict)
-    source_axes: dict[str, Axes] = field(default_factory=dict)
-    read: dict[str, None] = field(default_factory=dict)
-
-
-class Builder:
-    """Executes steps.
-
-    Attributes:
-        layout: The sources, and how they and the targets are cut.
-        bindings: What names stand for.
         read_shapes: Shapes of what steps have read, by the statement's number and the name.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.sources = layout.sources
-        self.bindings = Bindings()
+        self._layout = layout
+        self._sources = layout.sources
+        self._source_axes: dict[str, Axes] = {}
+        self.values: dict[str, Value] = {}
+        self.added: dict[str, Step] = {}
+        self.deleted: dict[str, Step] = {}
+        self.made_by: dict[str, Step] = {}
+        self.unread: dict[str, None] = {}
+        self.read: dict[str, None] = {}
         self.read_shapes: dict[tuple[int, str], Shape] = {}
 
     def execute(self, steps: Sequence[Step]) -> None:
@@ -75,45 +64,45 @@ class Builder:
     def _apply(self, step: Step) -> list[Value]:
         values = [self._read(step, operand) for operand in step.left]
         try:
-            return step.statement.operator.apply(step, values, self.layout)
+            return step.statement.operator.apply(step, values, self._layout)
         except Problem as problem:
             raise step.error(str(problem), problem.span, problem.hints) from None
 
     def _read(self, step: Step, operand: Operand) -> Value:
         name = operand.name
-        value = self.bindings.values.get(name)
+        value = self.values.get(name)
         if value is not None:
-            self.bindings.unread.pop(name, None)
+            self.unread.pop(name, None)
         else:
             value = self._read_source(step, operand)
         self.read_shapes[step.statement.number, name] = value.node.shape
         axes = merge_labels(step, operand, value.axes, operand.origin.axes)
         value = Value(value.node, axes)
-        if name not in self.bindings.values:
-            self.bindings.source_axes[name] = axes
+        if name not in self.values:
+            self._source_axes[name] = axes
         return transposed(value) if operand.origin.transposed else value
 
     def _read_source(self, step: Step, operand: Operand) -> Value:
         name = operand.name
-        if name in self.bindings.added:
-            number = self.bindings.added[name].statement.number
+        if name in self.added:
+            number = self.added[name].statement.number
             raise step.error(
                 f"{name!r} keeps its initial value (statement {number}), so there is nothing to "
                 "make of it",
                 operand,
             )
-        if name in self.bindings.deleted:
-            number = self.bindings.deleted[name].statement.number
+        if name in self.deleted:
+            number = self.deleted[name].statement.number
             raise step.error(f"{name!r} has been deleted by statement {number}", operand)
-        leaf = self.sources.leaf(name)
+        leaf = self._sources.leaf(name)
         if leaf is None:
             raise step.error(
                 f"there is no source and no earlier result {name!r}",
                 operand,
-                self.sources.nearest(name),
+                self._sources.nearest(name),
             )
-        self.bindings.read[name] = None
-        return Value(leaf, self.bindings.source_axes.get(name, (None,) * len(leaf.shape)))
+        self.read[name] = None
+        return Value(leaf, self._source_axes.get(name, (None,) * len(leaf.shape)))
 
     def _assign(self, step: Step, operand: Operand, value: Value) -> None:
         if operand.origin.transposed:
@@ -123,27 +112,27 @@ class Builder:
             raise step.error(
                 f"{operand.name!r} is built of more than {MAX_DEPTH} nested operations"
             )
-        self.bindings.values[operand.name] = Value(value.node, axes)
-        self.bindings.made_by[operand.name] = step
-        self.bindings.unread[operand.name] = None
-        self.bindings.added.pop(operand.name, None)
-        self.bindings.deleted.pop(operand.name, None)
+        self.values[operand.name] = Value(value.node, axes)
+        self.made_by[operand.name] = step
+        self.unread[operand.name] = None
+        self.added.pop(operand.name, None)
+        self.deleted.pop(operand.name, None)
 
     def _add(self, step: Step) -> None:
         for operand in step.right:
-            self.bindings.added[operand.name] = step
+            self.added[operand.name] = step
             self._forget(operand.name)
 
     def _delete(self, step: Step) -> None:
         for operand in step.left:
             name = operand.name
-            if name not in self.bindings.values and self.sources.leaf(name) is None:
-                hints = self.sources.nearest(name)
+            if name not in self.values and self._sources.leaf(name) is None:
+                hints = self._sources.nearest(name)
                 raise step.error(f"there is no source {name!r} to delete", operand, hints)
-            self.bindings.deleted[name] = step
-            self.bindings.added.pop(name, None)
+            self.deleted[name] = step
+            self.added.pop(name, None)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        self.bindings.values.pop(name, None)
-        self.bindings.unread.pop(name, None)
+        self.values.pop(name, None)
+        self.unread.pop(name, None)
