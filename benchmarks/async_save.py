@@ -68,7 +68,7 @@ def measure_remesh(saver: remesh.Saver, state: Any, path: Path) -> tuple[float, 
     started = time.perf_counter()
     handle = saver.save_async(state, path)
     blocked = time.perf_counter() - started
-    handle.wait()
+    handle.result()
     return blocked, time.perf_counter() - started
 
 
@@ -174,7 +174,7 @@ def steps_beside_save(
 ) -> list[float]:
     handle = saver.save_async(state, place)
     times = training.steps(lambda: not handle.done())
-    handle.wait()
+    handle.result()
     return times
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from remesh import background as background
     from remesh import catalog as catalog
     from remesh import checkpoint as checkpoint
     from remesh import errors as errors
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from remesh import testing as testing
     from remesh import training as training
     from remesh import transform as transform
+    from remesh.background import Saver as Saver
+    from remesh.background import save_async as save_async
     from remesh.checkpoint import Checkpoint as Checkpoint
-    from remesh.checkpoint import Saver as Saver
     from remesh.checkpoint import load as load
     from remesh.checkpoint import save as save
-    from remesh.checkpoint import save_async as save_async
     from remesh.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from remesh.errors import CorruptCheckpointError as CorruptCheckpointError
     from remesh.errors import MismatchError as MismatchError
@@ -50,7 +51,8 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "remesh.checkpoint": ("Checkpoint", "Saver", "load", "save", "save_async"),
+            "remesh.background": ("Saver", "save_async"),
+            "remesh.checkpoint": ("Checkpoint", "load", "save"),
             "remesh.errors": (
                 "CheckpointNotFoundError",
                 "CorruptCheckpointError",
@@ -64,6 +66,7 @@ else:
             "remesh.transform": ("Transform",),
         },
         (
+            "background",
             "catalog",
             "checkpoint",
             "errors",

@@ -174,7 +174,7 @@ def save_until_killed(exchange: Exchange, launch: Launch) -> None:
         handle = saver.save_async(state, place_of(launch.root, step), overwrite=True)
         for array in arrays_of(state).values():
             array[...] = 1  # it is staged
-        handle.wait()
+        handle.result()
         _announce(launch.announced, step)
     saver.close()
     fate.end(exchange)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,11 +166,10 @@ def test_a_rank_that_stalls_does_not_hold_the_others(number: int, tmp_path: Path
         state = part_of_state(2, exchange.rank, exchange.world_size)
         handle = saver.save_async(state, tmp_path, overwrite=True)
         if exchange.rank != rank:
-            handle.wait_ended(timeout=100)
+            wait([handle], timeout=100)
         exchange.all_gather(b"")  # a collective of the training
         released.set()
-        handle.wait_ended(timeout=100)
-        return handle.exception()
+        return handle.exception(timeout=100)
 
     run_ranks(NUM_RANKS, lambda one: save(one, [LocalStorage(tmp_path)] * NUM_RANKS, 1, "save"))
     errors = run_ranks(NUM_RANKS, train)

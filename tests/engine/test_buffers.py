@@ -48,7 +48,7 @@ def save(exchange: Exchange, path: Path, how: str, buffers: Choice | None) -> No
             manager.save(1, state)
     else:
         with remesh.Saver(buffers=buffers, group=exchange) as saver:
-            saver.save_async(state, path).wait()
+            saver.save_async(state, path).result()
     assert statistics_of(state["model"]) == (exchange.rank, 2.0**exchange.rank, 10 + exchange.rank)
 
 
@@ -158,7 +158,7 @@ def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, in
     model = sharded(dist.get_rank())
     with remesh.Saver() as saver:
         try:
-            saver.save_async({"model": model}, f"{path}/none").wait()
+            saver.save_async({"model": model}, f"{path}/none").result()
         except remesh.errors.DivergedReplicaError as error:
             assert "buffers=" in str(error)  # noqa: PT017 - in another process
         else:
@@ -166,7 +166,7 @@ def train_sharded(_exchange: Exchange, path: str) -> list[tuple[float, float, in
     found = []
     for buffers in CHOICES:
         with remesh.Saver(buffers=buffers) as saver:
-            saver.save_async({"model": model}, f"{path}/{buffers}").wait()
+            saver.save_async({"model": model}, f"{path}/{buffers}").result()
         fresh = sharded(50)
         remesh.load({"model": fresh}, f"{path}/{buffers}")
         found.append(statistics_of(fresh))

@@ -38,7 +38,7 @@ def test_overwriting_right_after_the_return_tears_nothing(
             handle = saver.save_async({"w": weights, "s": strided}, tmp_path / str(number))
             weights.fill_(-1.0)
             strided.fill_(-1.0)
-            handle.wait(timeout=120)
+            handle.result(timeout=120)
             checkpoint = remesh.Checkpoint(tmp_path / str(number))
             assert checkpoint.verify().ok
             assert (checkpoint.read_array("w") == number).all()

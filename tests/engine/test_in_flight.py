@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_a_failure_that_one_rank_knows_is_raised_on_all() -> None:
     def train(exchange: Exchange) -> list[BaseException | None]:
         saver = remesh.Saver(group=exchange, on_event=faults)
         first = saver.save_async(state_of(exchange.rank, 1.0), storages[0])
-        first.wait_ended(60)
+        wait([first], 60)
         with pytest.raises((InjectedError, RankFailedError)) as caught:
             saver.save_async(state_of(exchange.rank, 2.0), storages[1])
         saver.save_async(state_of(exchange.rank, 3.0), storages[2])
@@ -162,10 +163,10 @@ def test_a_slow_save_names_the_slowest_rank(caplog: pytest.LogCaptureFixture) ->
         if exchange.rank == 1:
             exchange.all_gather(b"")
             released.set()
-            handle.wait_ended(60)
+            wait([handle], 60)
             return ""
         with pytest.raises(ExchangeError) as caught:
-            handle.wait(timeout=60)
+            handle.result(timeout=60)
         exchange.all_gather(b"")
         return str(caught.value)
 

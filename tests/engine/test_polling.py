@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from remesh.checkpoint import polling
+from remesh.background import polling
 
 SIZES = [1, 2, 3, 4, 5, 8, 16, 63, 200, 256, 1000, 4000, 4096, 16_384]
 SECONDS = 200.0

@@ -62,7 +62,7 @@ def save_now(exchange: Exchange, place: Any) -> None:
 
 def save_beside(exchange: Exchange, place: Any) -> None:
     with remesh.Saver(group=exchange) as saver:
-        saver.save_async(state_of(exchange.rank), place).wait()
+        saver.save_async(state_of(exchange.rank), place).result()
 
 
 def save_foreign(exchange: Exchange, place: Any) -> None:
@@ -200,7 +200,7 @@ def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_pat
         with remesh.Saver(group=exchange) as saver:
             for name in ("run/1", "run/2", "other/1"):
                 storage = Disk(tmp_path / name)
-                saver.save_async(state_of(exchange.rank), storage).wait()
+                saver.save_async(state_of(exchange.rank), storage).result()
                 met.append(any(path.endswith("/meeting") for path in storage.names))
         return met
 

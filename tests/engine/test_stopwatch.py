@@ -47,7 +47,7 @@ def test_loads_and_background_saves(tmp_path: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "remesh")
     state = {"rows": np.ones((ROWS, 2), np.float32)}
     with remesh.Saver() as saver:
-        saver.save_async(state, tmp_path).wait()
+        saver.save_async(state, tmp_path).result()
     remesh.load(state, tmp_path)
     saved, loaded = (record.getMessage() for record in caplog.records)
     assert saved.startswith("saved 2.4 MB in ")

@@ -128,7 +128,7 @@ def test_no_moment_is_lost_between_threads() -> None:
 def test_saves_in_the_background(tmp_path: Path) -> None:
     timeline = Timeline()
     with remesh.Saver(on_event=timeline) as saver:
-        saver.save_async({"rows": np.ones((ROWS, 2), np.float32)}, tmp_path / "step").wait()
+        saver.save_async({"rows": np.ones((ROWS, 2), np.float32)}, tmp_path / "step").result()
     seen = {moment.event.point for moment in timeline.moments}
     assert seen == set(SAVE_POINTS)
     assert len({moment.thread for moment in timeline.moments}) > 1

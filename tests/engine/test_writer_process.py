@@ -68,7 +68,7 @@ def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_pa
             expected = weights.copy()
             handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
             weights += 1.0
-            handle.wait(timeout=100)
+            handle.result(timeout=100)
             checkpoint = remesh.Checkpoint(tmp_path / str(number))
             np.testing.assert_array_equal(checkpoint.read_array("w"), expected)
             assert checkpoint.values["n"] == number
@@ -107,11 +107,13 @@ def stage_and_wait_for_death(exchange: Exchange, path: Path, ids: Path) -> None:
     saver = remesh.Saver(group=exchange, writer="process")
     # The writer is stopped, so that nothing can be written before the trainer is dead.
     assert saver.writer_process_id is not None
-    wait_until(lambda: b"writer_main" in command_of(saver.writer_process_id), "the writer starts")
+    wait_until(
+        lambda: b"process_server" in command_of(saver.writer_process_id), "the writer starts"
+    )
     os.kill(saver.writer_process_id, signal.SIGSTOP)
     (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))
     handle = saver.save_async(state_of(exchange.rank, 5.0), path)
-    assert handle.wait_staged(timeout=0)
+    assert handle.staged
     assert not handle.done()
     exchange.all_gather(b"")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +147,7 @@ def die_while_staging(exchange: Exchange, path: Path, ids: Path) -> str:
     (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))
     handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
     with pytest.raises(ExchangeError, match="rank 1 ended while it staged") as caught:
-        handle.wait(timeout=100)
+        handle.result(timeout=100)
     assert caught.value.rank == 1
     return "told"
 
@@ -170,7 +172,7 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     resource.prlimit(saver.writer_process_id, resource.RLIMIT_FSIZE, (CHUNK_SIZE, CHUNK_SIZE))
     handle = saver.save_async({"w": np.ones(CHUNK_SIZE // 4)}, tmp_path / "c")
     with pytest.raises(NoSpaceError, match=f"{tmp_path}/c/data-.*/00000.safetensors") as caught:
-        handle.wait(timeout=100)
+        handle.result(timeout=100)
     assert caught.value.rank == 0
     # The failure is raised by the next save as well, once, and then all is well again.
     with pytest.raises(NoSpaceError):
@@ -188,10 +190,10 @@ def test_a_failure_while_staging_reaches_all(tmp_path: Path) -> None:
     def train(exchange: Exchange) -> BaseException | None:
         with remesh.Saver(group=exchange, writer="process", on_event=faults) as saver:
             handle = saver.save_async(state_of(exchange.rank, 1.0), tmp_path / "c")
-            handle.wait_ended(timeout=100)
+            error = handle.exception(timeout=100)
             with pytest.raises((InjectedError, RankFailedError)):
                 saver.wait()
-        return handle.exception()
+        return error
 
     errors = run_ranks(WORLD_SIZE, train)
     assert isinstance(errors[1], InjectedError)
@@ -210,7 +212,7 @@ def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Pat
             assert saver.writer_process_id is not None
             os.kill(saver.writer_process_id, signal.SIGKILL)
         with pytest.raises(ExchangeError) as caught:
-            handle.wait(timeout=100)
+            handle.result(timeout=100)
         with pytest.raises(ExchangeError):
             saver.wait()
         exchange.all_gather(b"")
@@ -232,8 +234,8 @@ def test_cancel(tmp_path: Path) -> None:
     assert handle.cancel()
     os.kill(saver.writer_process_id, signal.SIGCONT)
     with pytest.raises(CancelledError):
-        handle.wait(timeout=100)
-    assert not handle.cancel()
+        handle.result(timeout=100)
+    assert handle.cancelled()
     with pytest.raises(CancelledError):
         saver.close()
     with pytest.raises(remesh.CheckpointNotFoundError):

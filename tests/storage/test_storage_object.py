@@ -288,8 +288,8 @@ class TestCheckpoints:
     def test_saver(self, root: str) -> None:
         state = {"weights": pattern(100_000), "step": 5}
         with remesh.Saver() as saver:
-            saver.save_async(state, f"{root}/a").wait()
-            saver.save_async(state, f"{root}/b").wait()
+            saver.save_async(state, f"{root}/a").result()
+            saver.save_async(state, f"{root}/b").result()
         found = remesh.Checkpoint(f"{root}/b").read_array("weights")
         np.testing.assert_array_equal(found, state["weights"])
 

@@ -1,13 +1,13 @@
 """The engine: save a state, open a checkpoint, load it into another layout. Start reading here.
 
 `saving` and `loading` each hold one function that reads from top to bottom as a save or a load
-happens; `saver` saves beside the training; `opened` is a checkpoint that is looked at without a
+happens; `opened` is a checkpoint that is looked at without a
 state to load it into; `repair` makes a new checkpoint of what is whole in a damaged one. They only
 wire together what lies below: the state is described (`state`, `adapters`), planned (`planner`),
 moved (`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
 
-`__all__` is what documentation names here; `save`, `load`, `Saver` and `Checkpoint`, which scripts
-type, it names at the top level. Names are resolved on first use, so that a writer process, which
+`__all__` is what documentation names here; `save`, `load` and `Checkpoint`, which scripts type,
+it names at the top level. Names are resolved on first use, so that a writer process, which
 needs few of these modules, starts soon.
 """
 
@@ -18,14 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from remesh.checkpoint.buffers import Buffers as Buffers
     from remesh.checkpoint.foreign import save_as as save_as
-    from remesh.checkpoint.handle import Progress as Progress
-    from remesh.checkpoint.handle import SaveHandle as SaveHandle
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
-    from remesh.checkpoint.saver import Saver as Saver
-    from remesh.checkpoint.saver import save_async as save_async
     from remesh.checkpoint.saving import save as save
 else:
     from remesh._lazy import lazy_names
@@ -35,13 +31,11 @@ else:
         {
             "remesh.checkpoint.buffers": ("Buffers",),
             "remesh.checkpoint.foreign": ("save_as",),
-            "remesh.checkpoint.handle": ("Progress", "SaveHandle"),
             "remesh.checkpoint.loading": ("load",),
             "remesh.checkpoint.opened": ("Checkpoint", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport",),
-            "remesh.checkpoint.saver": ("Saver", "save_async"),
             "remesh.checkpoint.saving": ("save",),
         },
     )
 
-__all__ = ["Buffers", "Progress", "RestoreReport", "SaveHandle", "VerifyReport", "save_as"]
+__all__ = ["Buffers", "RestoreReport", "VerifyReport", "save_as"]

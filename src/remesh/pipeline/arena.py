@@ -57,9 +57,9 @@ class Arena:
     def __init__(self, budget: int, chunk_bytes: int, *, shared: bool = False) -> None:
         self.chunk_bytes = chunk_bytes
         self._max_chunks = max(1, budget // chunk_bytes)
+        self._chunks: list[Chunk] = []
         self._fresh: list[Chunk] = []
         self._free: list[Chunk] = []
-        self._num_chunks = 0
         self._changed = threading.Condition(threading.RLock())
         self._pin: Pin | None = None
         self._unpin: list[Callable[[], None]] = []
@@ -70,7 +70,7 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """Bytes that are allocated."""
-        return self._num_chunks * self.chunk_bytes
+        return len(self._chunks) * self.chunk_bytes
 
     @property
     def num_ready_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Arena:
         """
         while True:
             with self._changed:
-                while not self._has_chunk() and self._num_chunks >= self._max_chunks:
+                while not self._has_chunk() and len(self._chunks) >= self._max_chunks:
                     if stop.is_set():
                         return None
                     self._changed.wait()
@@ -149,6 +149,10 @@ class Arena:
             self._free.append(chunk)
             self._changed.notify()
 
+    def chunk(self, slot: int) -> Chunk:
+        """The chunk in a slot."""
+        return self._chunks[slot]
+
     def wake(self) -> None:
         """Let those who wait look at their `stop`."""
         with self._changed:
@@ -157,9 +161,10 @@ class Arena:
     def close(self) -> None:
         """Give all memory back to the system; nobody may use a chunk any more."""
         with self._changed:
+            self._chunks.clear()
             self._fresh.clear()
             self._free.clear()
-            self._num_chunks = self._max_chunks = 0
+            self._max_chunks = 0
             while self._unpin:
                 self._unpin.pop()()
             if self._file is not None:
@@ -186,7 +191,7 @@ class Arena:
     def _allocate(self) -> None:
         """Add a slab, which takes no memory yet unless it is pinned."""
         with self._changed:
-            first = self._num_chunks
+            first = len(self._chunks)
             # Slabs end at multiples of their size, also where the budget grew in between.
             end = min(first - first % self._slab_chunks + self._slab_chunks, self._max_chunks)
             if end <= first:
@@ -204,7 +209,7 @@ class Arena:
                 Chunk(slot, slab[(slot - first) * size : (slot - first + 1) * size])
                 for slot in range(first, end)
             ]
-            self._num_chunks = end
+            self._chunks += chunks
             self._fresh.extend(reversed(chunks))
             self._changed.notify_all()
 

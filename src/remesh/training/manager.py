@@ -39,8 +39,9 @@ from typing import Any, Literal, Self
 import msgspec
 
 from remesh import catalog
+from remesh.background import SaveHandle, Saver
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
-from remesh.checkpoint import Buffers, SaveHandle, Saver
+from remesh.checkpoint import Buffers
 from remesh.checkpoint.local import exchange_of
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.events import Event, OnEvent, ignore
@@ -180,7 +181,7 @@ class Manager:
     @property
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that this rank knows to be committed, or None."""
-        if self._handle is not None and self._handle.done() and self._handle.exception() is None:
+        if self._handle is not None and self._handle.progress().phase == "done":
             self._saved_step = self._saving_step
         return self._saved_step
 
@@ -435,8 +436,7 @@ class Manager:
             time.sleep(0.1)
 
     def _has_failed(self) -> bool:
-        handle = self._handle
-        failed = handle is not None and handle.done() and handle.exception() is not None
+        failed = self._handle is not None and self._handle.progress().phase == "failed"
         return failed or self._retention_error is not None
 
     # -----------------------------------------------------------------------------------------
@@ -595,5 +595,5 @@ class Manager:
         # Other ranks may be gone: nothing collective, and no long waits.
         if self._handle is not None:
             with suppress(Exception):
-                self._handle.wait(EXIT_SECONDS)
+                self._handle.result(EXIT_SECONDS)
             self._handle.cancel()

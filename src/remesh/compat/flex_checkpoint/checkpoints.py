@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from remesh.checkpoint import Saver, load
+from remesh.background import Saver
+from remesh.checkpoint import load
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.flex_checkpoint.files import compatible_names
 from remesh.compat.flex_checkpoint.options import check_coordinator, transform_of

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from remesh.checkpoint import Saver, load
+from remesh.background import Saver
+from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
@@ -92,7 +93,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
 
         def stage() -> Callable[[], None]:
             with as_checkpointing_exception():
-                return self._saver.save_async(state, checkpoint_dir, overwrite=True).wait
+                return self._saver.save_async(state, checkpoint_dir, overwrite=True).result
 
         return AsyncRequest(run_here, (None, None), [], preload_fn=stage)
 

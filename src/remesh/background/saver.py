@@ -5,10 +5,10 @@ An asynchronous save has a foreground and a background.
 * Foreground, collective: the ranks agree on who writes what, and each copies its share into its
   arena (`remesh.pipeline.stage`). Then `save_async` returns and the trainer may change everything.
 * Background, on each rank alone: the arena's chunks are written, made durable and committed
-  (`background`), by a thread, or by a process that shares the arena (`writer_process`). No
-  collective is used, so the training's own are never disturbed.
+  (`server`), by a thread, or by a process that shares the arena. No collective is used, so the
+  training's own are never disturbed.
 
-A failure is raised by `wait` of the handle, or by the saver's next save that has to wait for the
+A failure is raised by `result` of the handle, or by the saver's next save that has to wait for the
 failed one, or by `close`, and never touches the previous checkpoint. A save raises it in its first
 exchange, so it reaches every rank, even if only one of them knew.
 """
@@ -19,15 +19,19 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from remesh.checkpoint.agreement import Agreement, PlanCache, agree
+from remesh.background.client import SaveClient, Server
+from remesh.background.handle import SaveHandle
+from remesh.background.process_client import RemoteServer, ServerProcess
+from remesh.background.protocol import ToClient, WriteTask
+from remesh.background.server import SaveServer
+from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_order
-from remesh.checkpoint.background import Task
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.handle import Progress, SaveHandle
 from remesh.checkpoint.local import (
     describe_local,
     device_staging,
@@ -35,9 +39,7 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.saving import options_of, save_agreed
-from remesh.checkpoint.staged_save import SaveInProcess, SaveInThread, StagedSave
 from remesh.checkpoint.stopwatch import timed
-from remesh.checkpoint.writer_process import WriterProcess
 from remesh.errors import StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange
@@ -47,8 +49,6 @@ from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
 from remesh.storage import LocalStorage, Storage, open_storage
-
-__all__ = ["Progress", "SaveHandle", "Saver", "free_host_bytes", "save_async"]
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -117,7 +117,7 @@ class Saver:
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
         self._warming: threading.Thread | None = None
-        self._process: WriterProcess | None = None
+        self._process: ServerProcess | None = None
         self._arena = self._new_arena()
         if self._has_process:
             self._live_process()
@@ -200,30 +200,33 @@ class Saver:
         """Save beside the training. Collective until it returns.
 
         Returns when the state is staged: it may be changed from then on. What fails before is
-        raised here, on every rank; what fails afterwards by the handle's `wait`, or by a later call
-        of `save`, `save_async`, `wait` or `close`.
+        raised here, on every rank; what fails afterwards by the handle's `result`, or by a later
+        call of `save`, `save_async`, `wait` or `close`.
 
         Args are those of `remesh.save`.
 
         Raises:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
+        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas, meets=True)
+        return self._begin(state, path, options, self._on_event)
+
+    def _begin(self, state: Any, path: Any, options: SaveOptions, on_event: OnEvent) -> SaveHandle:
         check_order("save_async", state, path)
         exchange = exchange_of(self._group)
         storage = open_storage(path)
-        emit = timed(emitter(self._on_event, exchange.rank), "save", exchange.rank, storage.url)
-        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas, meets=True)
+        emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
 
         def make_room() -> None:
             if self._has_process:
                 _place_for_process(path, storage)
             self._wait_for_turn(storage.url)
 
-        started: list[StagedSave] = []
+        started: list[SaveClient] = []
 
         def start(mine: Agreement) -> None:
             self._set_budget(mine.layout.num_bytes)
-            started.append(self._staged_save(exchange, path, storage, mine, emit))
+            started.append(self._client(exchange, path, storage, mine, emit))
             started[0].start(daemon=self._at_exit == "abort")
 
         try:
@@ -245,7 +248,7 @@ class Saver:
         self._in_flight.append(save.handle)
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
-        self._warm_beside(mine.layout.num_bytes, save.handle.wait_ended)
+        self._warm_beside(mine.layout.num_bytes, lambda: wait([save.handle]))
         return save.handle
 
     def wait(self) -> None:
@@ -273,37 +276,41 @@ class Saver:
             self._arena.close()
             self._arena = self._new_arena()
 
-    def _staged_save(
+    def _client(
         self, exchange: Exchange, path: Any, storage: Storage, mine: Agreement, emit: Emit
-    ) -> SaveInThread | SaveInProcess:
+    ) -> SaveClient:
         """What does a save from here on."""
-        task = Task(
-            storage,
+        num_bytes = mine.layout.num_bytes
+        task = WriteTask(
+            _place_for_process(path, storage) if self._has_process else storage.url,
             mine.save_id,
             exchange.rank,
             exchange.world_size,
             self._deadline,
             self._report_seconds,
             mine.path,
-            mine.layout.num_bytes if mine.path else 0,
+            num_bytes if mine.path else 0,
             native.encode_positions(mine.layout.positions),
+            self._arena.num_ready_bytes < mine.layout.num_chunks * CHUNK_SIZE,
             mine.coordination,
         )
         devices = device_staging(piece.memory for piece in mine.layout.pieces)
-        copies = None
         if devices is not None:
             self._arena.pin_with(devices.pin)
-            copies = devices.copies
-        if not self._has_process:
-            return SaveInThread(task, mine.layout, self._arena, emit=emit, copies=copies)
-        return SaveInProcess(
+
+        def connect(send: Callable[[ToClient], None]) -> Server:
+            if self._has_process:
+                return RemoteServer(self._live_process(), task, storage, send)
+            return SaveServer(task, storage, self._arena.chunk, send)
+
+        return SaveClient(
             task,
+            storage.url,
             mine.layout,
             self._arena,
+            connect=connect,
             emit=emit,
-            copies=copies,
-            place=_place_for_process(path, storage),
-            process=self._live_process(),
+            copies=None if devices is None else devices.copies,
         )
 
     def _warm_beside(self, num_bytes: int, after: Callable[[], object] | None = None) -> None:
@@ -341,17 +348,19 @@ class Saver:
     def _wait_for_oldest(self) -> BaseException | None:
         """Wait for the end of the oldest save in flight; why it failed."""
         oldest = self._in_flight[0]
-        oldest.wait_ended()
+        wait([oldest])
         self._in_flight.remove(oldest)
+        if oldest.cancelled():
+            return CancelledError(f"the save to {oldest.url} was cancelled")
         return oldest.exception()
 
-    def _live_process(self) -> WriterProcess:
+    def _live_process(self) -> ServerProcess:
         """The writer process; another one, if it died."""
         if self._process is not None and self._process.is_lost:
             self._process.close()
             self._process = None
         if self._process is None:
-            self._process = WriterProcess(self._arena.file, CHUNK_SIZE)
+            self._process = ServerProcess(self._arena.file, CHUNK_SIZE)
         return self._process
 
     def _new_arena(self) -> Arena:
@@ -387,9 +396,9 @@ def free_host_bytes() -> int:
 
 
 @functools.cache
-def _saver_of_this_process() -> Saver:
-    """What `save_async` keeps between calls: the one object that this process shares."""
-    return Saver()
+def _saver_of(group: Any) -> Saver:
+    """What `save_async` keeps between calls: the one object for each group of this process."""
+    return Saver(group=group)
 
 
 def save_async(
@@ -398,12 +407,17 @@ def save_async(
     *,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
+    buffers: Buffers | None = None,
+    verify_replicas: bool = False,
+    group: Any = None,
+    on_event: OnEvent = ignore,
 ) -> SaveHandle:
-    """Save beside the training, with torch's default group if it is initialised.
+    """Save beside the training. Collective until it returns.
 
-    A convenience for scripts: the same as `save_async` of one `Saver` that lives as long as the
-    process. Whoever wants to choose the group, the memory or what happens at exit makes a `Saver`.
+    The same as `save_async` of one `Saver` for the group, which lives as long as the process. Make
+    a `Saver` to choose its memory, who writes, or what happens at exit.
 
-    Args and errors are those of `Saver.save_async`.
+    Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
-    return _saver_of_this_process().save_async(state, path, overwrite=overwrite, metadata=metadata)
+    options = options_of(overwrite, metadata, buffers, verify_replicas, meets=True)
+    return _saver_of(group)._begin(state, path, options, on_event)  # noqa: SLF001 - this module

@@ -1,0 +1,181 @@
+"""The client of a background save: stages this rank's share, and keeps the handle. See `protocol`.
+
+The trainer's thread calls `start`, which takes what may be refused (threads, memory) and changes
+nothing outside of this process. When all ranks have started, it calls `stage`, which returns when
+the trainer may go on. The rest happens by itself, and the handle shows it. If another rank could
+not start, it calls `withdraw` instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Protocol
+
+from remesh.background.handle import Phase, Progress, SaveHandle
+from remesh.background.protocol import (
+    Cancel,
+    ChunkFilled,
+    ChunkFreed,
+    Ended,
+    Happened,
+    StagingEnded,
+    StopStaging,
+    ToClient,
+    ToServer,
+    WriteTask,
+)
+from remesh.errors import RankFailedError
+from remesh.events import Emit
+from remesh.memory import CopyQueue
+from remesh.pipeline import FileLayout
+from remesh.pipeline.arena import Arena
+from remesh.pipeline.stage import Filled, Stager
+
+
+class Server(Protocol):
+    """What a client has for a server: one in this process, or the way to another one."""
+
+    def receive(self, message: ToServer) -> None:
+        """Take a message to the server."""
+        ...
+
+    def run(self) -> None:
+        """Return when the client has been told of the end of the save."""
+        ...
+
+
+class SaveClient:
+    """One save on this rank, as its trainer has it.
+
+    Args:
+        task: What the server has to do.
+        url: Where the save goes.
+        layout: What this rank's file holds.
+        arena: Where it is staged.
+        connect: Makes the server, given what takes its messages.
+        emit: Told of the events of the save.
+        copies: See `Stager`.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        url: str,
+        layout: FileLayout,
+        arena: Arena,
+        *,
+        connect: Callable[[Callable[[ToClient], None]], Server],
+        emit: Emit,
+        copies: Callable[[], CopyQueue] | None,
+    ) -> None:
+        self._task = task
+        self._arena = arena
+        self._emit = emit
+        self._stager = Stager(layout, arena, self._hand_over, copies)
+        self._server = connect(self.receive)
+        self._may_run = threading.Event()
+        self._lock = threading.Lock()
+        self._staged_bytes = 0
+        self._written_bytes = 0
+        self._phase: Phase = "staging"
+        self._is_cancelled = False
+        self.handle = SaveHandle(url, self._progress, self._cancel)
+
+    def start(self, *, daemon: bool) -> None:
+        """Take what may be refused; unless `daemon`, the interpreter waits for the save's end."""
+        threading.Thread(target=self._run, name="remesh-save", daemon=daemon).start()
+
+    def withdraw(self, error: BaseException) -> None:
+        """End a save that was started, or could not be, before it has begun."""
+        self._end(error)
+        self._may_run.set()
+
+    def stage(self) -> None:
+        """Begin, and copy this rank's share out of the trainer's memory.
+
+        A failure is the save's, and the other ranks are told of it through the storage.
+        """
+        error: BaseException | None = None
+        try:
+            self._server.receive(self._task)
+            self._may_run.set()
+            if self._task.path:
+                self._stager.stage(lambda size: self._see("save.chunk_staged", size))
+            self._see("save.staged", self._task.num_bytes)
+        except BaseException as caught:
+            error = caught
+            if not isinstance(caught, Exception):
+                raise
+        finally:
+            self._server.receive(StagingEnded(error))
+            self._may_run.set()  # also if staging has failed before it began
+            with self._lock:
+                if self._phase == "staging":
+                    self._phase = "writing" if self._task.num_bytes else "committing"
+
+    def receive(self, message: ToClient) -> None:
+        """Follow a message of the server."""
+        match message:
+            case ChunkFreed(slot):
+                self._arena.give(self._arena.chunk(slot))
+            case StopStaging():
+                self._stager.cancel()
+            case Happened(point, num_bytes):
+                self._see(point, num_bytes)
+            case Ended(error):
+                self._end(error)
+
+    def _run(self) -> None:
+        self._may_run.wait()
+        if not self.handle.done():
+            self._server.run()
+
+    def _hand_over(self, filled: Filled) -> None:
+        self._server.receive(ChunkFilled(filled.number, filled.num_bytes, filled.chunk.slot))
+
+    def _see(self, point: str, num_bytes: int = 0) -> None:
+        with self._lock:
+            if point == "save.chunk_staged":
+                self._staged_bytes += num_bytes
+            elif point == "save.chunk_written":
+                self._written_bytes += num_bytes
+            elif point == "save.file_finished":
+                self._phase = "committing"
+        self._emit(point, num_bytes)
+
+    def _progress(self) -> Progress:
+        with self._lock:
+            return Progress(
+                self._task.num_bytes, self._staged_bytes, self._written_bytes, self._phase
+            )
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        self._stager.cancel()
+        self._server.receive(Cancel(None))
+
+    def _end(self, error: BaseException | None) -> None:
+        """The save has ended, unless its last listener fails."""
+        if error is None:
+            try:
+                self._emit("save.done")
+            except BaseException as caught:  # noqa: BLE001 - raised by the handle
+                error = caught
+        with self._lock:
+            self._phase = "done" if error is None else "failed"
+        if error is None:
+            self.handle.set_result(None)
+        elif self._is_cancelled and self._is_by_cancel(error):
+            self.handle.set_exception(CancelledError())
+        else:
+            self.handle.set_exception(error)
+
+    def _is_by_cancel(self, error: BaseException) -> bool:
+        """Whether a save has failed because this rank has cancelled it."""
+        return (
+            isinstance(error, RankFailedError)
+            and error.rank == self._task.rank
+            and "CancelledError" in error.error_type
+        )

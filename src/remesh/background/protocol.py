@@ -1,0 +1,204 @@
+"""The messages of a background save, and how they travel to another process.
+
+====================  ==================================================================
+to the server
+`WriteTask`           the save begins; all that the server has to know
+`ChunkFilled`         a chunk of the file is in a slot of the arena
+`StagingEnded`        no further chunk comes, well or with an error
+`Cancel`              give the save up
+to the client
+`ChunkFreed`          a slot of the arena is free again
+`StopStaging`         the file is given up
+`Happened`            a named event of the save
+`Ended`               the save has ended, well or with an error
+====================  ==================================================================
+
+The bytes of tensors are in none of them: they lie in the arena, and messages name slots of it.
+
+Within a process a message is an argument of a call. Between processes it is a msgpack array behind
+its length, with the number of its save. Two kinds of objects in it are not plain data: an error
+travels as between ranks (`remesh.exchange`), and a column of numbers as its bytes.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from remesh.checkpoint.agreement import Coordination
+from remesh.exchange import decode_failure, encode_failure
+
+_LENGTH = struct.Struct("<Q")
+
+ALL_SAVES = -1
+"""The number of a message that is about no save alone."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message about one save."""
+
+
+class WriteTask(_Message, frozen=True):
+    """What one rank has to write, and what it has to know to end the save.
+
+    Attributes:
+        place: Where the save goes, as another process opens it.
+        save_id: Names the save.
+        rank: This rank.
+        num_ranks: Number of ranks.
+        deadline: Seconds without the end of the save in sight after which it is given up.
+        report_seconds: Seconds between two reports of a save that takes long.
+        path: The data file that this rank writes; empty if it writes none.
+        num_bytes: Its size.
+        positions: The part's positions.
+        at_once: Whether writing begins with the first chunk, and not when all are staged.
+        coordination: On rank 0, what it knows of the save.
+    """
+
+    place: str
+    save_id: str
+    rank: int
+    num_ranks: int
+    deadline: float
+    report_seconds: float
+    path: str
+    num_bytes: int
+    positions: bytes
+    at_once: bool
+    coordination: Coordination | None
+
+
+class ChunkFilled(_Message, frozen=True):
+    """Chunk `number` of the file is in a slot of the arena."""
+
+    number: int
+    num_bytes: int
+    slot: int
+
+
+class StagingEnded(_Message, frozen=True):
+    """No further chunk comes; the error says why, if not all is staged."""
+
+    error: BaseException | None
+
+
+class Cancel(_Message, frozen=True):
+    """Give the save up, because of an error if there is one."""
+
+    error: BaseException | None
+
+
+class ChunkFreed(_Message, frozen=True):
+    """A slot of the arena is free again."""
+
+    slot: int
+
+
+class StopStaging(_Message, frozen=True):
+    """The file is given up."""
+
+
+class Happened(_Message, frozen=True):
+    """An event of `remesh.events.SAVE_POINTS`."""
+
+    point: str
+    num_bytes: int
+
+
+class Ended(_Message, frozen=True):
+    """The save has ended, well or with an error."""
+
+    error: BaseException | None
+
+
+class Logged(_Message, frozen=True):
+    """Of a server process: a line for the trainer's log."""
+
+    level: int
+    text: str
+
+
+ToServer = WriteTask | ChunkFilled | StagingEnded | Cancel
+ToClient = ChunkFreed | StopStaging | Happened | Ended | Logged
+
+
+def encode(number: int, rank: int, message: ToServer | ToClient) -> bytes:
+    """A message of a save of a rank, for `decode`."""
+
+    def encode_other(value: object) -> object:
+        if isinstance(value, BaseException):
+            return encode_failure(rank, value)
+        assert isinstance(value, np.ndarray), type(value)
+        return value.dtype.str, value.shape, value.tobytes()
+
+    return msgspec.msgpack.encode((number, message), enc_hook=encode_other)
+
+
+def _decode_other(kind: Any, value: Any) -> Any:
+    if kind is BaseException:
+        return decode_failure(value)
+    if kind is object:
+        return value
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_FOR_SERVER = msgspec.msgpack.Decoder(tuple[int, ToServer], dec_hook=_decode_other)
+_FOR_CLIENT = msgspec.msgpack.Decoder(tuple[int, ToClient], dec_hook=_decode_other)
+decode_for_server = _FOR_SERVER.decode
+decode_for_client = _FOR_CLIENT.decode
+
+
+class Pipe:
+    """One end of the connection. Sending is thread-safe, and does nothing if the peer is gone.
+
+    Args:
+        connection: A stream socket, blocking.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        """Send an encoded message."""
+        with self._sending:
+            try:
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            except OSError:
+                # The receiving thread finds the end of the stream, and knows what to do about it.
+                return
+
+    def receive(self) -> bytes | None:
+        """The next encoded message; None if the peer is gone."""
+        length = self._receive(_LENGTH.size)
+        return None if length is None else self._receive(_LENGTH.unpack(length)[0])
+
+    def end(self) -> None:
+        """Say that nothing more is sent; what comes can still be received."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the peer is gone already
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _receive(self, size: int) -> bytes | None:
+        data = bytearray(size)
+        done = 0
+        while done < size:
+            try:
+                num_bytes = self._socket.recv_into(memoryview(data)[done:])
+            except OSError:
+                return None
+            if num_bytes == 0:
+                return None
+            done += num_bytes
+        return bytes(data)

@@ -1,0 +1,306 @@
+"""The server of a background save: writes, waits for the other ranks, commits. See `protocol`.
+
+A server writes the chunks that its client stages, makes the file durable and puts its *part*
+(positions and digests) beside it; a rank that writes no file puts an empty part when it has staged
+its state. Rank 0 waits until it sees the parts of all ranks, and commits. The other ranks wait
+until they see the commit record. No collective is used; ranks see each other's `status_files`, and
+look at them as often as `polling` says.
+
+A rank that fails puts its failure in place of its part. Rank 0 then gives the save up and puts the
+failure of the save, which every rank sees. A rank that waits longer than the deadline without
+seeing the end fails by itself.
+
+Nothing here knows of tensors or of the trainer, so that a process without torch can do it. A save
+that takes long is reported: each rank says now and then how far it is, and rank 0 logs who is
+missing and who is slowest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+
+from remesh.background import polling
+from remesh.background.protocol import (
+    Cancel,
+    ChunkFilled,
+    ChunkFreed,
+    Ended,
+    Happened,
+    StagingEnded,
+    StopStaging,
+    ToClient,
+    ToServer,
+    WriteTask,
+)
+from remesh.background.status_files import StatusFiles
+from remesh.checkpoint.commit import commit, remove_files, write_beside
+from remesh.checkpoint.saving import part_of
+from remesh.errors import ExchangeError, StorageError
+from remesh.formats import native
+from remesh.pipeline.arena import Chunk
+from remesh.pipeline.stage import Filled, StagedWriter
+from remesh.pipeline.write import ChunkWriter
+from remesh.storage import Storage
+
+_LOGGER = logging.getLogger("remesh")
+
+GRACE_SECONDS = 2.0
+"""How much longer other ranks wait than rank 0, which knows who is missing and says so."""
+
+
+class SaveServer:
+    """One save on one rank: `run` does it in a thread, `receive` is called meanwhile.
+
+    Args:
+        task: What to do.
+        storage: Where the save goes.
+        chunk: The chunk of the arena in a slot.
+        send: Takes messages to the client. What it raises for an event fails the save.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        storage: Storage,
+        chunk: Callable[[int], Chunk],
+        send: Callable[[ToClient], None],
+    ) -> None:
+        self._task = task
+        self._storage = storage
+        self._chunk = chunk
+        self._send = send
+        self._status = StatusFiles(storage, task.save_id, task.rank)
+        self._writer = StagedWriter(
+            lambda chunk: send(ChunkFreed(chunk.slot)), at_once=task.at_once
+        )
+        self._staged = threading.Event()
+        self._staging_error: BaseException | None = None
+        self._given_up: BaseException | None = None
+        self._wake = threading.Event()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the client stages no more, well or not."""
+        return self._staged.is_set()
+
+    def receive(self, message: ToServer) -> None:
+        """Follow a message of the client."""
+        match message:
+            case ChunkFilled(number, num_bytes, slot):
+                self._writer.put(Filled(number, num_bytes, self._chunk(slot)))
+            case StagingEnded(error):
+                self.end_staging(error)
+            case Cancel(error):
+                self.cancel(error)
+            case WriteTask():
+                pass  # this save is about it
+
+    def end_staging(self, error: BaseException | None) -> None:
+        """Take it that all is staged, or why it is not."""
+        self._staging_error = error
+        self._writer.end()
+        self._staged.set()
+
+    def cancel(self, error: BaseException | None) -> None:
+        """Give the save up, because the user wants it or because of an error elsewhere."""
+        self._given_up = error or CancelledError(f"the save to {self._storage.url} was cancelled")
+        self._writer.cancel()
+        self._stop_staging()
+        self._wake.set()
+
+    def run(self) -> None:
+        """See the save through to its end, and tell the client of it."""
+        self._send(Ended(self.save()))
+
+    def save(self) -> BaseException | None:
+        """Write, and see the save through to its end; returns why it failed, if it did."""
+        is_first = self._task.rank == 0
+        # How the other ranks learn of a failure of this one; None where no rank waits for it.
+        tell: Callable[[BaseException], BaseException] | None
+        tell = self._abandon if is_first else self._report
+        try:
+            self._write()
+            if is_first:
+                self._wait_for_parts()
+                # From here on the files stay where they are, unless `commit` removes them.
+                tell = self._status.report
+                self._commit()
+                tell = None
+                self._status.clear()
+            else:
+                tell = None
+                self._wait_for_end()
+        except BaseException as error:  # noqa: BLE001 - raised by the handle
+            return error if tell is None else tell(error)
+        return None
+
+    # -----------------------------------------------------------------------------------------
+    # Writing
+    # -----------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write this rank's file and put its part."""
+        task = self._task
+        written = None
+        if task.path:
+            written = self._writer.write(
+                self._create, self._counted(), self._stop_staging, self._write_beside
+            )
+        else:
+            self._write_beside()
+        self._staged.wait()
+        if self._staging_error is not None:
+            raise self._staging_error
+        self._check_given_up()
+        part = native.NO_PART
+        if written is not None:
+            self._storage.sync()
+            self._emit("save.file_finished", task.num_bytes)
+            part = part_of(written, task.positions)
+        self._status.put_part(part)
+
+    def _create(self) -> ChunkWriter:
+        task = self._task
+        self._emit("save.file_created", task.num_bytes)
+        return ChunkWriter(self._storage, task.path, task.num_bytes)
+
+    def _write_beside(self) -> None:
+        write_beside(self._storage, self._task.coordination, self._emit)
+
+    def _counted(self) -> Callable[[int], None]:
+        """What is called after each chunk: emits the event, and puts the progress now and then."""
+        task = self._task
+        lock = threading.Lock()
+        done, next_time = 0, time.monotonic() + task.report_seconds
+
+        def count(size: int) -> None:
+            nonlocal done, next_time
+            self._emit("save.chunk_written", size)
+            # Progress is put under the lock, so that none overtakes a later one.
+            with lock:
+                done += size
+                if time.monotonic() < next_time:
+                    return
+                next_time = time.monotonic() + task.report_seconds
+                try:
+                    self._status.put_progress(done, task.num_bytes)
+                except StorageError as error:
+                    _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
+
+        return count
+
+    def _emit(self, point: str, num_bytes: int = 0) -> None:
+        self._send(Happened(point, num_bytes))
+
+    def _stop_staging(self) -> None:
+        self._send(StopStaging())
+
+    def _check_given_up(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    # -----------------------------------------------------------------------------------------
+    # Waiting for each other
+    # -----------------------------------------------------------------------------------------
+
+    def _wait_for_parts(self) -> None:
+        """Rank 0: wait for the parts of all ranks."""
+        task = self._task
+        missing = list(range(task.num_ranks))
+        next_report = task.report_seconds
+        for waited in self._looks(polling.schedule_of_coordinator(task.num_ranks)):
+            self._check_given_up()
+            missing = self._status.missing_parts(missing)
+            if not missing:
+                return
+            if waited > task.deadline:
+                how_far = self._status.describe_progress(missing)
+                what = f"ranks {missing} to finish their files ({how_far})"
+                raise self._too_late(waited, what)
+            if waited >= next_report:
+                next_report = waited + task.report_seconds
+                how_far = self._status.describe_progress(missing)
+                text = "the save to %s waits since %.0f s for %d of %d ranks; %s"
+                url, num_missing = self._storage.url, len(missing)
+                _LOGGER.warning(text, url, waited, num_missing, task.num_ranks, how_far)
+
+    def _commit(self) -> None:
+        """Rank 0: commit what all ranks have written."""
+        save = self._task.coordination
+        assert save is not None
+        commit(self._storage, save, self._status.parts(self._task.num_ranks), self._emit)
+
+    def _wait_for_end(self) -> None:
+        """Other ranks: wait until the save is committed or given up."""
+        task = self._task
+        is_told = False
+        for waited in self._looks(polling.schedule_of_waiting(task.rank, task.num_ranks)):
+            if self._status.is_committed():
+                return
+            failure = self._status.failure_of_save()
+            if failure is not None:
+                raise failure
+            if waited > task.deadline + GRACE_SECONDS:
+                raise self._too_late(waited, "rank 0 to commit")
+            if self._given_up is not None and not is_told:
+                is_told = True
+                self._status.put_failure(self._given_up)
+
+    def _looks(self, schedule: polling.Schedule) -> Iterator[float]:
+        """Wait for the next look at the storage; one comes at once after `cancel`.
+
+        Yields:
+            Seconds since the first call.
+        """
+        started = time.monotonic()
+        pause = schedule.first
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            waited = time.monotonic() - started
+            yield waited
+            pause = schedule.pause(waited)
+
+    def _too_late(self, waited: float, what: str) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self._task.rank} waited {waited:.0f} s for {what} in the save to "
+            f"{self._storage.url}. Look for the first rank that died or stopped; the previous "
+            "checkpoint is untouched."
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # Failing
+    # -----------------------------------------------------------------------------------------
+
+    def _abandon(self, error: BaseException) -> BaseException:
+        """Rank 0, before the commit: tell all ranks and remove the files.
+
+        The failure comes first, so that a rank whose directory goes away finds out why. On a full
+        disk there is room for it only afterwards.
+        """
+        try:
+            self._status.put_failure(error)
+            is_told = True
+        except StorageError:
+            is_told = False
+        remove_files(self._storage, self._task.save_id, keep=self._status.end_path)
+        return error if is_told else self._status.report(error)
+
+    def _report(self, error: BaseException) -> BaseException:
+        """Another rank: tell rank 0 why it has failed; the error that is the cause.
+
+        If rank 0 has given the save up, its reason is: files that it has removed are no cause.
+        """
+        if isinstance(error, StorageError):
+            try:
+                failure = self._status.failure_of_save()
+            except StorageError:
+                failure = None  # the error of this rank says what is wrong with the storage
+            if failure is not None:
+                failure.__cause__ = error
+                return failure
+        return self._status.report(error)

@@ -1,0 +1,152 @@
+"""Status files of a background save, in the folder of its data files.
+
+In the background there are no collectives: the ranks of a save learn of each other through the
+storage that they write to, which every rank reaches, even when the process group is gone.
+
+* `part-<rank>`: this rank's file is durable, or it is done without one.
+* `failed-<rank>`: this rank has failed. `failed`, put by rank 0: the whole save has.
+* `progress-<rank>`: how far this rank is, in a save that takes long.
+
+Rank 0 needs one listing to see them all. It commits, which every rank sees as a commit record with
+the save's id, or puts `failed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError, StorageError
+from remesh.exchange import decode_failure, encode_failure
+from remesh.formats import native
+from remesh.storage import Storage
+
+
+class _WrittenBytes(msgspec.Struct, frozen=True):
+    """How far a rank is with its file."""
+
+    written_bytes: int
+    num_bytes: int
+
+
+class StatusFiles:
+    """The status files of one save, as one rank uses them.
+
+    Args:
+        storage: Where the save goes.
+        save_id: Names the save.
+        rank: This rank.
+    """
+
+    def __init__(self, storage: Storage, save_id: str, rank: int) -> None:
+        self._storage = storage
+        self._save_id = save_id
+        self._rank = rank
+        self._folder = native.data_folder(save_id)
+        self._parts: dict[int, native.Part] = {}
+
+    @property
+    def end_path(self) -> str:
+        """The file that says that the whole save has failed."""
+        return self._path("failed", 0)
+
+    def put_part(self, part: native.Part) -> None:
+        """Say that this rank's file is durable, or that it is done without one."""
+        path = self._path("part", self._rank)
+        self._storage.put(path, msgspec.msgpack.encode(part), overwrite=True)
+
+    def put_progress(self, written_bytes: int, num_bytes: int) -> None:
+        """Say how far this rank is, in a save that takes long."""
+        data = msgspec.msgpack.encode(_WrittenBytes(written_bytes, num_bytes))
+        self._storage.put(self._path("progress", self._rank), data, overwrite=True)
+
+    def put_failure(self, error: BaseException) -> None:
+        """Say that this rank has failed; a failure of rank 0 is that of the whole save."""
+        path = self._path("failed", self._rank)
+        self._storage.put(path, encode_failure(self._rank, error), overwrite=True)
+
+    def report(self, error: BaseException) -> BaseException:
+        """`put_failure`; the error, with a note if the storage refuses."""
+        try:
+            self.put_failure(error)
+        except StorageError as also:
+            error.add_note(f"The other ranks could not be told: {also}")
+        return error
+
+    def report_dead_writer(self, error: BaseException) -> BaseException | None:
+        """Report the failure of a server that died, in its place.
+
+        Files stay where they are, as after any death.
+
+        Returns:
+            The error, or None if the save was committed before.
+        """
+        return None if self.is_committed() else self.report(error)
+
+    def is_committed(self) -> bool:
+        """Whether the save is seen to be committed."""
+        try:
+            return native.read_record(self._storage).save_id == self._save_id
+        except CheckpointError:
+            return False
+
+    def failure_of_save(self) -> RemeshError | None:
+        """Why rank 0 gave the save up, if it did."""
+        try:
+            return decode_failure(self._storage.read(self.end_path))
+        except CheckpointNotFoundError:
+            return None
+
+    def missing_parts(self, ranks: Sequence[int]) -> list[int]:
+        """Rank 0: the ranks whose parts are not there yet.
+
+        Raises:
+            RemeshError: What a rank says it failed with, also after it had put its part.
+        """
+        found = set(self._storage.list(f"{self._folder}/"))
+        failures = [path for path in found if path.startswith(f"{self._folder}/failed-")]
+        if failures:
+            raise decode_failure(self._storage.read(min(failures)))
+        missing = []
+        for rank in ranks:
+            if self._path("part", rank) in found:
+                data = self._storage.read(self._path("part", rank))
+                self._parts[rank] = msgspec.msgpack.decode(data, type=native.Part)
+            else:
+                missing.append(rank)
+        return missing
+
+    def parts(self, num_ranks: int) -> list[native.Part]:
+        """Rank 0, when no part is missing: what each rank says of its file."""
+        return [self._parts[rank] for rank in range(num_ranks)]
+
+    def describe_progress(self, ranks: Sequence[int]) -> str:
+        """How far some ranks are that have not finished: who is slowest."""
+        found = set(self._storage.list(f"{self._folder}/progress-"))
+        told, silent = [], []
+        for rank in ranks:
+            if self._path("progress", rank) in found:
+                data = self._storage.read(self._path("progress", rank))
+                told.append((rank, msgspec.msgpack.decode(data, type=_WrittenBytes)))
+            else:
+                silent.append(rank)
+        texts = []
+        if told:
+            rank, one = min(told, key=lambda item: item[1].written_bytes / item[1].num_bytes)
+            done, size = one.written_bytes / 1e6, one.num_bytes / 1e6
+            texts.append(f"slowest is rank {rank} with {done:.1f} of {size:.1f} MB written")
+        if silent:
+            texts.append(f"ranks {silent} have not said how far they are")
+        return "; ".join(texts)
+
+    def clear(self) -> None:
+        """Rank 0, after the commit: remove parts, which are in the index now, and progress."""
+        for rank in self._parts:
+            self._storage.delete(self._path("part", rank))
+        for path in self._storage.list(f"{self._folder}/progress-"):
+            self._storage.delete(path)
+
+    def _path(self, kind: str, rank: int) -> str:
+        of_save = kind == "failed" and rank == 0
+        return f"{self._folder}/{kind if of_save else f'{kind}-{rank:05d}'}.msgpack"
