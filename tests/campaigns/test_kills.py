@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint import garbage
+from remesh.maintenance import orphans
 from remesh.testing import Died, Raised, TimedOut, run_processes_outcomes
 from tests.campaigns.killed_saving import (
     MAX_STEPS,
@@ -109,9 +109,9 @@ def check(root: Path, announced: set[int]) -> None:
 def tidy(root: Path) -> None:
     """Remove what dead saves left, as `remesh prune --incomplete` does, and nothing else."""
     now = time.time() + A_WEEK
-    for leftover in garbage.decide(garbage.look(root), now=now, older_than=3600):
+    for leftover in orphans.find_orphans(orphans.scan(root), now=now, older_than=3600):
         if not leftover.kept:
-            assert garbage.remove(leftover, root, now=now, older_than=3600)
+            assert orphans.remove_orphan(leftover, root, now=now, older_than=3600)
 
 
 @pytest.mark.timeout(7200)

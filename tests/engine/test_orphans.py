@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint.garbage import DEFAULT_AGE
 from remesh.events import Event
 from remesh.formats import native
+from remesh.maintenance.orphans import DEFAULT_AGE
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.testing import FaultInjector, InjectedError
 

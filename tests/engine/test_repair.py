@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint.repair import RepairReport, plan_repair, repair
 from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.geometry import Box, subtract
 from remesh.integrity import BLOCK_SIZE
+from remesh.maintenance.repair import RepairReport, plan_repair, repair
 from remesh.safetensors_file import decode_header
 from remesh.storage import LocalStorage, MemoryStorage
 from remesh.testing import run_ranks

@@ -11,7 +11,6 @@ import pytest
 
 import remesh
 from remesh.checkpoint.loading import load
-from remesh.checkpoint.repair import plan_repair
 from remesh.cli import places
 from remesh.cli.checking import check
 from remesh.errors import (
@@ -22,6 +21,7 @@ from remesh.errors import (
 )
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
+from remesh.maintenance.repair import plan_repair
 from remesh.sharded import ShardedTensor
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, Storage
 from remesh.testing import FaultyStorage, run_ranks, run_ranks_outcomes

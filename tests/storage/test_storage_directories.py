@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from obstore.store import MemoryStore
 
 import remesh
-from remesh.checkpoint import garbage
 from remesh.cli import cli, places
+from remesh.maintenance import orphans
 from remesh.storage import DirectoryListing, Storage, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
@@ -81,18 +81,18 @@ def test_a_directory(place: Storage) -> None:
 
 def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
     fill(place)
-    places = garbage.look(place)
-    young = garbage.decide(places, now=time.time(), older_than=HOUR)
+    places = orphans.scan(place)
+    young = orphans.find_orphans(places, now=time.time(), older_than=HOUR)
     assert [one.path for one in young] == [f"{place.url}/step_2/{DEAD}"]
     assert young[0].kept == "changed not long ago; a save may be running"
     later = time.time() + 2 * HOUR
-    (dead,) = garbage.decide(places, now=later, older_than=HOUR)
+    (dead,) = orphans.find_orphans(places, now=later, older_than=HOUR)
     assert (dead.num_bytes, dead.kept) == (1510, "")
-    assert not garbage.remove(dead, place, now=time.time(), older_than=HOUR)
-    assert garbage.remove(dead, place, now=later, older_than=HOUR)
+    assert not orphans.remove_orphan(dead, place, now=time.time(), older_than=HOUR)
+    assert orphans.remove_orphan(dead, place, now=later, older_than=HOUR)
     assert not any(path.startswith("step_2/") for path in place.list())
     assert remesh.Checkpoint(f"{place.url}/step_1").verify().ok
-    assert not garbage.remove(dead, place, now=later, older_than=HOUR)
+    assert not orphans.remove_orphan(dead, place, now=later, older_than=HOUR)
     assert len(place.list("images/")) == 3
 
 
@@ -103,18 +103,18 @@ def test_beside_a_checkpoint_only_what_it_does_not_refer_to(place: Storage) -> N
     later = time.time() + 2 * HOUR
     found = {
         one.path.rpartition("/")[2]: one
-        for one in garbage.decide(garbage.look(place), now=later, older_than=HOUR)
+        for one in orphans.find_orphans(orphans.scan(place), now=later, older_than=HOUR)
     }
     assert set(found) == {DEAD, "data-ba9876543210"}
     assert found["data-ba9876543210"].kept == "holds something that no save writes: notes.txt"
-    assert garbage.remove(found[DEAD], place, now=later, older_than=HOUR)
+    assert orphans.remove_orphan(found[DEAD], place, now=later, older_than=HOUR)
     assert remesh.Checkpoint(place).verify().ok
 
 
 def test_what_has_no_date_is_kept() -> None:
-    seen = garbage.Seen("s3://b/step/data-0123456789ab", "save", None, 1)
-    place = garbage.Place("s3://b/step", "readable", frozenset(), (seen,))
-    (leftover,) = garbage.decide([place], now=1e12, older_than=0)
+    seen = orphans.ScannedEntry("s3://b/step/data-0123456789ab", "save", None, 1)
+    place = orphans.ScannedDirectory("s3://b/step", "readable", frozenset(), (seen,))
+    (leftover,) = orphans.find_orphans([place], now=1e12, older_than=0)
     assert leftover.kept == "the storage does not say when it was changed"
 
 

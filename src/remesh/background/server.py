@@ -37,10 +37,11 @@ from remesh.background.protocol import (
     WriteTask,
 )
 from remesh.background.status_files import StatusFiles
-from remesh.checkpoint.commit import commit, remove_files, write_beside
+from remesh.checkpoint.commit import commit, write_beside
 from remesh.checkpoint.saving import part_of
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats import native
+from remesh.maintenance.orphans import remove_files
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter

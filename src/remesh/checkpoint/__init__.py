@@ -2,7 +2,7 @@
 
 `saving` and `loading` each hold one function that reads from top to bottom as a save or a load
 happens; `opened` is a checkpoint that is looked at without a
-state to load it into; `repair` makes a new checkpoint of what is whole in a damaged one. They only
+state to load it into. They only
 wire together what lies below: the state is described (`state`, `adapters`), planned (`planner`),
 moved (`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from remesh import __version__
-from remesh.checkpoint import garbage
 from remesh.checkpoint.agreement import Coordination
 from remesh.checkpoint.sharing import check_arrived
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
 from remesh.formats import native
 from remesh.integrity import hex_digest
+from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage
 
 
@@ -80,7 +80,7 @@ def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], e
         remove_files(storage, save_id)
     if replaced:
         with suppress(StorageError):  # the checkpoint is there; leftovers may be removed later
-            garbage.remove_orphans(storage)
+            remove_orphans(storage)
 
 
 def _check_arrived(storage: Storage, save_id: str, parts: Sequence[native.Part]) -> None:
@@ -135,15 +135,3 @@ def small_files_of(save: Coordination, parts: Sequence[native.Part]) -> native.N
         metadata=dict(save.options.metadata),
     )
     return native.NativeFiles(record, encoded, document)
-
-
-def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
-    """Remove the files of a save but one, as far as the storage can."""
-    # They are not part of any checkpoint, and what led here matters more than a failure to remove.
-    with suppress(StorageError):
-        found = storage.list(native.data_folder(save_id) + "/")
-        # Where no file was finished, deleting one that is not there takes the empty folder away.
-        for path in found or [native.data_path(save_id, 0)]:
-            if path != keep:
-                with suppress(StorageError):
-                    storage.delete(path)

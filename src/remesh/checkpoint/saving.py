@@ -18,13 +18,14 @@ import msgspec
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import commit, remove_files, write_beside
+from remesh.checkpoint.commit import commit, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stopwatch import timed
 from remesh.errors import NotSharedError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import run_joined
 from remesh.formats import native
+from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import WrittenFile, write_file
 from remesh.storage import Storage, open_storage
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.commit import remove_files, small_files_of
+from remesh.checkpoint.commit import small_files_of
 from remesh.checkpoint.comparing import Wanted
 from remesh.checkpoint.loading import load_into
 from remesh.checkpoint.report import RestoreReport
@@ -49,6 +49,7 @@ from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.geometry import IntArray
 from remesh.index import Index
+from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import Dealer, Patience, deal_to_owners, write_file
 from remesh.planner import files_of_windows
 from remesh.storage import Buffer, Storage, Writer

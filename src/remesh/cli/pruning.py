@@ -10,9 +10,9 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
-from remesh.checkpoint import garbage
-from remesh.checkpoint.garbage import Leftover
 from remesh.cli import keeping, output
+from remesh.maintenance import orphans
+from remesh.maintenance.orphans import Orphan
 from remesh.training.retention import KeepBest
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
@@ -101,13 +101,13 @@ def prune(
         keeping.prune_checkpoints(root, policies, run, removes=removes, as_json=as_json)
         return
     now = time.time()
-    leftovers = garbage.decide(garbage.look(root), now=now, older_than=older_than)
+    leftovers = orphans.find_orphans(orphans.scan(root), now=now, older_than=older_than)
     removed = {
         leftover.path
         for leftover in leftovers
         if removes
         and not leftover.kept
-        and garbage.remove(leftover, root, now=time.time(), older_than=older_than)
+        and orphans.remove_orphan(leftover, root, now=time.time(), older_than=older_than)
     }
     if as_json:
         items = [{**asdict(one), "removed": one.path in removed} for one in leftovers]
@@ -117,7 +117,7 @@ def prune(
 
 
 def _print_leftovers(
-    console: Console, leftovers: Sequence[Leftover], removed: set[str], *, removes: bool
+    console: Console, leftovers: Sequence[Orphan], removed: set[str], *, removes: bool
 ) -> None:
     if not leftovers:
         console.out("nothing is left of dead saves", highlight=False)

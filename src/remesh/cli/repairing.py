@@ -7,9 +7,9 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
-from remesh.checkpoint.repair import RepairReport, plan_repair, write_repaired
 from remesh.cli import output
 from remesh.geometry import Box
+from remesh.maintenance.repair import RepairReport, plan_repair, write_repaired
 
 EXIT_LOST = 1
 """Something that was saved once could not be saved again."""

@@ -18,9 +18,10 @@ import msgspec
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
-from remesh.checkpoint import RestoreReport, garbage, load
+from remesh.checkpoint import RestoreReport, load
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.maintenance import orphans
 from remesh.sharded import ShardedTensor
 from remesh.storage import LocalStorage, Storage
 from remesh.training import rng
@@ -86,7 +87,7 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
     def list_them() -> bytes:
         with catalog.best_effort(f"removing what dead processes left in {storage.url}"):
             catalog.finish_removals(storage)
-            _remove_garbage(storage)
+            _remove_orphans(storage)
         infos = catalog.look(storage)
         for info in infos:
             if info.in_use_until:
@@ -115,18 +116,18 @@ def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: Checkp
     return Source(info, load_held)
 
 
-def _remove_garbage(storage: Storage) -> None:
+def _remove_orphans(storage: Storage) -> None:
     """Remove what saves left that died long ago, where that can be seen."""
     if not isinstance(storage, LocalStorage):
         return
-    age = garbage.DEFAULT_AGE
+    age = orphans.DEFAULT_AGE
     try:
-        places = garbage.look(storage)
+        places = orphans.scan(storage)
     except CheckpointNotFoundError:
         return  # there is no directory yet
-    for leftover in garbage.decide(places, now=time.time(), older_than=age):
+    for leftover in orphans.find_orphans(places, now=time.time(), older_than=age):
         if not leftover.kept:
-            garbage.remove(leftover, storage, now=time.time(), older_than=age)
+            orphans.remove_orphan(leftover, storage, now=time.time(), older_than=age)
 
 
 def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, reason: str) -> None:

@@ -1,13 +1,13 @@
-"""What dead saves left behind, and removing it.
+"""Orphans: files of saves that were killed, and removing them.
 
 A save that was killed leaves a folder `data-<save id>` that no commit record refers to, and perhaps
 hidden files of an unfinished put. Nothing on disk says whether the process behind them still lives,
-so age decides: a save that runs changes its files all the time, and what nobody has touched for
-long is dead. `decide` is a pure function of what was seen and of the time; `look` sees, and
-`remove` removes. Local directories and object stores are looked at; of uploads that were never
-completed a bucket shows nothing, so a lifecycle rule of the bucket must remove those.
+so age decides: a save that runs changes its files all the time, and what has not changed for long
+is dead. `find_orphans` is a pure function of what `scan` found and of the time; `remove_orphan`
+removes. Local directories and object stores are scanned; of uploads that were never completed a
+bucket shows nothing, so a lifecycle rule of the bucket must remove those.
 
-Nothing is ever garbage
+Nothing is removed
 
 * that a commit record refers to, or that lies beside a record which cannot be read;
 * that is not recognisably remesh's: another name of a folder, a file that no save writes;
@@ -42,7 +42,7 @@ from remesh.storage import (
 )
 
 DEFAULT_AGE = 3600.0
-"""Seconds after which what nobody has touched is taken for dead."""
+"""Seconds without a change after which a save is taken for dead."""
 
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 _HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
@@ -57,7 +57,7 @@ RecordState = Literal["readable", "unreadable", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ScannedEntry:
     """A folder of a save, or a hidden file of a put.
 
     Attributes:
@@ -79,7 +79,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScannedDirectory:
     """A directory that has something of remesh's in it.
 
     Attributes:
@@ -92,11 +92,11 @@ class Place:
     path: str
     record: RecordState
     referred: frozenset[str]
-    seen: tuple[Seen, ...]
+    seen: tuple[ScannedEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Orphan:
     """Something that no commit record refers to.
 
     Attributes:
@@ -104,7 +104,7 @@ class Leftover:
         kind: A folder of a `save`, or a hidden file of a `put`.
         age: Seconds since its last change; 0 if that is not known.
         num_bytes: Its size.
-        kept: Why it is not garbage; empty if it is.
+        kept: Why it must not be removed; empty if it may be.
     """
 
     path: str
@@ -114,16 +114,18 @@ class Leftover:
     kept: str
 
 
-def decide(places: Sequence[Place], *, now: float, older_than: float) -> list[Leftover]:
-    """What no commit record refers to, and which of it is garbage.
+def find_orphans(
+    places: Sequence[ScannedDirectory], *, now: float, older_than: float
+) -> list[Orphan]:
+    """What no commit record refers to, and which of it may be removed.
 
     Args:
         places: What was seen.
         now: The time, in seconds since the epoch.
-        older_than: Seconds that garbage was not touched.
+        older_than: Seconds without a change after which a save is taken for dead.
     """
     return [
-        Leftover(
+        Orphan(
             seen.path,
             seen.kind,
             0.0 if seen.modified is None else now - seen.modified,
@@ -136,7 +138,9 @@ def decide(places: Sequence[Place], *, now: float, older_than: float) -> list[Le
     ]
 
 
-def _reason_to_keep(place: Place, seen: Seen, now: float, older_than: float) -> str:
+def _reason_to_keep(
+    place: ScannedDirectory, seen: ScannedEntry, now: float, older_than: float
+) -> str:
     if place.record == "unreadable":
         return f"{native.RECORD_NAME} beside it cannot be read and may refer to it"
     if seen.modified is None:
@@ -151,11 +155,11 @@ def _reason_to_keep(place: Place, seen: Seen, now: float, older_than: float) -> 
 
 
 # ---------------------------------------------------------------------------------------------
-# Looking
+# Scanning
 # ---------------------------------------------------------------------------------------------
 
 
-def look(root: Any) -> list[Place]:
+def scan(root: Any) -> list[ScannedDirectory]:
     """Find what remesh left in a directory and in all directories below it.
 
     Links to directories are not followed.
@@ -169,7 +173,7 @@ def look(root: Any) -> list[Place]:
     """
     storage = open_storage(root)
     if not isinstance(storage, LocalStorage):
-        return _look_below(storage, _listing_of(storage), "")
+        return _scan_below(storage, _listing_of(storage), "")
     if not Path(storage.url).is_dir():
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
 
@@ -181,23 +185,23 @@ def look(root: Any) -> list[Place]:
     places = []
     for directory, names, _ in os.walk(storage.url, onerror=fail):
         names[:] = sorted(name for name in names if _FOLDER.fullmatch(name) is None)
-        place = _look_at(Path(directory))
+        place = _scan_directory(Path(directory))
         if place.seen:
             places.append(place)
     return places
 
 
-def _look_at(directory: Path) -> Place:
+def _scan_directory(directory: Path) -> ScannedDirectory:
     """What lies directly in a directory, and in its folders of saves."""
-    seen: list[Seen] = []
+    seen: list[ScannedEntry] = []
     for entry in _entries(directory):
         status = _status(entry)
         if status is None:
             continue
         if stat.S_ISDIR(status.st_mode) and _FOLDER.fullmatch(entry.name):
-            seen += _look_into(Path(entry), status)
+            seen += _scan_folder(Path(entry), status)
         elif stat.S_ISREG(status.st_mode) and _HIDDEN.fullmatch(entry.name):
-            seen.append(Seen(entry.path, "put", status.st_mtime, status.st_size))
+            seen.append(ScannedEntry(entry.path, "put", status.st_mtime, status.st_size))
     # The record is read after the folders: a save that commits meanwhile is then seen.
     nothing: tuple[RecordState, frozenset[str]] = ("missing", frozenset())
     record, referred = _read_record(LocalStorage(directory), "") if seen else nothing
@@ -209,10 +213,10 @@ def _look_at(directory: Path) -> Place:
         or Path(one.path).parent == directory
         or Path(one.path).parent.name in referred
     )
-    return Place(str(directory), record, referred, inside)
+    return ScannedDirectory(str(directory), record, referred, inside)
 
 
-def _look_into(folder: Path, status: os.stat_result) -> Iterator[Seen]:
+def _scan_folder(folder: Path, status: os.stat_result) -> Iterator[ScannedEntry]:
     """A folder of a save, and each hidden file in it."""
     newest, num_bytes, names, strange = status.st_mtime, 0, [], ""
     for entry in _entries(folder):
@@ -225,8 +229,8 @@ def _look_into(folder: Path, status: os.stat_result) -> Iterator[Seen]:
         if not stat.S_ISREG(found.st_mode) or _OURS.fullmatch(entry.name) is None:
             strange = strange or entry.name
         elif _HIDDEN.fullmatch(entry.name):
-            yield Seen(entry.path, "put", found.st_mtime, found.st_size)
-    yield Seen(str(folder), "save", newest, num_bytes, tuple(names), strange)
+            yield ScannedEntry(entry.path, "put", found.st_mtime, found.st_size)
+    yield ScannedEntry(str(folder), "save", newest, num_bytes, tuple(names), strange)
 
 
 def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[str]]:
@@ -268,7 +272,7 @@ def _cannot(action: str, path: object, error: OSError) -> StorageError:
 
 
 # ---------------------------------------------------------------------------------------------
-# Looking into object stores
+# Scanning object stores
 # ---------------------------------------------------------------------------------------------
 
 
@@ -278,20 +282,20 @@ def _listing_of(storage: Storage) -> DirectoryListing:
     return storage
 
 
-def _look_below(storage: Storage, listing: DirectoryListing, path: str) -> list[Place]:
-    """`look` for what is not local, in a directory and below."""
+def _scan_below(storage: Storage, listing: DirectoryListing, path: str) -> list[ScannedDirectory]:
+    """`scan` for what is not local, in a directory and below."""
     here = listing.list_directory(path)
-    place = _look_at_listed(storage, listing, path, here)
+    place = _scan_listed(storage, listing, path, here)
     places = [place] if place.seen else []
     for name in here.directories:
         if not _FOLDER.fullmatch(name):
-            places += _look_below(storage, listing, _joined(path, name))
+            places += _scan_below(storage, listing, _joined(path, name))
     return places
 
 
-def _look_at_listed(
+def _scan_listed(
     storage: Storage, listing: DirectoryListing, path: str, here: Directory
-) -> Place:
+) -> ScannedDirectory:
     """What lies directly in a directory, and in its folders of saves."""
     url = _joined(storage.url, path)
     folders = [name for name in here.directories if _FOLDER.fullmatch(name)]
@@ -303,15 +307,15 @@ def _look_at_listed(
     for name in folders:
         if name in referred:
             puts += _seen_puts(_joined(url, name), inside[name])
-    return Place(url, record, referred, (*saves, *puts))
+    return ScannedDirectory(url, record, referred, (*saves, *puts))
 
 
-def _seen_folder(url: str, found: Directory) -> Seen:
+def _seen_folder(url: str, found: Directory) -> ScannedEntry:
     times = [facts.modified for facts in found.files.values()]
     known = [time for time in times if time is not None]
     names = tuple(sorted(found.files))
     strange = [name for name in names if _OURS.fullmatch(name) is None]
-    return Seen(
+    return ScannedEntry(
         url,
         "save",
         max(known) if known and len(known) == len(times) else None,
@@ -321,10 +325,10 @@ def _seen_folder(url: str, found: Directory) -> Seen:
     )
 
 
-def _seen_puts(url: str, found: Directory) -> Iterator[Seen]:
+def _seen_puts(url: str, found: Directory) -> Iterator[ScannedEntry]:
     for name, facts in found.files.items():
         if _HIDDEN.fullmatch(name):
-            yield Seen(_joined(url, name), "put", facts.modified, facts.num_bytes)
+            yield ScannedEntry(_joined(url, name), "put", facts.modified, facts.num_bytes)
 
 
 def _joined(path: str, name: str) -> str:
@@ -336,16 +340,16 @@ def _joined(path: str, name: str) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> bool:
-    """Remove garbage, unless it is not garbage any more.
+def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -> bool:
+    """Remove an orphan, unless it must not be removed any more.
 
     A directory that holds nothing afterwards goes as well, unless it is `root`.
 
     Args:
-        leftover: What `decide` called garbage.
-        root: Where `look` looked.
+        orphan: One that `find_orphans` gave, with nothing in `kept`.
+        root: Where `scan` looked.
         now: The time, in seconds since the epoch.
-        older_than: Seconds that garbage was not touched.
+        older_than: Seconds without a change after which a save is taken for dead.
 
     Returns:
         Whether it was removed; false if it has changed, was committed, or has gone meanwhile.
@@ -355,21 +359,21 @@ def remove(leftover: Leftover, root: Any, *, now: float, older_than: float) -> b
     """
     storage = open_storage(root)
     if not isinstance(storage, LocalStorage):
-        return _remove_listed(storage, leftover, now=now, older_than=older_than)
-    path = Path(leftover.path)
+        return _remove_listed(storage, orphan, now=now, older_than=older_than)
+    path = Path(orphan.path)
     directory = path.parent
-    if leftover.kind == "put" and _FOLDER.fullmatch(directory.name):
+    if orphan.kind == "put" and _FOLDER.fullmatch(directory.name):
         directory = directory.parent
-    place = _look_at(directory)
-    again = decide([place], now=now, older_than=older_than)
-    if not any(one.path == leftover.path and not one.kept for one in again):
+    place = _scan_directory(directory)
+    again = find_orphans([place], now=now, older_than=older_than)
+    if not any(one.path == orphan.path and not one.kept for one in again):
         return False
     try:
-        if leftover.kind == "put":
+        if orphan.kind == "put":
             path.unlink()
             return True
         # By name, and not as a tree: a file that has just come is not taken along.
-        for name in next(seen.files for seen in place.seen if seen.path == leftover.path):
+        for name in next(seen.files for seen in place.seen if seen.path == orphan.path):
             (path / name).unlink()
         path.rmdir()
     except FileNotFoundError:
@@ -390,45 +394,57 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
 
     Args:
         storage: The checkpoint.
-        older_than: Seconds that garbage was not touched.
+        older_than: Seconds without a change after which a save is taken for dead.
 
     Raises:
         StorageError: If the storage fails.
     """
     if isinstance(storage, LocalStorage):
-        place = _look_at(Path(storage.url))
+        place = _scan_directory(Path(storage.url))
         try:
             now: float | None = Path(storage.url, native.RECORD_NAME).stat().st_mtime
         except OSError as error:
             raise _cannot("look at", storage.url, error) from error
     elif isinstance(storage, DirectoryListing):
         here = storage.list_directory("")
-        place = _look_at_listed(storage, storage, "", here)
+        place = _scan_listed(storage, storage, "", here)
         record = here.files.get(native.RECORD_NAME)
         now = None if record is None else record.modified
     else:
         return
     if now is not None:
-        for leftover in decide([place], now=now, older_than=older_than):
-            if not leftover.kept:
-                remove(leftover, storage, now=now, older_than=older_than)
+        for orphan in find_orphans([place], now=now, older_than=older_than):
+            if not orphan.kept:
+                remove_orphan(orphan, storage, now=now, older_than=older_than)
 
 
-def _remove_listed(storage: Storage, leftover: Leftover, *, now: float, older_than: float) -> bool:
-    """`remove` for what is not local; directories there end with their last file."""
+def _remove_listed(storage: Storage, orphan: Orphan, *, now: float, older_than: float) -> bool:
+    """`remove_orphan` for what is not local; directories there end with their last file."""
     listing = _listing_of(storage)
-    path = leftover.path.removeprefix(storage.url).removeprefix("/")
+    path = orphan.path.removeprefix(storage.url).removeprefix("/")
     directory = path.rpartition("/")[0]
-    if leftover.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
+    if orphan.kind == "put" and _FOLDER.fullmatch(directory.rpartition("/")[2]):
         directory = directory.rpartition("/")[0]
-    place = _look_at_listed(storage, listing, directory, listing.list_directory(directory))
-    again = decide([place], now=now, older_than=older_than)
-    if not any(one.path == leftover.path and not one.kept for one in again):
+    place = _scan_listed(storage, listing, directory, listing.list_directory(directory))
+    again = find_orphans([place], now=now, older_than=older_than)
+    if not any(one.path == orphan.path and not one.kept for one in again):
         return False
     files = [path]
-    if leftover.kind == "save":
-        seen = next(seen for seen in place.seen if seen.path == leftover.path)
+    if orphan.kind == "save":
+        seen = next(seen for seen in place.seen if seen.path == orphan.path)
         files = [_joined(path, file) for file in seen.files]
     for file in files:
         storage.delete(file)
     return True
+
+
+def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
+    """Remove the files of a failed save but one, as far as the storage can."""
+    # They are not part of any checkpoint, and what led here matters more than a failure to remove.
+    with suppress(StorageError):
+        found = storage.list(native.data_folder(save_id) + "/")
+        # Where no file was finished, deleting one that is not there takes the empty folder away.
+        for path in found or [native.data_path(save_id, 0)]:
+            if path != keep:
+                with suppress(StorageError):
+                    storage.delete(path)

@@ -58,7 +58,7 @@ class SmallFiles:
         return self.index if self.index_state == "intact" else None
 
 
-def find_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
+def read_small_files(storage: Storage, save_id: str | None) -> SmallFiles:
     """Find the save, and read what there is of its small files.
 
     Args:

@@ -1,6 +1,6 @@
 """Saving what can be saved of a damaged checkpoint, into a new one.
 
-`salvage` finds out what is whole, without writing; `plan_repair` puts that into a report, and
+`damage_scan` finds out what is whole, without writing; `plan_repair` puts that into a report, and
 `repair` writes it down. The damaged checkpoint is never changed. The new one gets a save id, an
 index and a record of its own. Data files that are sound are taken over as they are, by hard links
 where the file system has them; of a damaged file the pieces of whole tensors are copied into a new
@@ -20,21 +20,21 @@ import msgspec
 import numpy as np
 
 from remesh import __version__
-from remesh.checkpoint.commit import remove_files
-from remesh.checkpoint.salvage import (
-    DataFileState,
-    FoundFile,
-    FoundTensors,
-    LostTensor,
-    find_data_files,
-    put_together,
-)
-from remesh.checkpoint.small_files import SmallFiles, SmallFileState, find_small_files
 from remesh.dtypes import CarrierDType, DType
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
 from remesh.formats import native
 from remesh.geometry import Box, IntArray, flat_span
 from remesh.integrity import digest_of_digests, hex_digest
+from remesh.maintenance.damage_scan import (
+    DataFileState,
+    LostTensor,
+    ScannedFile,
+    ScannedTensors,
+    assemble_tensors,
+    scan_data_files,
+)
+from remesh.maintenance.orphans import remove_files
+from remesh.maintenance.small_files import SmallFiles, SmallFileState, read_small_files
 from remesh.memory import CarrierArray
 from remesh.pipeline import FileLayout, FilePiece, write_file
 from remesh.pipeline.workers import run_workers
@@ -138,8 +138,8 @@ class RepairPlan:
 
     storage: Storage
     small: SmallFiles
-    files: tuple[FoundFile, ...]
-    tensors: FoundTensors
+    files: tuple[ScannedFile, ...]
+    tensors: ScannedTensors
     document: native.ValuesDocument
     report: RepairReport
 
@@ -182,16 +182,16 @@ def plan_repair(
     """
     storage = open_storage(path)
 
-    def read() -> tuple[SmallFiles, tuple[FoundFile, ...]]:
-        small = find_small_files(storage, save_id)
+    def read() -> tuple[SmallFiles, tuple[ScannedFile, ...]]:
+        small = read_small_files(storage, save_id)
         identity = "" if small.record is None else native.identity_of(small.record)
         with native.unless_replaced(storage, identity):
-            files = tuple(find_data_files(storage, small))
+            files = tuple(scan_data_files(storage, small))
         native.check_current(storage, identity)
         return small, files
 
     small, files = native.begin_anew(read)
-    tensors = put_together(small, files, keep_unchecked=keep_unchecked)
+    tensors = assemble_tensors(small, files, keep_unchecked=keep_unchecked)
     document, lost_aliases, left_out = _document(small, tensors, keep_unchecked)
     report = RepairReport(
         source=storage.url,
@@ -239,7 +239,7 @@ def _notes(report: RepairReport) -> Iterable[str]:
 
 
 def _document(
-    small: SmallFiles, tensors: FoundTensors, keep_unchecked: bool
+    small: SmallFiles, tensors: ScannedTensors, keep_unchecked: bool
 ) -> tuple[native.ValuesDocument, tuple[str, ...], tuple[str, ...]]:
     """The values of the new checkpoint, the aliases that it loses, and the names left out."""
     document = native.ValuesDocument() if small.document is None else small.document
@@ -393,7 +393,7 @@ def _record_of(path: str, data: bytes) -> native.FileRecord:
     return native.FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
 
 
-def _take_over(source: Storage, file: FoundFile, target: Storage, path: str) -> None:
+def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -> None:
     """Link a sound file, or copy it where that cannot be done."""
     if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
         try:
@@ -427,7 +427,7 @@ def _take_over(source: Storage, file: FoundFile, target: Storage, path: str) -> 
 
 
 def _copy_pieces(
-    plan: RepairPlan, file: FoundFile, rows: IntArray, target: Storage, path: str
+    plan: RepairPlan, file: ScannedFile, rows: IntArray, target: Storage, path: str
 ) -> native.Part:
     """Copy some pieces of a damaged file into a new one."""
     boxes = plan.tensors.boxes

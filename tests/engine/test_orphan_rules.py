@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remesh
-from remesh.checkpoint import garbage
-from remesh.checkpoint.garbage import Leftover, Place, RecordState, Seen
 from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.formats import native
+from remesh.maintenance import orphans
+from remesh.maintenance.orphans import Orphan, RecordState, ScannedDirectory, ScannedEntry
 from remesh.storage import LocalStorage, MemoryStorage
 
 NOW = 1_000_000.0
@@ -23,7 +23,7 @@ DEAD = "data-0123456789ab"
 
 names = st.sampled_from([DEAD, "data-ba9876543210"])
 seen = st.builds(
-    Seen,
+    ScannedEntry,
     path=names.map(lambda name: f"/runs/step/{name}"),
     kind=st.just("save"),
     modified=st.floats(NOW - 3 * HOUR, NOW + HOUR),
@@ -35,10 +35,12 @@ records: st.SearchStrategy[RecordState] = st.sampled_from(["readable", "unreadab
 
 
 @given(seen, records, st.booleans(), st.floats(0, 2 * HOUR))
-def test_the_decision(one: Seen, record: RecordState, refers: bool, older_than: float) -> None:
+def test_the_decision(
+    one: ScannedEntry, record: RecordState, refers: bool, older_than: float
+) -> None:
     referred = frozenset({Path(one.path).name} if refers and record == "readable" else ())
-    found = garbage.decide(
-        [Place("/runs/step", record, referred, (one,))], now=NOW, older_than=older_than
+    found = orphans.find_orphans(
+        [ScannedDirectory("/runs/step", record, referred, (one,))], now=NOW, older_than=older_than
     )
     if referred:
         assert found == []
@@ -72,8 +74,8 @@ def leave(place: Path, name: str = DEAD, *files: str) -> Path:
     return folder
 
 
-def find(root: Path, older_than: float = HOUR) -> dict[str, Leftover]:
-    found = garbage.decide(garbage.look(root), now=NOW, older_than=older_than)
+def find(root: Path, older_than: float = HOUR) -> dict[str, Orphan]:
+    found = orphans.find_orphans(orphans.scan(root), now=NOW, older_than=older_than)
     return {str(Path(one.path).relative_to(root)): one for one in found}
 
 
@@ -82,7 +84,7 @@ def prune(root: Path) -> list[str]:
     return [
         name
         for name, one in find(root).items()
-        if not one.kept and garbage.remove(one, root, now=NOW, older_than=HOUR)
+        if not one.kept and orphans.remove_orphan(one, root, now=NOW, older_than=HOUR)
     ]
 
 
@@ -96,7 +98,7 @@ def test_a_dead_save_goes_with_its_directory(tmp_path: Path) -> None:
     age(tmp_path / "runs" / "step_1", 5 * HOUR)
     before = files_of(tmp_path / "runs" / "step_1")
     found = find(tmp_path)
-    assert found[f"runs/step_2/{DEAD}"] == Leftover(
+    assert found[f"runs/step_2/{DEAD}"] == Orphan(
         str(tmp_path / "runs" / "step_2" / DEAD), "save", 2 * HOUR, 20, ""
     )
     assert list(found) == [f"runs/step_2/{DEAD}"]
@@ -193,7 +195,7 @@ def test_what_changed_after_it_was_seen_stays(tmp_path: Path) -> None:
     folder = leave(tmp_path / "step")
     (leftover,) = find(tmp_path).values()
     os.utime(folder / "00000.safetensors", (NOW, NOW))
-    assert not garbage.remove(leftover, tmp_path, now=NOW, older_than=HOUR)
+    assert not orphans.remove_orphan(leftover, tmp_path, now=NOW, older_than=HOUR)
     assert (folder / "00000.safetensors").exists()
 
 
@@ -210,12 +212,12 @@ def test_what_was_committed_after_it_was_seen_stays(tmp_path: Path) -> None:
     (folder / "index.safetensors").write_bytes(index)
     LocalStorage(tmp_path / "step").put(native.RECORD_NAME, record, overwrite=False)
     age(folder, 2 * HOUR)
-    assert not garbage.remove(leftover, tmp_path, now=NOW, older_than=HOUR)
+    assert not orphans.remove_orphan(leftover, tmp_path, now=NOW, older_than=HOUR)
     assert remesh.Checkpoint(tmp_path / "step").verify().ok
 
 
 def test_no_such_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
-        garbage.look(tmp_path / "nowhere")
+        orphans.scan(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="cannot be found in a storage of this kind"):
-        garbage.look(MemoryStorage())
+        orphans.scan(MemoryStorage())

@@ -1,6 +1,6 @@
-"""What can be saved of a damaged checkpoint: looking, without writing anything.
+"""The scan of a damaged checkpoint: what of it is whole. Nothing is written.
 
-The files of one save are looked at one after the other:
+The files of one save are read one after the other:
 
 1. The commit record, the index and the values file, each of which may be gone or damaged. What the
    record has a digest for is *intact* or *damaged*. Without a record, the index and the values file
@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remesh.checkpoint.small_files import SmallFiles
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
@@ -41,6 +40,7 @@ from remesh.formats import native
 from remesh.geometry import Box, uncovered
 from remesh.index import BoxTable, Index, TensorTable
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests
+from remesh.maintenance.small_files import SmallFiles
 from remesh.pipeline.workers import run_workers
 from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.storage import Buffer, Storage
@@ -54,7 +54,7 @@ _Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPiece:
+class ScannedPiece:
     """A piece of a data file.
 
     Attributes:
@@ -75,7 +75,7 @@ class FoundPiece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundFile:
+class ScannedFile:
     """A data file that was read.
 
     Attributes:
@@ -96,19 +96,19 @@ class FoundFile:
     digests: Digests
     bad: _Flags
     is_checked: _Flags
-    pieces: Sequence[FoundPiece]
+    pieces: Sequence[ScannedPiece]
 
-    def is_good(self, piece: FoundPiece) -> bool:
+    def is_good(self, piece: ScannedPiece) -> bool:
         """Whether a piece is there and not known to be damaged."""
         inside = piece.position + piece.num_bytes <= self.num_bytes
         return inside and not self.bad[_blocks_of(piece)].any()
 
-    def is_proven(self, piece: FoundPiece) -> bool:
+    def is_proven(self, piece: ScannedPiece) -> bool:
         """Whether old digests prove all bytes of a good piece."""
         return bool(self.is_checked[_blocks_of(piece)].all())
 
 
-def _blocks_of(piece: FoundPiece) -> slice:
+def _blocks_of(piece: ScannedPiece) -> slice:
     stop = -(-(piece.position + piece.num_bytes) // BLOCK_SIZE)
     return slice(piece.position // BLOCK_SIZE, stop)
 
@@ -118,7 +118,7 @@ def _blocks_of(piece: FoundPiece) -> slice:
 # ---------------------------------------------------------------------------------------------
 
 
-def find_data_files(storage: Storage, small: SmallFiles) -> list[FoundFile]:
+def scan_data_files(storage: Storage, small: SmallFiles) -> list[ScannedFile]:
     """Read every data file of a save once; those that are named somewhere and gone are listed too.
 
     Memory is bounded by what the headers need.
@@ -141,7 +141,7 @@ class _Known:
     num_bytes: int | None
     digest: str | None
     blocks: Digests | None
-    pieces: Sequence[FoundPiece] | None
+    pieces: Sequence[ScannedPiece] | None
 
     @classmethod
     def of(cls, small: SmallFiles, path: str) -> _Known:
@@ -164,7 +164,7 @@ def _row_of(index: Index, path: str) -> int | None:
     return next((row for row, file in enumerate(index.files) if file.path == path), None)
 
 
-def _pieces_of(index: Index, number: int) -> list[FoundPiece]:
+def _pieces_of(index: Index, number: int) -> list[ScannedPiece]:
     """What an index says that a file holds."""
     boxes, sizes = index.boxes, index.boxes.num_bytes
     pieces = []
@@ -172,11 +172,11 @@ def _pieces_of(index: Index, number: int) -> list[FoundPiece]:
         tensor = int(boxes.tensor[row])
         name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor).name
         shape, position = boxes.tensors.shape(tensor), int(index.position[row])
-        pieces.append(FoundPiece(name, dtype, shape, boxes.box(row), position, int(sizes[row])))
+        pieces.append(ScannedPiece(name, dtype, shape, boxes.box(row), position, int(sizes[row])))
     return pieces
 
 
-def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
+def _find_file(storage: Storage, small: SmallFiles, path: str) -> ScannedFile:
     known = _Known.of(small, path)
     try:
         size = storage.size(path)
@@ -185,7 +185,7 @@ def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
     except StorageError as error:
         return _without_blocks(path, "unreadable", str(error), known.pieces)
     header, problem = None, ""
-    pieces: Sequence[FoundPiece] = []
+    pieces: Sequence[ScannedPiece] = []
     try:
         header = _read_header(storage, path, size)
         pieces = _pieces_in(header, path)
@@ -204,19 +204,19 @@ def _find_file(storage: Storage, small: SmallFiles, path: str) -> FoundFile:
         pieces = known.pieces
     elif header is None or problem or bad[: -(-header.data_start // BLOCK_SIZE)].any():
         why = problem or f"{path}: its header is damaged"
-        return FoundFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
+        return ScannedFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
     elif not is_checked[: -(-header.data_start // BLOCK_SIZE)].all():
         # Bytes may be proven, but not what they are.
         is_checked = np.zeros_like(is_checked)
     state, why = _state_of(size, expected, bad, unreadable, problem)
-    return FoundFile(path, num_bytes, state, why, digests, bad, is_checked, pieces)
+    return ScannedFile(path, num_bytes, state, why, digests, bad, is_checked, pieces)
 
 
 def _without_blocks(
-    path: str, state: DataFileState, problem: str, pieces: Sequence[FoundPiece] | None
-) -> FoundFile:
+    path: str, state: DataFileState, problem: str, pieces: Sequence[ScannedPiece] | None
+) -> ScannedFile:
     digests, flags = np.zeros((0, 2), np.uint64), np.zeros(0, np.bool_)
-    return FoundFile(path, 0, state, problem, digests, flags, flags, pieces or [])
+    return ScannedFile(path, 0, state, problem, digests, flags, flags, pieces or [])
 
 
 def _state_of(
@@ -276,7 +276,7 @@ def _compare(
         if digest_of_digests(digests) == known.digest:
             return none, ~none
         if known.blocks is None:
-            # Something is wrong, and nobody knows where.
+            # Something is wrong, and the digest does not say where.
             return ~none, none
     if known.blocks is None:
         return none, none
@@ -301,7 +301,7 @@ def _read_header(storage: Storage, path: str, size: int) -> Header:
     return decode_header(storage.read(path, 0, 8 + length), path)
 
 
-def _pieces_in(header: Header, path: str) -> list[FoundPiece]:
+def _pieces_in(header: Header, path: str) -> list[ScannedPiece]:
     """What a header says that its file holds.
 
     Raises:
@@ -326,7 +326,7 @@ def _piece_of(
     entry: HeaderEntry,
     data_start: int,
     described: tuple[str, str, tuple[int, ...], tuple[int, ...]],
-) -> FoundPiece:
+) -> ScannedPiece:
     """The piece of one entry of a header.
 
     Raises:
@@ -348,7 +348,7 @@ def _piece_of(
     )
     if not fits:
         raise ValueError(f"{name}: piece {box} of shape {shape} does not fit its entry")
-    return FoundPiece(name, type_name, shape, box, start, num_bytes)
+    return ScannedPiece(name, type_name, shape, box, start, num_bytes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class LostTensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundTensors:
+class ScannedTensors:
     """What the files hold, put together.
 
     Attributes:
@@ -398,9 +398,9 @@ _Kind = tuple[str, tuple[int, ...]]
 """Dtype name and global shape of a tensor."""
 
 
-def put_together(
-    small: SmallFiles, files: Sequence[FoundFile], *, keep_unchecked: bool
-) -> FoundTensors:
+def assemble_tensors(
+    small: SmallFiles, files: Sequence[ScannedFile], *, keep_unchecked: bool
+) -> ScannedTensors:
     """Find out which tensors are whole.
 
     Args:
@@ -411,7 +411,7 @@ def put_together(
     kinds, contradicted = _kinds(small, files)
     rows = {name: row for row, name in enumerate(kinds)}
     table = TensorTable.of([(name, *kind) for name, kind in kinds.items()])
-    good: list[tuple[int, int, FoundPiece]] = []
+    good: list[tuple[int, int, ScannedPiece]] = []
     lost_in: dict[str, set[str]] = {}
     seen: set[tuple[str, Box]] = set()
     for number, file in enumerate(files):
@@ -441,7 +441,7 @@ def put_together(
     for row, _, piece in good:
         if row in torn:
             of_torn[row].append(piece.box)
-    return FoundTensors(
+    return ScannedTensors(
         BoxTable.of(
             TensorTable.of([(names[row], *kinds[names[row]]) for row in whole]),
             [(new_rows[row], piece.box) for row, _, piece in kept],
@@ -461,7 +461,7 @@ def put_together(
     )
 
 
-def _kinds(small: SmallFiles, files: Sequence[FoundFile]) -> tuple[Mapping[str, _Kind], set[str]]:
+def _kinds(small: SmallFiles, files: Sequence[ScannedFile]) -> tuple[Mapping[str, _Kind], set[str]]:
     """Every tensor that is known of, and the names about which files contradict each other."""
     kinds: dict[str, _Kind] = {}
     contradicted = set()
