@@ -182,6 +182,24 @@ def test_an_unchanged_layout_crosses_the_network_as_a_fingerprint() -> None:
         assert stored_value(storage) == number
 
 
+@pytest.mark.parametrize("new", [0, 2])
+def test_a_rank_that_is_new_to_the_job_makes_a_new_plan(new: int) -> None:
+    """The others have saved this layout before, as after a restart of one rank."""
+    storages = [MemoryStorage() for _ in range(3)]
+
+    def train(exchange: Exchange) -> int:
+        saver = remesh.Saver(group=exchange)
+        for number, storage in enumerate(storages):
+            if number == 1 and exchange.rank == new:
+                saver = remesh.Saver(group=exchange)
+            saver.save(state_of(exchange.rank, float(number)), storage)
+        return saver.num_plans_reused
+
+    assert run_ranks(WORLD_SIZE, train) == [1] * WORLD_SIZE
+    for number, storage in enumerate(storages):
+        assert stored_value(storage) == number
+
+
 def save_twice(
     exchange: Exchange, place: Storage | Path, faults: FaultInjector, deadline: float = 60.0
 ) -> str:

@@ -261,7 +261,7 @@ class _Rank:
     coordination: Coordination | None = field(default=None, init=False)
 
     def describe(self, state: Any) -> bytes:
-        """What do I hold? Returns the fingerprints of layout and values."""
+        """What do I hold? Returns the fingerprints of layout, values and the plan that is kept."""
         if self.exchange.rank == 0:
             self.replaced = existing_record(self.storage, self.options)
             _check_metadata(self.options.metadata)
@@ -276,15 +276,18 @@ class _Rank:
         ]
         self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
-        return raw_digest(self.holdings) + raw_digest(self.document)
+        digests = map(raw_digest, (self.holdings, self.document, self.cache.key))
+        return b"".join(digests)
 
     def compare(self, fingerprints: Sequence[bytes]) -> None:
         """Do all ranks hold what they held the last time, and have the same values?"""
-        self.is_known = self.cache.key == _layout_key(fingerprints)
+        # A rank that is new to the job has kept nothing; then no rank uses what it has kept.
+        key = raw_digest(_layout_key(fingerprints))
+        self.is_known = all(fingerprint[32:] == key for fingerprint in fingerprints)
         if not self.is_known:
             # On all ranks, so that none believes in the old plan if this save fails.
             self.cache.key = b""
-        self.same_document = len({fingerprint[16:] for fingerprint in fingerprints}) == 1
+        self.same_document = len({fingerprint[16:32] for fingerprint in fingerprints}) == 1
 
     def tell(self) -> bytes:
         """What rank 0 does not know yet."""
