@@ -10,8 +10,8 @@ A server in a thread gets the messages as calls. One in a process gets them thro
 `process_client` is the trainer's end of it, `process_server` the other. `saver` keeps what is worth
 keeping between saves: start reading there.
 
-`__all__` is what documentation names here; `Saver` and `save_async`, which scripts type, it names at
-the top level.
+`__all__` is what documentation names here; `Saver` and `save_async`, which scripts type, it names
+at the top level.
 """
 
 from remesh.background.handle import Progress, SaveHandle

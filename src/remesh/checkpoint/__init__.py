@@ -1,14 +1,12 @@
 """The engine: save a state, open a checkpoint, load it into another layout. Start reading here.
 
 `saving` and `loading` each hold one function that reads from top to bottom as a save or a load
-happens; `opened` is a checkpoint that is looked at without a
-state to load it into. They only
-wire together what lies below: the state is described (`state`, `adapters`), planned (`planner`),
-moved (`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
+happens; `opened` is a checkpoint that is looked at without a state to load it into. They only wire
+together what lies below: the state is described (`state`, `adapters`), planned (`planner`), moved
+(`pipeline`) and named on disk (`formats`), and errors reach every rank (`exchange`).
 
-`__all__` is what documentation names here; `save`, `load` and `Checkpoint`, which scripts type,
-it names at the top level. Names are resolved on first use, so that a writer process, which
-needs few of these modules, starts soon.
+`__all__` is what documentation names here; `save`, `load` and `Checkpoint`, which scripts type, it
+names at the top level. Names are resolved on first use.
 """
 
 from __future__ import annotations
