@@ -83,6 +83,8 @@ def test_metrics() -> None:
             "min_nodes": 1,
             "max_nodes": 1,
             "node_unit": 1,
+            "max_restarts": 3,
+            "restart_budget": "",
             "nodes": [],
             "goodput": 0.5,
             "step": 1,

@@ -351,6 +351,16 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
 
 
 class TestRestartBudget:
+    def test_it_is_described_in_the_same_words_everywhere(self) -> None:
+        policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
+        state = fail(run(policy, num_nodes=2, max_restarts=2), 0, 200.0)
+        words = "2 restarts a node, one is given back every 100 s"
+        status = seen(state, 201.0)
+        assert (status.restart_budget, status.max_restarts) == (words, 2)
+        text = [line.text for line in state.history]
+        assert text[0] == f"restart budget: {words}"
+        assert any(line.endswith("; 1 of 2 restarts charged to its node") for line in text)
+
     def test_restarts_are_given_back(self) -> None:
         policy = msgspec.structs.replace(POLICY, restart_refill=100.0)
         state = run(policy, num_nodes=2, max_restarts=2)

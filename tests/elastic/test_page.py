@@ -70,6 +70,9 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> Non
     for part in (
         "round 1 on 3 of 3 nodes",
         "newest checkpoint 40",
+        "restart budget: 3 restarts a node, none is given back",
+        "charged restarts",
+        "1 of 3",
         "host-1",
         "rank 2 (local rank 0) on node 1: SIGKILL",
         "ValueError: <script>document.title='taken'</script>",

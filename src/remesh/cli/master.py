@@ -154,6 +154,7 @@ def _print_status(now: Status) -> None:
     facts = [
         ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
         ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
+        ("restart budget", now.restart_budget or "not known before the first node"),
         ("step", "none reported" if now.step is None else str(now.step)),
         ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
         ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
@@ -167,12 +168,12 @@ def _print_status(now: Status) -> None:
             "" if node.node_rank is None else str(node.node_rank),
             str(node.num_processes),
             "" if node.last_heard is None else f"{node.last_heard:.1f} s",
-            str(node.num_charged),
+            f"{node.num_charged} of {now.max_restarts}",
             output.printable(f"{node.name} {node.reason}".strip()),
         )
         for node in now.nodes
     ]
-    columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged", "<name")
+    columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged restarts", "<name")
     output.print_table(console, columns, rows)
     for failed in now.failures[:3]:
         if failed.cause:

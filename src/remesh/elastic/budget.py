@@ -30,3 +30,9 @@ class Charges(msgspec.Struct, frozen=True):
     def plus_one(self) -> Charges:
         """One more restart is charged."""
         return Charges(self.count + 1, self.since)
+
+
+def describe(max_restarts: int, refill: float | None) -> str:
+    """A budget in the words of the log, the page and `remesh status`."""
+    given_back = "none is given back" if refill is None else f"one is given back every {refill:g} s"
+    return f"{max_restarts} restarts a node, {given_back}"

@@ -23,7 +23,7 @@ from itertools import chain, count
 import msgspec
 
 from remesh.elastic import checks, rendezvous
-from remesh.elastic.budget import Charges
+from remesh.elastic.budget import Charges, describe
 from remesh.elastic.checks import CheckResult, RunningCheck
 from remesh.elastic.events import (
     CheckpointSaved,
@@ -329,6 +329,7 @@ def _join(job: Job, event: Join, now: float) -> Job:
     if job.rendezvous is None:
         nodes = rendezvous.start(event.settings, now)
         job = _replace(job, began=now, rendezvous=nodes, max_restarts=event.max_restarts)
+        job = _note(job, now, f"restart budget: {restart_budget(job)}")
     assert job.rendezvous is not None
     node = node_of(event)
     if event.after_round > job.rendezvous.round:
@@ -369,6 +370,11 @@ def failure_record(job: Job, node_id: int, round_of_node: int) -> FailureRecord 
         if (record.node_id, record.round) == (node_id, round_of_node):
             return record
     return None
+
+
+def restart_budget(job: Job) -> str:
+    """The restart budget of the nodes, in words."""
+    return describe(job.max_restarts, job.policy.restart_refill)
 
 
 def charges_of(job: Job, node_id: int, now: float) -> Charges:

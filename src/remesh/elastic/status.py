@@ -8,7 +8,7 @@ import msgspec
 
 from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
-from remesh.elastic.job import HistoryLine, Job, charges_of
+from remesh.elastic.job import HistoryLine, Job, charges_of, restart_budget
 from remesh.elastic.live import Live
 from remesh.elastic.rendezvous import Node, exclusion_of
 
@@ -108,6 +108,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         min_nodes: Fewest nodes of a world.
         max_nodes: Most nodes of a world.
         node_unit: Worlds have a multiple of this.
+        max_restarts: Restarts that each node may be charged with.
+        restart_budget: The budget in words; empty before the first node.
         nodes: The nodes, by id.
         goodput: Share of the time since the beginning that moved the training forward; for a job
             that has ended, until its end.
@@ -130,6 +132,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     min_nodes: int
     max_nodes: int
     node_unit: int
+    max_restarts: int
+    restart_budget: str
     nodes: tuple[NodeStatus, ...]
     goodput: float | None
     step: int | None
@@ -156,6 +160,8 @@ def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) 
         min_nodes=0 if world is None else world.settings.min_nodes,
         max_nodes=0 if world is None else world.settings.max_nodes,
         node_unit=1 if world is None else world.settings.node_unit,
+        max_restarts=job.max_restarts,
+        restart_budget="" if world is None else restart_budget(job),
         nodes=_nodes(job, live, now),
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
