@@ -40,13 +40,20 @@ from tests.waiting import wait_until
 BEAT = Beat(node_id=0, incarnation="a", round=1)
 
 
+def held_port() -> socket.socket:
+    """What holds a port: connections to it are refused, and no other process can listen there."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 class Wire:
     """Answers requests on real sockets.
 
     Args:
         answers: Given the name of a request and its number, the reply; None: none, ever.
         hang_up: Whether connections are closed after each answer, without a word.
-        port: Where to listen; any by default.
+        listener: What holds the port at which to listen; any by default.
         status: HTTP status of the answers.
     """
 
@@ -55,13 +62,14 @@ class Wire:
         answers: Callable[[str, int], object],
         *,
         hang_up: bool = False,
-        port: int = 0,
+        listener: socket.socket | None = None,
         status: int = 200,
     ) -> None:
         self._answers = answers
         self._status = status
         self._hang_up = hang_up
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener = listener or held_port()
+        self._listener.listen()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.names: list[str] = []
         self.num_connections = 0
@@ -224,46 +232,42 @@ class Time:
             self.alarms.pop(at)()
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 LEAVE = Leave(node_id=0, incarnation="a", round=1, outcome=Outcome.SUCCEEDED)
 
 
 class TestPatience:
-    def client(self, time: Time, port: int, patience: float) -> Client:
-        url = f"http://127.0.0.1:{port}"
+    def client(self, time: Time, held: socket.socket, patience: float) -> Client:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
         return Client(url, patience=patience, clock=time, sleep=time.sleep)
 
     def test_it_outlives_a_master_that_is_away_for_long(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        time, port = Time(), closed_port()
+        time, held = Time(), held_port()
         back: list[Wire] = []
-        time.alarms[1800.0] = lambda: back.append(Wire(always_well, port=port))
-        client = self.client(time, port, 3600.0)
+        time.alarms[1800.0] = lambda: back.append(Wire(always_well, listener=held))
+        client = self.client(time, held, 3600.0)
         with caplog.at_level(logging.WARNING):
             client.ask(LEAVE)
         client.close()
         back[0].close()
         first, *others, last = [record.getMessage() for record in caplog.records]
-        assert first.startswith(f"the master at http://127.0.0.1:{port} does not answer (")
+        assert first.startswith(f"the master at {back[0].url} does not answer (")
         assert first.endswith("; trying again for up to 60 min to leave the job")
         assert len(others) == pytest.approx(1800 / LOG_EVERY, abs=2)
         assert last == "the master answers again, after 1800 s"
 
     def test_it_ends(self) -> None:
         time = Time()
-        with pytest.raises(MasterError, match="is it running, and can this machine reach it"):
-            self.client(time, closed_port(), 100.0).ask(LEAVE)
+        refused = pytest.raises(MasterError, match="is it running, and can this machine reach it")
+        with held_port() as held, refused:
+            self.client(time, held, 100.0).ask(LEAVE)
         assert 100 <= time.now < 102
 
     def test_a_node_that_goes_in_any_case_has_little(self) -> None:
         time = Time()
-        with pytest.raises(MasterError):
-            self.client(time, closed_port(), 3600.0).ask(LEAVE, patience=10.0)
+        with held_port() as held, pytest.raises(MasterError):
+            self.client(time, held, 3600.0).ask(LEAVE, patience=10.0)
         assert 10 <= time.now < 12
 
 
@@ -364,8 +368,9 @@ class TestOneLine:
         return caplog.records[-1].getMessage()
 
     def test_a_missing_master(self, caplog: pytest.LogCaptureFixture) -> None:
-        url = f"http://127.0.0.1:{closed_port()}"
-        said = self.errors_of_run(caplog, "--master", url, "--master-patience", "0")
+        with held_port() as held:
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            said = self.errors_of_run(caplog, "--master", url, "--master-patience", "0")
         assert said.startswith(f"the master at {url} does not answer")
 
     def test_a_wrong_token(self, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
