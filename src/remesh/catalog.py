@@ -32,6 +32,7 @@ from typing import Self
 
 import msgspec
 
+from remesh._repr import short_repr
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -107,6 +108,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     platform: str = ""
     versions: dict[str, str] = {}
 
+    __repr__ = short_repr
+
 
 class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
     """What a manager records with each checkpoint.
@@ -128,6 +131,8 @@ class ManagerNote(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[str, ...] = ()
     trackers: dict[str, TrackerRun] = {}
     provenance: Provenance = Provenance()
+
+    __repr__ = short_repr
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -171,6 +176,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_failures: int = 0
     problem: str = ""
     note: ManagerNote | None = None
+
+    __repr__ = short_repr
 
 
 class _Failures(msgspec.Struct, frozen=True):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from remesh._repr import short_repr
+
 __all__ = ["LOAD_POINTS", "SAVE_POINTS", "Event", "Moment", "Timeline"]
 
 
@@ -97,6 +99,8 @@ class Moment:
     seconds: float
     thread: int
     thread_name: str
+
+    __repr__ = short_repr
 
 
 class Timeline:

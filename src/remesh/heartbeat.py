@@ -34,6 +34,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from remesh._repr import short_repr
 from remesh.errors import StorageError
 
 __all__ = ["Heartbeat", "read_heartbeat", "request", "write_heartbeat"]
@@ -66,6 +67,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
     time: float
     step_seconds: float | None
     waits: bool = False
+
+    __repr__ = short_repr
 
 
 def write_heartbeat(path: StrPath, beat: Heartbeat) -> None:

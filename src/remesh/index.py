@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh._repr import short_repr
 from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray, pad_dims, row_products
@@ -182,6 +183,8 @@ class Piece:
     position: int
     num_bytes: int
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -193,6 +196,8 @@ class StoredTensor:
     num_pieces: int
     num_bytes: int
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
@@ -200,6 +205,8 @@ class StoredFile:
 
     path: str
     num_bytes: int
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,6 +242,10 @@ class Index(Mapping[str, StoredTensor]):
         object.__setattr__(self, "_rows", rows)
         counts = np.bincount(self.boxes.tensor, minlength=len(tensors))
         object.__setattr__(self, "_first_piece", np.concatenate(([0], np.cumsum(counts))))
+
+    def __repr__(self) -> str:
+        num_files = len(self.files)
+        return f"Index({len(self)} tensors, {len(self.file)} pieces, {num_files} files)"
 
     def __getitem__(self, name: str) -> StoredTensor:
         row = self._rows[name]

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from remesh._repr import short_repr
 from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.comparing import Wanted, source_in_target
 from remesh.checkpoint.loading import load_into
@@ -69,6 +70,8 @@ class ReshardReport:
     buffer_bytes: int
     plan_reused: bool
     seconds: float
+
+    __repr__ = short_repr
 
 
 def reshard(

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from remesh._repr import short_repr
+
 __all__ = ["RunInfo", "run_info"]
 
 HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
@@ -43,6 +45,8 @@ class RunInfo:
     heartbeat_file: str = ""
     snapshot_dir: str = ""
     agent_dir: str = ""
+
+    __repr__ = short_repr
 
 
 def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:

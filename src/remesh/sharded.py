@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from remesh._repr import short_repr
 from remesh.dtypes import BY_NAME
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.geometry import Box, boxes_of_flat_range
@@ -68,6 +69,8 @@ class Part:
     box: Box
     data: ArrayLike
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensor:
@@ -95,6 +98,8 @@ class ShardedTensor:
     parts: tuple[Part, ...]
     replica_id: int | tuple[int, ...] | None = 0
     allow_shape_mismatch: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.global_shape)
@@ -244,6 +249,8 @@ class ShardedObject:
     global_offset: tuple[int, ...]
     replica_id: int | tuple[int, ...] = 0
 
+    __repr__ = short_repr
+
     @property
     def is_main_replica(self) -> bool:
         """Whether this rank's copy is the one that is stored."""
@@ -278,6 +285,8 @@ class ShardedTensorFactory:
     build: Callable[[str, Any], Any]
     merge: Callable[[Any], Any]
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalNonpersistentObject:
@@ -288,3 +297,5 @@ class LocalNonpersistentObject:
     """
 
     obj: Any
+
+    __repr__ = short_repr

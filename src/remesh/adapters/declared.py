@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from remesh._repr import short_repr
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
 from remesh.adapters.wrappers import entry_names, inner_attribute
 from remesh.errors import StateError
@@ -63,6 +64,8 @@ class NamedModule:
 
     module: nn.Module
     names: Names
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)

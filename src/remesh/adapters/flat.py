@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from remesh._repr import short_repr
 from remesh.adapters.tensor_parallel import Split, shard_parts
 from remesh.errors import StateError
 from remesh.geometry import boxes_of_flat_range
@@ -41,6 +42,8 @@ class FlatSpan:
     shape: tuple[int, ...]
     offset: int
     splits: tuple[Split, ...] = ()
+
+    __repr__ = short_repr
 
 
 def flat_partition(

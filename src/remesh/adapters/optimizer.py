@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from remesh._repr import short_repr
 from remesh.adapters.declared import NamedModule, module_of, parts_like, parts_of
 from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import describe_copy, leaves_of
@@ -80,6 +81,8 @@ class DescribedOptimizer:
     optimizer: Optimizer
     stands_for: Mapping[torch.Tensor, torch.Tensor | Sequence[ShardedTensor]]
     own_key: str | None = None
+
+    __repr__ = short_repr
 
 
 def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimizer) -> Rebuild:

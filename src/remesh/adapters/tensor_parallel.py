@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from remesh._repr import short_repr
 from remesh.adapters.declared import parts_of
 from remesh.adapters.dtensor import Segment, boxes_of_segments
 from remesh.errors import StateError
@@ -63,6 +64,8 @@ class Split:
     shard: int
     num_shards: int
     blocks: tuple[Block, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from remesh import values
+from remesh._repr import short_repr
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.coverage import tensors_with_holes
 from remesh.dtypes import BY_NAME
@@ -51,6 +52,8 @@ class VerifyReport:
     has_digests: bool = True
     unchecked: tuple[str, ...] = ()
     incomplete: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     @property
     def ok(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from remesh._repr import short_repr
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
@@ -48,6 +50,8 @@ class RestoreReport:
     group_bytes_needed: int = 0
     group_bytes_read: int = 0
     unchecked: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def __str__(self) -> str:
         counts = [

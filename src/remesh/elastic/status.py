@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from remesh._repr import short_repr
 from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
 from remesh.elastic.job import HistoryLine, Job, charges_of, restart_budget
@@ -44,6 +45,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     check: str
     reason: str
 
+    __repr__ = short_repr
+
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that reports steps.
@@ -64,6 +67,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     slow: float | None
     behind: bool
 
+    __repr__ = short_repr
+
 
 class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
     """One failed process, and the decision on the failures of its node.
@@ -75,6 +80,8 @@ class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
 
     signal: str
     decision: str
+
+    __repr__ = short_repr
 
 
 class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +99,8 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     cause: str
     failures: tuple[FailureStatus, ...]
+
+    __repr__ = short_repr
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +152,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stacks: dict[int, str]
     history: tuple[HistoryLine, ...]
     warnings: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
 
 def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from remesh._repr import short_repr
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import flat_param, native, paddle, torch_dcp, torch_file, zarr
 from remesh.formats.building import exists
@@ -41,6 +42,8 @@ class Source:
     path: Any
     format: str | None = None
     allow: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from remesh import __version__
+from remesh._repr import short_repr
 from remesh.dtypes import CarrierDType, DType
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
 from remesh.formats import native
@@ -59,6 +60,8 @@ class FileReport:
     path: str
     state: DataFileState
     problem: str
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class RepairReport:
     num_bytes: int
     notes: tuple[str, ...]
 
+    __repr__ = short_repr
+
     @property
     def is_complete(self) -> bool:
         """Whether everything that was saved once is saved again, and digests prove it."""
@@ -142,6 +147,8 @@ class RepairPlan:
     tensors: ScannedTensors
     document: native.ValuesDocument
     report: RepairReport
+
+    __repr__ = short_repr
 
 
 def repair(

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from remesh._repr import short_repr
+
 Buffer = npt.NDArray[np.uint8]
 """One-dim writable bytes, usually from `aligned_buffer`."""
 
@@ -26,6 +28,8 @@ class FileSystemSpace:
     identity: str
     free_bytes: int
     directory: str = ""
+
+    __repr__ = short_repr
 
 
 class Writer(Protocol):

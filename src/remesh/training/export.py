@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from remesh._repr import short_repr
 from remesh.adapters.memory import torch_dtype
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
@@ -92,6 +93,8 @@ class ExportReport:
     num_bytes: int
     tied: Mapping[str, str]
     seconds: float
+
+    __repr__ = short_repr
 
 
 def export_weights(

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from remesh import catalog
+from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
@@ -52,6 +53,8 @@ class Resumed:
     trackers: Mapping[str, TrackerRun]
     report: RestoreReport
     from_memory: bool = False
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, slots=True)

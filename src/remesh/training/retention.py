@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from remesh import catalog
+from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo
 from remesh.storage import Storage
 
@@ -95,6 +96,8 @@ class Fate:
 
     info: CheckpointInfo
     reasons: tuple[str, ...]
+
+    __repr__ = short_repr
 
     @property
     def is_kept(self) -> bool:

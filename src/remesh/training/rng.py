@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh._repr import short_repr
 from remesh.errors import StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.integrity import raw_digest
@@ -61,6 +62,8 @@ class Randomness:
     role: Mapping[str, tuple[int, int]] | None = None
     generators: Mapping[str, object] = field(default_factory=dict)
     seed: int = 0
+
+    __repr__ = short_repr
 
 
 def role_in(mesh: Any, axes: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:

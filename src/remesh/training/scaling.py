@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.optim import Optimizer
 
+from remesh._repr import short_repr
 from remesh.training.steps import GlobalBatch
 
 ScalingRule = Literal["none", "linear", "sqrt", "accumulate"]
@@ -54,6 +55,8 @@ class ScalingDecision:
     old: GlobalBatch
     new: GlobalBatch
     lr_factor: float
+
+    __repr__ = short_repr
 
     def to_value(self) -> dict[str, Any]:
         """As a plain value, to be kept in a state."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from remesh._repr import short_repr
 from remesh.transform import evaluate, inverse
 from remesh.transform.info import Described, TensorInfo, infos_of
 from remesh.transform.parser import Program, parse
@@ -46,6 +47,8 @@ class Transform:
     statements: tuple[Statement, ...]
     owners: Mapping[str, str]
     undone: tuple[Statement, ...] | None
+
+    __repr__ = short_repr
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
         self._set(parse(program), dict(owners or {}), None)

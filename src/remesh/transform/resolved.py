@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from remesh._repr import short_repr
 from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.transform.expressions import Node, Origin
@@ -33,6 +34,8 @@ class Region:
     steps: Rearrangement
     target_box: Box
     dtypes: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def restrict(self, source_box: Box) -> tuple[Region, ...]:
         """What becomes of a part of the source's box: disjoint regions that cover just that."""
@@ -103,6 +106,8 @@ class Resolved:
     unused_results: tuple[str, ...]
     plans: Mapping[str, Plan] = field(repr=False)
     unused: tuple[str, ...] = field(init=False)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         used = {name for target in self.plans for name in self.sources_of(target)}

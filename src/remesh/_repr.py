@@ -1,0 +1,51 @@
+"""A `repr` that fits on a line or two, for objects that hold states, tensors and long lists.
+
+Fields that are empty are left out, long ones are counted, arrays are shown by type and shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+MAX_FIELD = 60
+MAX_ENTRIES = 4
+MAX_CHARS = 180
+
+
+def short_repr(self: Any) -> str:
+    """The `__repr__` of a dataclass or a msgspec struct."""
+    names = getattr(self, "__struct_fields__", None)
+    if names is None:
+        names = [field.name for field in dataclasses.fields(self) if field.repr]
+    values = {name: getattr(self, name) for name in names}
+    shown = [f"{name}={_shown(value)}" for name, value in values.items() if not _is_empty(value)]
+    text = ", ".join(shown)
+    while len(text) > MAX_CHARS:
+        shown.pop()
+        text = ", ".join([*shown, "..."])
+    return f"{type(self).__name__}({text})"
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _is_empty(value: object) -> bool:
+    is_collection = isinstance(value, Collection) and not _is_array(value)
+    return value is None or (is_collection and not value)
+
+
+def _shown(value: Any) -> str:
+    """The value of a field."""
+    if _is_array(value) and not dataclasses.is_dataclass(value):
+        return f"<{value.dtype} {tuple(value.shape)}>"
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= MAX_FIELD else f"{value[:MAX_FIELD]!r}..."
+    is_collection = isinstance(value, Collection)
+    if not is_collection or len(value) <= MAX_ENTRIES:
+        text = repr(value)
+        if len(text) <= MAX_FIELD and "\n" not in text:
+            return text
+    return f"<{len(value)} entries>" if is_collection else f"<{type(value).__name__}>"
