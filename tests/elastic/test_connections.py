@@ -41,9 +41,9 @@ class TestWhichHaveToGo:
     def test_those_that_have_not_asked_in_time(self) -> None:
         connections = Connections(10)
         silent, asking, idle = (connections.open(0.0) for _ in range(3))
-        asking.ask()
-        idle.ask()
-        idle.answer(1.0)
+        asking.begin_request()
+        idle.begin_request()
+        idle.end_request(1.0)
         assert connections.overdue(REQUEST_SECONDS) == []
         assert connections.overdue(REQUEST_SECONDS + 1) == [silent]
         connections.close(silent)
@@ -54,11 +54,11 @@ class TestWhichHaveToGo:
         connections = Connections(4)
         busy, idle, idle_since_long, silent = (connections.open(float(n)) for n in range(4))
         for connection in (busy, idle, idle_since_long):
-            connection.ask()
-        idle.answer(9.0)
-        idle_since_long.answer(5.0)
+            connection.begin_request()
+        idle.end_request(9.0)
+        idle_since_long.end_request(5.0)
         order = []
-        while (least := connections.least_missed()) is not None:
+        while (least := connections.first_to_close()) is not None:
             order.append(least)
             connections.close(least)
         assert order == [silent, idle_since_long, idle]

@@ -1,11 +1,11 @@
-"""The master's open connections: how many there may be, and which have to go.
+"""The master's open connections: how many there may be, and which are closed first.
 
-Connections that say nothing must not keep the nodes of a job out. A connection has some seconds to
-send a whole request. When as many are open as there may be, one makes room for the next: first
-those that have never sent a valid request, then those that wait for their next one, the longest
-silent first. Connections whose request is being answered stay.
+Idle connections must not keep the nodes of a job from their master. A connection has some seconds
+to send a whole request. At the limit, one is closed for the next: first those that have never sent
+a valid request, then those that wait for their next one, the longest silent first. Connections
+whose request is being answered stay open.
 
-`Connections` decides, without sockets, by the time that it is told. `Doors` accepts and closes.
+`Connections` decides which, without sockets and clock. `Listener` accepts and closes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEPT_FILES = 64
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One that is open.
+    """An open connection.
 
     Attributes:
         since: When it was opened, or answered last.
@@ -46,12 +46,12 @@ class Connection:
     is_known: bool = False
     num_running: int = 0
 
-    def ask(self) -> None:
-        """A valid request is here, whole."""
+    def begin_request(self) -> None:
+        """A valid request has arrived whole."""
         self.is_known = True
         self.num_running += 1
 
-    def answer(self, now: float) -> None:
+    def end_request(self, now: float) -> None:
         """It is answered."""
         self.num_running -= 1
         self.since = now
@@ -59,7 +59,7 @@ class Connection:
 
 @dataclass(slots=True)
 class Connections:
-    """Those that are open.
+    """The open connections.
 
     Attributes:
         most: How many there may be.
@@ -72,17 +72,17 @@ class Connections:
         return len(self._open)
 
     def open(self, now: float) -> Connection:
-        """One more."""
+        """Add a connection."""
         connection = Connection(now)
         self._open.add(connection)
         return connection
 
     def close(self, connection: Connection) -> None:
-        """One less."""
+        """Remove a connection."""
         self._open.discard(connection)
 
     def overdue(self, now: float) -> list[Connection]:
-        """Those that have been silent for too long."""
+        """Connections whose time for a request has passed."""
         return [
             connection
             for connection in self._open
@@ -90,20 +90,20 @@ class Connections:
             and now - connection.since > (IDLE_SECONDS if connection.is_known else REQUEST_SECONDS)
         ]
 
-    def least_missed(self) -> Connection | None:
-        """The one that makes room for another; None if all are being answered."""
+    def first_to_close(self) -> Connection | None:
+        """The one to close for another; None if all are being answered."""
         silent = [connection for connection in self._open if not connection.num_running]
         return min(silent, key=lambda each: (each.is_known, each.since), default=None)
 
 
 def max_connections() -> int:
-    """As many as this process may have files open, without those that it needs."""
+    """The limit of open files of this process, without those that it needs."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - KEPT_FILES, 16)
 
 
-class Doors:
-    """Accepts connections.
+class Listener:
+    """Accepts connections, and closes those that `Connections` names.
 
     Args:
         tls: Certificate and key, if it speaks HTTPS.
@@ -156,7 +156,7 @@ class Doors:
         return None if transport is None else self._of.get(transport)
 
     async def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -193,7 +193,7 @@ class Doors:
         accepted: socket.socket,
         make: Callable[[], asyncio.Protocol],
     ) -> None:
-        """Let a connection speak; with TLS this takes as long as the other side likes."""
+        """Connect the protocol to a socket; with TLS this takes as long as the peer makes it."""
         try:
             transport, _protocol = await self._loop.connect_accepted_socket(
                 make, accepted, ssl=self._tls
@@ -203,18 +203,16 @@ class Doors:
             self._forget(connection)
             return
         self._of[transport] = connection
-        # abort: what is still to be sent may never be taken.
+        # abort: the peer may never read what is still to be sent.
         self._closers[connection] = transport.abort
 
     def _make_room(self) -> bool:
-        """Close what is closed already, or the connection that is missed least."""
+        """Forget what is closed already, or close a connection."""
         if self._forget_closed():
             return True
-        connection = self._connections.least_missed()
+        connection = self._connections.first_to_close()
         if connection is None:
-            log.warning(
-                "all %d connections are in use; others have to wait", len(self._connections)
-            )
+            log.warning("all %d connections are in use; further ones wait", len(self._connections))
             return False
         if connection.is_known:
             log.warning("too many connections are open: idle ones are closed")

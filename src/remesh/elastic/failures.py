@@ -1,7 +1,7 @@
-"""Whose fault a failure is, and what follows from it: pure functions.
+"""The cause of a failure, and what follows from it: pure functions.
 
-When one process of a job dies, its peers die of it: their collectives lose a partner. Restarts are
-charged to the node where it began, and its error is the one that people should read. What is known
+When one process of a job dies, its peers fail too: their collectives lose a partner. Restarts are
+charged to the node where the failure began, and its error is shown first. What is known
 of each failed process (exit code, signal, message, last lines of its log) is sorted into kinds by
 `classify`; `root_cause` orders the failures of a round; `decide` says what a node does next.
 
@@ -169,7 +169,7 @@ def is_consequence(failure: ProcessFailure, patterns: Patterns) -> bool:
 def root_cause(failures: Sequence[ProcessFailure], patterns: Patterns) -> list[ProcessFailure]:
     """Failures with the likeliest root cause first.
 
-    What lost a partner or was told to stop comes after everything else; within each half the
+    Processes that lost a partner or were stopped come after all others; within each half the
     earliest comes first, by the clocks of the nodes, which may differ a little.
     """
 

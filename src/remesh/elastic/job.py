@@ -209,13 +209,13 @@ def assign_id(
 ) -> tuple[int, str] | None:
     """The id of a node, and the name that this id has from now on.
 
-    It is the id it wants, the one its name had, or the smallest free one. If an agent of that name
+    It is the requested id, the one its name had, or the smallest free one. If an agent of that name
     lives, the name gets a number.
 
     Args:
         job: The job.
         name: The name that the node asks for.
-        wanted: The id it wants; None if any will do.
+        wanted: The requested id; None for any.
         has_living_agent: Whether another agent holds an id and lives; None if that is not known.
 
     Returns:

@@ -68,13 +68,13 @@ class Live:
     @classmethod
     def after_start(cls, job: Job, now: float) -> Live:
         """At the start of a master: the nodes of the job count as just heard."""
-        world = job.rendezvous
-        known = {} if world is None else {node.id: node for node in world.world} | world.ready
+        nodes = job.rendezvous
+        known = {} if nodes is None else {node.id: node for node in nodes.world} | nodes.ready
         progress = begin(now if job.began is None else job.began)
         return cls(
             heard={node.id: (node.incarnation, now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
-            round=0 if world is None else world.round,
+            round=0 if nodes is None else nodes.round,
             recorded_at=now,
         )
 
@@ -107,13 +107,13 @@ def has_living_agent(
     Returns:
         None if that is not known yet: the other may have died just now.
     """
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return False
-    holder = world.known(node_id)
-    if holder is None and node_id in world.finished:
-        holder = world.member(node_id)
-    if holder is None or incarnation in (holder.incarnation, *world.replaced):
+    holder = nodes.known(node_id)
+    if holder is None and node_id in nodes.finished:
+        holder = nodes.member(node_id)
+    if holder is None or incarnation in (holder.incarnation, *nodes.replaced):
         return False
     claimant, since = live.claims.get(node_id, ("", now))
     if claimant != incarnation:
@@ -137,11 +137,11 @@ def extend_deadlines(live: Live, seconds: float) -> None:
 
 def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
-    world = job.rendezvous
-    if world is None or beat.round != world.round or beat.node_id not in world.active:
+    nodes = job.rendezvous
+    if nodes is None or beat.round != nodes.round or beat.node_id not in nodes.active:
         return []
-    if live.round != world.round:
-        live.round = world.round
+    if live.round != nodes.round:
+        live.round = nodes.round
         live.progress = begin_round(live.progress, now)
         live.ranks = {}
     events: list[Event] = []
@@ -172,23 +172,23 @@ def hear_stacks(live: Live, job: Job, request: ReportStacks) -> None:
 
 def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
     """The events that the passing of time causes."""
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return []
-    if world.outcome is not None:
+    if nodes.outcome is not None:
         # Once: the status of a job that has ended does not change when its master restarts.
         return [ProgressRecorded(live.progress)] if live.progress != job.progress else []
     events: list[Event] = []
     limit = job.policy.heartbeat_timeout
-    for node_id in (*world.active, *world.ready):
-        known = world.known(node_id)
+    for node_id in (*nodes.active, *nodes.ready):
+        known = nodes.known(node_id)
         assert known is not None
         incarnation, at = live.heard.get(node_id, ("", now))
         if incarnation != known.incarnation:
             live.heard[node_id] = (known.incarnation, now)
         elif now - at > limit:
             events.append(NodeLost(node_id=node_id, incarnation=incarnation))
-    if live.round == world.round and not events:
+    if live.round == nodes.round and not events:
         events += _hang_events(live, job, now)
         if now - live.recorded_at >= RECORD_EVERY and live.progress != job.progress:
             live.recorded_at = now
@@ -197,18 +197,18 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
 
 
 def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
-    world = job.rendezvous
-    assert world is not None
+    nodes = job.rendezvous
+    assert nodes is not None
     if job.hanging is not None:
-        all_here = world.active <= live.answered
+        all_here = nodes.active <= live.answered
         if all_here or now - live.hung_at > STACKS_TIMEOUT:
             live.progress = msgspec.structs.replace(live.progress, moved=now)
-            return [StacksCollected(world.round)]
+            return [StacksCollected(nodes.round)]
         return []
     if job.hang_restart is None and hangs(live.progress, now, job.policy.hang_timeout):
         silent = now - live.progress.moved
         lagging = lagging_ranks(live.ranks)
         who = f"; ranks {', '.join(map(str, lagging))} are behind the others" if lagging else ""
         live.hung_at, live.stacks, live.answered = now, {}, set()
-        return [HangDetected(world.round, f"no rank has finished a step for {silent:.0f} s{who}")]
+        return [HangDetected(nodes.round, f"no rank has finished a step for {silent:.0f} s{who}")]
     return []

@@ -183,7 +183,7 @@ class Join(Request[JoinReply], frozen=True, kw_only=True, tag="join"):
         address: Where other nodes reach it.
         num_processes: Training processes that it starts.
         after_round: The last round that this agent was in; 0 before its first.
-        settings: What the job wants; the same on all nodes.
+        settings: Sizes of the world, and time limits; the same on all nodes.
         max_restarts: How many restarts a node may be charged with.
     """
 

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job wants of its worlds.
+    """The sizes of the worlds of a job, and its time limits.
 
     Attributes:
         min_nodes: Fewest nodes that can train.
@@ -78,7 +78,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: Its place in the order of ranks; the same when it comes back.
         incarnation: Differs for every agent process.
-        name: What people call it.
+        name: Its name.
         address: Where other nodes reach it.
         num_processes: Training processes that it starts.
     """
@@ -112,7 +112,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a job, and the world that they form.
 
     Attributes:
-        settings: What the job wants.
+        settings: Sizes and time limits.
         round: Number of the last world that was formed; 0 before the first.
         world: Its members, in the order of their ranks.
         active: Ids of members that are still in it.
@@ -321,7 +321,7 @@ def is_replaced(state: Rendezvous, node: Node) -> bool:
 
 
 def exclusion_of(state: Rendezvous, node: Node) -> str | None:
-    """Why a node is not used; None if it may be. A new agent starts with a clean slate."""
+    """Why a node is not used; None if it may be used. It holds for its agent only."""
     incarnation, reason = state.excluded.get(node.id, ("", ""))
     return reason if incarnation == node.incarnation else None
 

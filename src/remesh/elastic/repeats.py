@@ -1,4 +1,4 @@
-"""A log that says a repeated thing once, and how often it was repeated."""
+"""A log filter that passes a repeated message once, with the number of repeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 QUIET_SECONDS = 60.0
-"""How long a message is not said again."""
+"""Seconds for which a message is not logged again."""
 MAX_MESSAGES = 1000
 """Messages after which all are forgotten."""
 
@@ -25,7 +25,7 @@ class RepeatFilter(logging.Filter):
         self._said: dict[tuple[int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a message is to be said."""
+        """Whether a message is logged."""
         now, message = self._clock(), (record.levelno, str(record.msg))
         at, num_repeated = self._said.get(message, (None, 0))
         if at is not None and now - at < QUIET_SECONDS:

@@ -25,16 +25,23 @@ from remesh.elastic.rendezvous import (
 
 
 def assignments_of(job: Job) -> dict[int, Assignment]:
-    """The assignment of every member of the current world, by node id."""
+    """The assignment of every member of the current nodes, by node id."""
     if job.rendezvous is None or not job.rendezvous.world:
         return {}
-    world = job.rendezvous.world
-    total = sum(node.num_processes for node in world)
+    world_nodes = job.rendezvous.world
+    total = sum(node.num_processes for node in world_nodes)
     timeout = job.policy.heartbeat_timeout
     assignments, first = {}, 0
-    for rank, node in enumerate(world):
+    for rank, node in enumerate(world_nodes):
         assignments[node.id] = Assignment(
-            node.id, job.rendezvous.round, rank, len(world), first, total, world[0], timeout
+            node.id,
+            job.rendezvous.round,
+            rank,
+            len(world_nodes),
+            first,
+            total,
+            world_nodes[0],
+            timeout,
         )
         first += node.num_processes
     return assignments
@@ -48,27 +55,27 @@ def join_reply(job: Job, node: Node, assignments: Mapping[int, Assignment]) -> J
         node: The node, with its id.
         assignments: `assignments_of(job)`.
     """
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return None
-    if world.outcome is not None:
-        return JobEnded(world.outcome, world.reason)
-    if is_replaced(world, node):
+    if nodes.outcome is not None:
+        return JobEnded(nodes.outcome, nodes.reason)
+    if is_replaced(nodes, node):
         return Rejected(f"another agent has taken over node id {node.id}")
-    reason = exclusion_of(world, node)
+    reason = exclusion_of(nodes, node)
     if reason is not None:
         return Rejected(reason)
-    if world.member(node.id) != node or node.id not in world.active:
+    if nodes.member(node.id) != node or node.id not in nodes.active:
         return None
     if job.check is None:
         return assignments.get(node.id)
     if node.id in job.check.reports:
         return None
     group = next((group for group in job.check.groups if node.id in group), ())
-    members = tuple(member for member in map(world.member, group) if member is not None)
+    members = tuple(member for member in map(nodes.member, group) if member is not None)
     check = job.check
     timeout = job.policy.heartbeat_timeout
-    return NodeTest(node.id, world.round, check.number, len(check.results), members, timeout)
+    return NodeTest(node.id, nodes.round, check.number, len(check.results), members, timeout)
 
 
 def waiting(job: Job, node: Node) -> Waiting:
@@ -77,39 +84,39 @@ def waiting(job: Job, node: Node) -> Waiting:
 
 
 def _wait_reason(job: Job) -> str:
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return "no node has joined"
     if job.check is not None:
         return f"check {job.check.number} is running"
-    if world.active:
+    if nodes.active:
         return (
-            f"round {world.round} runs on {len(world.active)} nodes; {len(world.ready)} are ready "
+            f"round {nodes.round} runs on {len(nodes.active)} nodes; {len(nodes.ready)} are ready "
             "for a larger world"
         )
-    settings = world.settings
+    settings = nodes.settings
     return (
-        f"{len(world.ready)} nodes are ready, the world has {settings.min_nodes} to "
+        f"{len(nodes.ready)} nodes are ready, the world has {settings.min_nodes} to "
         f"{settings.max_nodes} in multiples of {settings.node_unit}"
     )
 
 
 def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
     """What a node should do that runs processes."""
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return BeatReply(restart=Change.STALE, reason="the master knows no round")
-    if world.outcome is not None:
-        return BeatReply(outcome=world.outcome, reason=world.reason)
-    current = beat.round == world.round
-    member = world.member(beat.node_id)
+    if nodes.outcome is not None:
+        return BeatReply(outcome=nodes.outcome, reason=nodes.reason)
+    current = beat.round == nodes.round
+    member = nodes.member(beat.node_id)
     if not current or member is None or member.incarnation != beat.incarnation:
         reason = f"round {beat.round} is over for node {beat.node_id}"
         return BeatReply(restart=Change.STALE, reason=reason)
     dump = job.dump if job.hanging is not None else 0
     if job.hang_restart is not None:
         return BeatReply(restart=Change.HANG, reason=job.hang_restart[1], dump=dump)
-    change = restart_reason(world, beat.node_id, beat.round)
+    change = restart_reason(nodes, beat.node_id, beat.round)
     awaits = awaits_checkpoint(job, now)
     if change is not None and (change[0] is not Change.GROW or not awaits):
         return BeatReply(restart=change[0], reason=change[1], dump=dump)

@@ -134,13 +134,15 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def make_app(master: Master, options: ServerOptions, doors: connections.Doors) -> web.Application:
+def make_app(
+    master: Master, options: ServerOptions, listener: connections.Listener
+) -> web.Application:
     """The web application of a master.
 
     Args:
         master: The master.
         options: How it can be reached.
-        doors: Where its connections come in.
+        listener: Its connections.
     """
     limit = RateLimit(options.max_requests_per_second)
 
@@ -160,7 +162,7 @@ def make_app(master: Master, options: ServerOptions, doors: connections.Doors) -
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application(
-        middlewares=[_make_guard(master, options, doors)],
+        middlewares=[_make_guard(master, options, listener)],
         client_max_size=options.max_request_bytes,
     )
     app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
@@ -184,7 +186,9 @@ def _too_many() -> web.Response:
     return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
 
 
-def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors) -> Middleware:
+def _make_guard(
+    master: Master, options: ServerOptions, listener: connections.Listener
+) -> Middleware:
     """Refuses requests without the token, and those that do not arrive whole in time."""
     wrong = RateLimit(MAX_WRONG_TOKENS)
     wanted = f"Bearer {options.token}".encode()
@@ -206,14 +210,14 @@ def _make_guard(master: Master, options: ServerOptions, doors: connections.Doors
             reply = _reply(Problem("the request took too long to come"), 408)
             reply.force_close()
             return reply
-        connection = doors.of(request.transport) if trusted else None
+        connection = listener.of(request.transport) if trusted else None
         if connection is None:
             return await handler(request)
-        connection.ask()
+        connection.begin_request()
         try:
             return await handler(request)
         finally:
-            connection.answer(asyncio.get_running_loop().time())
+            connection.end_request(asyncio.get_running_loop().time())
 
     return guard
 
@@ -276,18 +280,18 @@ async def serve(
     for logger in quiet:
         logger.addFilter(once)
     most = options.max_connections or connections.max_connections()
-    doors = connections.Doors(options.tls, most)
-    app = make_app(master, options, doors)
+    listener = connections.Listener(options.tls, most)
+    app = make_app(master, options, listener)
     runner = web.AppRunner(app, access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
     try:
-        port = doors.listen(runner.server, options.host, options.port)
+        port = listener.listen(runner.server, options.host, options.port)
         scheme = "https" if options.tls is not None else "http"
         on_ready(f"{scheme}://{options.host}:{port}")
         await master.keep_time(end_with_job=end_with_job)
     finally:
-        await doors.close()
+        await listener.close()
         await runner.cleanup()
         await master.close()
         for logger in quiet:

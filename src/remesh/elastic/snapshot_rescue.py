@@ -1,13 +1,13 @@
 """Brings the newest snapshot from the memory of the nodes to storage, when a job ends in failure.
 
-The memory goes with the agents. While the job lives that does no harm, since its processes start
-again and save at once what they found in memory. When nobody starts again, the agents store it:
-each copies the data files that its node has, and leaves a note for each that is whole. Whoever
-finds notes for all files puts the commit record. So no agent has to know of the others, the last
-one commits, and if files are lost, nobody does.
+Snapshots in memory end with the agents. While the job runs, its processes start again and save at
+once what they loaded from memory. When the job ends in failure, the agents store it: each copies
+the data files of its node, and writes a note for each whole file. An agent that finds notes for all
+files writes the commit record. So agents need not exchange messages, the last one commits, and if
+files are lost, there is no commit.
 
-A process may have died while the newest snapshot was committed, which then is so on some nodes
-only. Therefore the one before is brought to storage as well, unless the newest is there by then.
+A process may have died during the commit of the newest snapshot, which is then committed on some
+nodes only. Therefore the one before is stored as well, unless the newest is in storage by then.
 
 The name of a snapshot may be taken in the root by a checkpoint of another run, or by one that is
 damaged. The snapshot is then stored under a name that begins with its save id.

@@ -1,7 +1,7 @@
-"""Where processes are at the moment: the stacks of all their threads.
+"""The stacks of all threads of a process.
 
-py-spy reads them from outside, without the process's help, if it is installed and the kernel lets
-it. Otherwise the process is asked, if it answers (`remesh.heartbeat.answer_stack_requests`, which
+py-spy reads them from outside, if it is installed and the kernel permits it. Otherwise the process
+writes them on a signal, if it has a handler (`remesh.heartbeat.answer_stack_requests`, which
 `remesh.Manager` calls).
 """
 

@@ -158,7 +158,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
     """The status of a job."""
-    world = job.rendezvous
+    nodes = job.rendezvous
     phase, reason = _phase(job)
     return Status(
         time=now,
@@ -166,13 +166,13 @@ def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) 
         ended=job.ended,
         phase=phase,
         reason=reason,
-        round=0 if world is None else world.round,
-        num_restarts=0 if world is None else max(world.round - 1, 0),
-        min_nodes=0 if world is None else world.settings.min_nodes,
-        max_nodes=0 if world is None else world.settings.max_nodes,
-        node_unit=1 if world is None else world.settings.node_unit,
+        round=0 if nodes is None else nodes.round,
+        num_restarts=0 if nodes is None else max(nodes.round - 1, 0),
+        min_nodes=0 if nodes is None else nodes.settings.min_nodes,
+        max_nodes=0 if nodes is None else nodes.settings.max_nodes,
+        node_unit=1 if nodes is None else nodes.settings.node_unit,
         max_restarts=job.max_restarts,
-        restart_budget="" if world is None else restart_budget(job),
+        restart_budget="" if nodes is None else restart_budget(job),
         nodes=_nodes(job, live, now),
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
@@ -186,45 +186,45 @@ def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) 
 
 
 def _phase(job: Job) -> tuple[str, str]:
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return "waiting", "no node has joined"
-    if world.outcome is not None:
-        return world.outcome.value, world.reason
+    if nodes.outcome is not None:
+        return nodes.outcome.value, nodes.reason
     if job.check is not None:
-        return "checking", f"check {job.check.number} tests {len(world.world)} nodes"
+        return "checking", f"check {job.check.number} tests {len(nodes.world)} nodes"
     if job.hanging is not None:
         return "hanging", job.hanging[1]
-    if world.active:
-        return "running", f"round {world.round} on {len(world.active)} of {len(world.world)} nodes"
-    return "waiting", f"{len(world.ready)} nodes are ready, {world.settings.min_nodes} are needed"
+    if nodes.active:
+        return "running", f"round {nodes.round} on {len(nodes.active)} of {len(nodes.world)} nodes"
+    return "waiting", f"{len(nodes.ready)} nodes are ready, {nodes.settings.min_nodes} are needed"
 
 
 def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
-    world = job.rendezvous
-    if world is None:
+    nodes = job.rendezvous
+    if nodes is None:
         return ()
-    known = {node.id: node for node in world.world} | world.ready
-    ranks = {node.id: rank for rank, node in enumerate(world.world)}
+    known = {node.id: node for node in nodes.world} | nodes.ready
+    ranks = {node.id: rank for rank, node in enumerate(nodes.world)}
     firsts, first = {}, 0
-    for node in world.world:
+    for node in nodes.world:
         firsts[node.id] = first
         first += node.num_processes
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
 
     def state_of(node: Node) -> str:
-        if exclusion_of(world, node) is not None:
+        if exclusion_of(nodes, node) is not None:
             return "excluded"
-        if node.id in world.active:
+        if node.id in nodes.active:
             return "draining" if node.id in draining else "active"
-        if node.id in world.ready:
+        if node.id in nodes.ready:
             return "ready"
-        return "finished" if node.id in world.finished else "gone"
+        return "finished" if node.id in nodes.finished else "gone"
 
     statuses = []
     for node_id, node in known.items():
         heard = live.heard.get(node_id)
-        working = node_id in world.active
+        working = node_id in nodes.active
         statuses.append(
             NodeStatus(
                 id=node_id,
@@ -237,7 +237,7 @@ def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
                 last_heard=None if heard is None else max(now - heard[1], 0.0),
                 num_charged=charges_of(job, node_id, now).count,
                 check=job.check_findings.get(node_id, ""),
-                reason=exclusion_of(world, node) or "",
+                reason=exclusion_of(nodes, node) or "",
             )
         )
     statuses += _excluded(job, live, known, now)
@@ -245,7 +245,7 @@ def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
 
 
 def _excluded(job: Job, live: Live, shown: Mapping[int, Node], now: float) -> list[NodeStatus]:
-    """Nodes that are excluded and not in the current world."""
+    """Nodes that are excluded and not in the current nodes."""
     assert job.rendezvous is not None
     names = {node_id: name for name, node_id in job.names.items()}
     statuses = []
