@@ -154,6 +154,7 @@ class Description:
         paths: Path of each stored name that belongs to a place in the state.
         sequences: Paths of lists and tuples on the way to leaves.
         optional: Names that may be absent from the checkpoint without being missed.
+        fixed: Names of values that must be stored as they are; a load does not replace them.
         dropped: Entries of plain dicts that the checkpoint lacks, and that go with the old content.
         rebuild: Puts loaded values back; set by `describe`.
     """
@@ -165,10 +166,13 @@ class Description:
     paths: dict[str, Path] = field(default_factory=dict)
     sequences: dict[Path, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
     rebuild: Rebuild = field(default=lambda _loaded: None)
 
 
+TENSOR_RECORD = "__tensor_flatten__"
+"""Below a tensor that is made of others: what they make. No inner tensor has this name."""
 MAX_PATH = 400
 """Keys on the way to a leaf that a stored state may have; one that is saved has a hundred."""
 _MAX_DEPTH = 100
@@ -250,6 +254,11 @@ class Walk:
         values.encode(value, name)
         self.description.values[name] = value
         return lambda loaded: loaded.value(name)
+
+    def add_fixed(self, path: Path, value: object) -> None:
+        """Record a plain value that must be stored as it is."""
+        self.add_value(path, value)
+        self.description.fixed.add(name_of(path))
 
     def add_array(
         self, path: Path, array: ArrayLike, role: Role, *, alias_key: object = None

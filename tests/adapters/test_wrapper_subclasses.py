@@ -1,17 +1,37 @@
-"""Tensors that are made of other tensors are refused by their type and by what they are made of."""
+"""Tensors that are made of other tensors are stored as these, and loaded into what is the same."""
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import remesh
-from remesh.errors import UnsupportedValueError
+from remesh.errors import MismatchError, NameCollisionError, UnsupportedValueError
+
+
+class Rounding(enum.Enum):
+    DOWN = 0
+    UP = 1
+
+
+@dataclass
+class Options:
+    bits: int = 8
+    rounding: Rounding = Rounding.DOWN
+
+
+class Sizes(NamedTuple):
+    group: int
+
+
+class Unknown:
+    """Nothing that has a plain form."""
 
 
 class Scaled(torch.Tensor):
@@ -19,20 +39,21 @@ class Scaled(torch.Tensor):
 
     codes: torch.Tensor
     scale: torch.Tensor
+    context: object
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: object = None) -> Self:
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(cls, codes.shape, dtype=scale.dtype)
-        made.codes, made.scale = codes, scale
+        made.codes, made.scale, made.context = codes, scale, context
         return made
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "scale"], self.context
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: Any, _context: Any, _size: Any, _stride: Any) -> Scaled:
-        return cls(inner["codes"], inner["scale"])
+    def __tensor_unflatten__(cls, inner: Any, context: Any, _size: Any, _stride: Any) -> Scaled:
+        return cls(inner["codes"], inner["scale"], context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override,unused-ignore]
@@ -43,50 +64,222 @@ class Scaled(torch.Tensor):
         kwargs: Any = None,
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes.detach(), args[0].scale.detach())
+            return cls(args[0].codes.detach(), args[0].scale.detach(), args[0].context)
+        if func is torch.ops.aten.copy_.default:
+            args[0].codes.copy_(args[1].codes)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
         raise NotImplementedError(str(func))
 
 
-def scaled() -> Scaled:
-    return Scaled(torch.arange(6, dtype=torch.int8).reshape(2, 3), torch.tensor(0.5))
+class Other(Scaled):
+    """Of another class."""
 
 
-def states() -> dict[str, Any]:
+def scaled(start: int = 0, scale: float = 0.5, context: object = None) -> Scaled:
+    codes = torch.arange(start, start + 6, dtype=torch.int8).reshape(2, 3)
+    return Scaled(codes, torch.tensor(scale), context)
+
+
+def empty(context: object = None) -> Scaled:
+    return Scaled(torch.zeros(2, 3, dtype=torch.int8), torch.tensor(0.0), context)
+
+
+def check_equal(found: Any, expected: Scaled) -> None:
+    assert type(found) is type(expected)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scale, expected.scale)
+
+
+class Keeps:
+    """An object whose state dict has such a tensor."""
+
+    def __init__(self, tensor: Scaled) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+def module_with(tensor: Scaled) -> Any:
     module = nn.Module()
-    module.w = nn.Parameter(scaled(), requires_grad=False)
-    plain = nn.Linear(3, 2, bias=False)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    optimizer.state[plain.weight] = {"step": torch.tensor(1.0), "exp_avg": scaled()}
-    return {
-        "w": {"w": scaled()},
-        "model.w": {"model": module},
-        "optimizer.state.weight.exp_avg": {"model": plain, "optimizer": optimizer},
+    module.w = nn.Parameter(tensor, requires_grad=False)
+    module.register_buffer("b", scaled(9))
+    return module
+
+
+def test_inner_tensors_are_stored_under_names_of_their_own(tmp_path: Path) -> None:
+    remesh.save({"model": module_with(scaled())}, tmp_path / "c")
+    checkpoint = remesh.Checkpoint(tmp_path / "c")
+    names = {"model.w.codes", "model.w.scale", "model.b.codes", "model.b.scale"}
+    assert set(checkpoint.index) == names
+    assert checkpoint.values["model.w.__tensor_flatten__"] == {
+        "class": "tests.Scaled",
+        "tensors": {"codes": "int8", "scale": "float32"},
+        "context": None,
+        "shape": [2, 3],
+        "dtype": "torch.float32",
     }
 
 
-PROBLEM = r"a tensor of type .*Scaled keeps .* other tensors \(codes, scale\); put those"
+def test_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
+    target: dict[str, Any] = {"w": empty(), "list": [empty(), 5]}
+    whole, item = target["w"], target["list"][0]
+    remesh.save({"w": scaled(), "list": [scaled(4, 2.0), 7]}, tmp_path / "c")
+    remesh.load(target, tmp_path / "c")
+    assert target["w"] is whole
+    assert target["list"][0] is item
+    check_equal(whole, scaled())
+    check_equal(item, scaled(4, 2.0))
 
 
-@pytest.mark.parametrize("name", list(states()))
-def test_a_tensor_made_of_others_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    assert is_traceable_wrapper_subclass(scaled())
-    with pytest.raises(UnsupportedValueError, match=PROBLEM) as caught:
-        remesh.save(states()[name], tmp_path / "c")
-    assert str(caught.value).partition(": ")[0].endswith(name.rpartition(".")[2])
-    assert not (tmp_path / "c" / "remesh.json").exists()
+def test_a_parameter_is_filled_in_place(tmp_path: Path) -> None:
+    target = module_with(empty())
+    codes = target.w.codes
+    remesh.save({"model": module_with(scaled())}, tmp_path / "c")
+    remesh.load({"model": target}, tmp_path / "c")
+    check_equal(target.w.data, scaled())
+    assert target.w.codes is codes
 
 
-@pytest.mark.parametrize("name", ["w", "model.w"])
-def test_nothing_is_loaded_into_a_tensor_made_of_others(name: str, tmp_path: Path) -> None:
-    plain: dict[str, Any] = {"w": torch.ones(2, 3)}
-    remesh.save(plain if name == "w" else {"model": plain}, tmp_path / "c")
-    with pytest.raises(UnsupportedValueError, match=PROBLEM):
-        remesh.load(states()[name], tmp_path / "c")
+def test_an_object_gets_a_tensor_of_the_same_class(tmp_path: Path) -> None:
+    target = Keeps(empty("c"))
+    before = target.tensor
+    remesh.save({"kept": Keeps(scaled(context="c"))}, tmp_path / "c")
+    remesh.load({"kept": target}, tmp_path / "c")
+    check_equal(target.tensor, scaled())
+    check_equal(before, empty())  # what the object had is not written
+    assert target.tensor.context == "c"
 
 
-def test_its_inner_tensors_are_stored(tmp_path: Path) -> None:
-    source, target = scaled(), Scaled(torch.zeros(2, 3, dtype=torch.int8), torch.tensor(0.0))
-    for tensor, act in ((source, remesh.save), (target, remesh.load)):
-        act({"codes": tensor.codes, "scale": tensor.scale}, tmp_path / "c")
-    assert torch.equal(target.codes, source.codes)
-    assert torch.equal(target.scale, source.scale)
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    def tied(tensor: Scaled) -> nn.Module:
+        module = nn.Module()
+        module.a = module.b = nn.Parameter(tensor, requires_grad=False)
+        return module
+
+    remesh.save({"model": tied(scaled())}, tmp_path / "c")
+    aliases = remesh.Checkpoint(tmp_path / "c").index.aliases
+    assert aliases == {"model.b.codes": "model.a.codes", "model.b.scale": "model.a.scale"}
+    target = tied(empty())
+    remesh.load({"model": target}, tmp_path / "c")
+    check_equal(target.b.data, scaled())
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"bits": 4, "dtype": torch.int8, "device": torch.device("cpu")},
+        [True, torch.Size([2, 3]), 0.5],
+        Options(4),
+        (Sizes(32), Rounding.UP, Unknown()),
+    ],
+)
+def test_contexts_are_compared(context: Any, tmp_path: Path) -> None:
+    remesh.save({"w": scaled(context=context)}, tmp_path / "c")
+    target = {"w": empty(context)}
+    remesh.load(target, tmp_path / "c")
+    check_equal(target["w"], scaled())
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (Options(4), Options(8)),
+        (Options(4, Rounding.UP), Options(4, Rounding.DOWN)),
+        (Sizes(32), Sizes(64)),
+        ({"bits": 4}, {"bits": 4, "signed": True}),
+        (1, True),
+        (Unknown(), Options()),
+    ],
+)
+def test_another_context_is_refused(stored: Any, wanted: Any, tmp_path: Path) -> None:
+    remesh.save({"w": scaled(context=stored)}, tmp_path / "c")
+    target = {"w": empty(wanted)}
+    with pytest.raises(MismatchError, match=r"w: context .* is stored, .* is wanted") as caught:
+        remesh.load(target, tmp_path / "c", cast=True, missing="keep")
+    assert len(caught.value.conflicts) == 1
+    check_equal(target["w"], empty())
+
+
+def refused(state: dict[str, Any], path: Path, **options: Any) -> str:
+    """The only conflict of a load."""
+    with pytest.raises(MismatchError) as caught:
+        remesh.load(state, path, **options)
+    assert not caught.value.missing
+    (told,) = caught.value.conflicts
+    return told
+
+
+def test_another_class_is_refused(tmp_path: Path) -> None:
+    remesh.save({"w": scaled()}, tmp_path / "c")
+    target = Other(torch.zeros(2, 3, dtype=torch.int8), torch.tensor(0.0))
+    told = refused({"w": target}, tmp_path / "c")
+    assert told == "w: class tests.Scaled is stored, tests.Other is wanted"
+
+
+def test_other_inner_dtypes_are_refused_also_with_cast(tmp_path: Path) -> None:
+    remesh.save({"w": scaled()}, tmp_path / "c")
+    target = Scaled(torch.zeros(2, 3, dtype=torch.uint8), torch.tensor(0.0))
+    told = refused({"w": target}, tmp_path / "c", cast=True)
+    assert told.startswith("w: tensors {'codes': 'int8', 'scale': 'float32'} is stored")
+
+
+@pytest.mark.parametrize("missing", ["error", "keep"])
+def test_a_plain_tensor_is_no_tensor_made_of_others(missing: Any, tmp_path: Path) -> None:
+    plain = torch.ones(2, 3)
+    remesh.save({"w": plain}, tmp_path / "plain")
+    remesh.save({"w": scaled()}, tmp_path / "scaled")
+    target = {"w": empty()}
+    told = refused(target, tmp_path / "plain", missing=missing)
+    assert told == ("w: a plain tensor is stored, a tests.Scaled made of other tensors is wanted")
+    check_equal(target["w"], empty())
+    told = refused({"w": plain}, tmp_path / "scaled", missing=missing)
+    assert told == "w: a tests.Scaled made of other tensors is stored, a plain tensor is wanted"
+    told = refused({"kept": Keeps(scaled())}, save_kept_plain(tmp_path), missing=missing)
+    assert told.startswith("kept.tensor: a plain tensor is stored")
+
+
+def save_kept_plain(tmp_path: Path) -> Path:
+    remesh.save({"kept": {"tensor": torch.ones(2, 3), "count": 3}}, tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def test_without_the_class_the_inner_tensors_are_read(tmp_path: Path) -> None:
+    remesh.save({"w": scaled()}, tmp_path / "c")
+    (found,) = remesh.Checkpoint(tmp_path / "c").state().values()
+    assert found["codes"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["__tensor_flatten__"]["class"] == "tests.Scaled"
+
+
+def test_what_has_the_name_of_an_inner_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NameCollisionError, match=r"'w\.codes' is the stored name of two"):
+        remesh.save({"w": scaled(), "w.codes": torch.ones(1)}, tmp_path / "c")
+
+
+def test_a_context_with_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"w: the context .* holds a tensor"):
+        remesh.save({"w": scaled(context={"t": torch.ones(1)})}, tmp_path / "c")
+
+
+def test_a_tensor_made_of_such_tensors(tmp_path: Path) -> None:
+    class Nested(Scaled):
+        pass
+
+    def nested(inner: Scaled) -> Nested:
+        return Nested(inner, torch.tensor(1.0))
+
+    target = {"w": nested(empty())}
+    remesh.save({"w": nested(scaled())}, tmp_path / "c")
+    assert "w.codes.codes" in remesh.Checkpoint(tmp_path / "c").index
+    remesh.load(target, tmp_path / "c")
+    check_equal(target["w"].codes, scaled())
+
+
+def test_a_nested_tensor_of_torch_is_refused(tmp_path: Path) -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(UnsupportedValueError, match=r"w: a tensor of type torch\.nested"):
+        remesh.save({"w": ragged}, tmp_path / "c")

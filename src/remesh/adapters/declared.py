@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from remesh._repr import short_repr
 from remesh.adapters.dtensor import local_tensor, parts_of_dtensor
+from remesh.adapters.tensor_subclass import unwrapped
 from remesh.adapters.wrappers import entry_names, inner_attribute
 from remesh.errors import StateError
 from remesh.geometry import Box
@@ -210,12 +211,12 @@ def parts_of(tensor: torch.Tensor, where: str) -> tuple[Part, ...]:
     """This rank's boxes of a tensor as it is: all of it, or those of a DTensor."""
     if isinstance(tensor, DTensor):
         return parts_of_dtensor(tensor, local_tensor(tensor), where)
-    return (Part(Box.whole(tuple(tensor.shape)), tensor.detach()),)
+    return (Part(Box.whole(tuple(tensor.shape)), local_of(tensor)),)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on this rank: that of its shard if it is a DTensor."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else unwrapped(tensor).detach()
 
 
 def has_form_of(tensor: torch.Tensor, model: torch.Tensor) -> bool:

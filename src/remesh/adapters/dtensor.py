@@ -32,10 +32,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from remesh.adapters.memory import alias_key, check_strided
+from remesh.adapters.tensor_subclass import unwrapped
 from remesh.errors import StateError
 from remesh.geometry import Box
 from remesh.sharded import Part
-from remesh.state import Path, Role, Walk, name_of
+from remesh.state import TENSOR_RECORD, Path, Role, Walk, name_of
 
 Segment = tuple[int, int]
 """First index and length of a run of indices of one dim."""
@@ -181,7 +182,7 @@ def _with_local_offsets(segments: Sequence[Segment]) -> list[tuple[int, int, int
 # ---------------------------------------------------------------------------------------------
 
 
-def add_dtensor(walk: Walk, path: Path, tensor: DTensor) -> None:
+def add_dtensor(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) -> None:
     """Record a DTensor leaf: this rank's boxes of it, as views of its local tensor.
 
     Raises:
@@ -189,19 +190,24 @@ def add_dtensor(walk: Walk, path: Path, tensor: DTensor) -> None:
             fit its placements.
     """
     where = name_of(path)
-    local = local_tensor(tensor)
     check_strided(local, where)
-    key = alias_key(local)
-    if key is not None:
-        key = ("DTensor", key, tuple(tensor.shape), str(tensor.placements))
     parts = parts_of_dtensor(tensor, local, where)
-    walk.add_tensor(path, tuple(tensor.shape), parts, local, Role.EQUAL, key)
+    if not parts and walk.stored is not None and walk.stored.has_value(f"{where}.{TENSOR_RECORD}"):
+        # An empty shard of what is quantised on the ranks that hold elements of it.
+        return
+    walk.add_tensor(path, tuple(tensor.shape), parts, local, Role.EQUAL, dtensor_key(tensor, local))
+
+
+def dtensor_key(tensor: DTensor, local: torch.Tensor) -> object:
+    """The alias key of a DTensor by its memory on this rank."""
+    key = alias_key(local)
+    return None if key is None else ("DTensor", key, tuple(tensor.shape), str(tensor.placements))
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor of a DTensor, detached; the same memory."""
+    """The local tensor of a DTensor, detached and without a float8 wrapper; the same memory."""
     with torch.no_grad():
-        return tensor.to_local().detach()
+        return unwrapped(tensor.to_local().detach())
 
 
 def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[Part, ...]:
@@ -215,26 +221,70 @@ def parts_of_dtensor(tensor: DTensor, local: torch.Tensor, where: str) -> tuple[
     Raises:
         StateError: See `add_dtensor`.
     """
+    return tuple(
+        Part(box, local[Box(offset, box.shape).slices])
+        for box, offset in boxes_of_dtensor(tensor, tuple(local.shape), where)
+    )
+
+
+def boxes_of_dtensor(
+    tensor: DTensor, local_shape: tuple[int, ...], where: str
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """This rank's boxes of a DTensor, each with its offset in the local tensor.
+
+    Args and errors are those of `parts_of_dtensor`.
+    """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return ()
+        return []
     shape = tuple(tensor.shape)
     placements = [_axis_placement(tensor, placement, where) for placement in tensor.placements]
     segments = local_segments(shape, mesh.shape, coordinate, placements)
     expected = tuple(sum(n for _, n in of_dim) for of_dim in segments)
-    if expected != tuple(local.shape) and math.prod(expected) + local.numel() > 0:
+    if expected != local_shape and math.prod(expected) + math.prod(local_shape) > 0:
         raise StateError(
             f"{where}: a DTensor of shape {shape} with placements {tensor.placements} on a mesh of "
             f"shape {tuple(mesh.shape)} should hold a local tensor of shape {expected} at mesh "
-            f"coordinate {tuple(coordinate)}, but holds one of shape {tuple(local.shape)}. Was it "
+            f"coordinate {tuple(coordinate)}, but holds one of shape {local_shape}. Was it "
             "made by DTensor.from_local with uneven shards? Redistribute it to Shard or Replicate "
             "placements before saving or loading."
         )
-    return tuple(
-        Part(box, local[Box(offset, box.shape).slices])
-        for box, offset in boxes_of_segments(segments)
-    )
+    return boxes_of_segments(segments)
+
+
+@dataclass(frozen=True, slots=True)
+class OneShard:
+    """This rank's shard of a DTensor, among shards of one shape.
+
+    Attributes:
+        number: Its number.
+        count: How many there are.
+        layout: What each mesh axis that shards does, and its size.
+    """
+
+    number: int
+    count: int
+    layout: list[object]
+
+
+def shard_of_dtensor(tensor: DTensor, where: str) -> OneShard | None:
+    """This rank's shard of a DTensor on whose mesh it is; None if the shapes of shards differ."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placements = [_axis_placement(tensor, placement, where) for placement in tensor.placements]
+    for dim, extent in enumerate(tensor.shape):
+        turns = _turns(dim, mesh.shape, placements)
+        if extent % math.prod(mesh.shape[axis] * num_blocks for axis, num_blocks in turns):
+            return None
+    number, count, layout = 0, 1, list[object]()
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicated):
+            number = number * mesh.shape[axis] + coordinate[axis]
+            count *= mesh.shape[axis]
+            layout.append([str(placement), mesh.shape[axis]])
+    return OneShard(number, count, layout)
 
 
 def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPlacement:

@@ -34,7 +34,7 @@ from remesh.adapters.declared import EXTRA_STATE, NamedModule, module_of, new_na
 from remesh.adapters.flat import parts_of_range
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.placed import Placed, add_shards
-from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.tensor import describe_tensor, is_in_parts
 from remesh.adapters.wrappers import entry_names
 from remesh.errors import UnsupportedValueError
 from remesh.sharded import Part, ShardedTensor
@@ -85,7 +85,7 @@ def describe_fsdp1(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Reb
     for raw, entry in others.items():
         if isinstance(entry, torch.Tensor):
             describe_tensor(walk, (*path, names[raw]), entry)
-            if raw in buffers:
+            if raw in buffers and not is_in_parts(entry):
                 tensors = walk.description.tensors
                 tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
         else:

@@ -35,7 +35,8 @@ from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
 from remesh.adapters.nested import describe_copy
 from remesh.adapters.placed import Placed, add_shards
-from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.tensor import describe_tensor, is_in_parts
+from remesh.adapters.tensor_subclass import forget_scale
 from remesh.adapters.wrappers import entry_names, ignored_by_ddp
 from remesh.errors import NameCollisionError
 from remesh.state import (
@@ -72,7 +73,12 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
             )
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
             rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
-            if raw in buffers and place.shards is None and not isinstance(entry, DTensor):
+            if (
+                raw in buffers
+                and place.shards is None
+                and not isinstance(entry, DTensor)
+                and not is_in_parts(entry)
+            ):
                 mark_buffer(walk)
         else:
             rebuilds[raw] = describe_copy(walk, (*path, place.name), entry)
@@ -82,6 +88,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         for raw, make in rebuilds.items():
             entries[raw] = make(loaded)
         module.load_state_dict(entries, strict=False)
+        for parameter in module.parameters():
+            forget_scale(parameter)
         return leaf
 
     return rebuild

@@ -23,9 +23,11 @@ import torch
 
 from remesh import values
 from remesh.adapters.memory import torch_dtype
-from remesh.adapters.tensor import describe_tensor
+from remesh.adapters.tensor import describe_tensor, is_in_parts
+from remesh.adapters.tensor_subclass import new_like
 from remesh.dtypes import BY_NAME
 from remesh.state import (
+    TENSOR_RECORD,
     Loaded,
     Path,
     Rebuild,
@@ -50,7 +52,9 @@ def describe_copy(walk: Walk, path: Path, live: object) -> Rebuild:
     """
     if walk.stored is None:
         return walk.visit(path, live)
-    return describe_stored(walk, walk.stored, path, live, allocate=_like_live, role=Role.ASSUMED)
+    return describe_stored(
+        walk, walk.stored, path, live, allocate=_like_live, renew=new_like, role=Role.ASSUMED
+    )
 
 
 def describe_stored(
@@ -60,6 +64,7 @@ def describe_stored(
     live: object,
     *,
     allocate: Allocate,
+    renew: Callable[[torch.Tensor], torch.Tensor],
     role: Role,
 ) -> Rebuild:
     """Describe the state that is stored under a path, for loading.
@@ -70,11 +75,19 @@ def describe_stored(
         path: Path of the state.
         live: What the state is at present.
         allocate: Where stored tensors are read to.
+        renew: Where a tensor is read to that is made of others, by the live one.
         role: What is known of copies of plain tensors on other ranks.
     """
     leaves = dict(leaves_of(live, path))
     rebuilds: dict[Path, Rebuild] = {}
-    for leaf_path, name in stored.under(path):
+    found_leaves = stored.under(path)
+    in_parts = _in_parts(leaves, found_leaves)
+    for leaf_path, name in found_leaves:
+        whole = _beginning_in(leaf_path, in_parts)
+        if whole is not None:
+            if whole not in rebuilds:
+                rebuilds[whole] = describe_tensor(walk, whole, renew(in_parts[whole]), role)
+            continue
         found = stored.tensor(name)
         if found is not None:
             target = allocate(leaf_path, *found, leaves.get(leaf_path))
@@ -93,6 +106,25 @@ def describe_stored(
         return _in_containers_of(live, assemble(filled, stored.sequences, path))
 
     return rebuild
+
+
+def _in_parts(
+    leaves: Mapping[Path, object], stored: list[tuple[Path, str]]
+) -> dict[Path, torch.Tensor]:
+    """The tensors of a live state that are made of others, in the state or where it is stored."""
+    recorded = {path[:-1] for path, _ in stored if path[-1] == TENSOR_RECORD}
+    return {
+        path: leaf
+        for path, leaf in leaves.items()
+        if isinstance(leaf, torch.Tensor) and (path in recorded or is_in_parts(leaf))
+    }
+
+
+def _beginning_in(path: Path, places: Mapping[Path, object]) -> Path | None:
+    """The place that a path is at or below, if there is one."""
+    if not places:
+        return None
+    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
 
 
 def visit_with_role(walk: Walk, path: Path, node: object, role: Role) -> Rebuild:

@@ -39,11 +39,15 @@ from remesh.adapters.declared import NamedModule, module_of, parts_like, parts_o
 from remesh.adapters.module import placed_parameters
 from remesh.adapters.nested import describe_copy, leaves_of
 from remesh.adapters.optimizer_state import (
+    NO_OPTIONS,
     OptimizedTensor,
     check_not_a_bare_shard,
     describe_states,
+    with_first_state,
+    without_empty_shards,
 )
 from remesh.adapters.placed import Placed
+from remesh.adapters.tensor_subclass import is_of_torchao
 from remesh.errors import MismatchError, StateError
 from remesh.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.state import (
@@ -58,7 +62,6 @@ from remesh.state import (
 
 _log = logging.getLogger("remesh")
 _MAX_LISTED = 3
-_NAMES = frozenset({"params", "param_names"})
 _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -98,7 +101,13 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
     parameters = _parameters_of(walk, path, leaf, packed["state"])
-    if walk.stored is None:
+    stored = walk.stored
+    if stored is not None:
+        base = (*path, "state")
+        parameters = [with_first_state(optimizer, p, stored, base) for p in parameters]
+    else:
+        if is_of_torchao(optimizer):
+            parameters = [without_empty_shards(parameter) for parameter in parameters]
         _tell_of_missing_state(parameters, name_of(path))
     extras = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
     other_state = {
@@ -330,7 +339,7 @@ def _describe_groups(
 
 def _describe_options(walk: Walk, path: Path, group: Mapping[str, Any]) -> Rebuild:
     """Describe the options of one group."""
-    live = {option: value for option, value in group.items() if option not in _NAMES}
+    live = {option: value for option, value in group.items() if option not in NO_OPTIONS}
     if walk.stored is None:
         return walk.visit(path, live)
     # An option that the checkpoint does not know is no loss: it is newer than the checkpoint.

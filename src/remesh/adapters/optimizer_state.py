@@ -12,12 +12,17 @@ State that a fresh optimizer does not have yet is allocated as the optimizer wou
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from remesh.adapters.declared import has_form_of, local_of, parts_like
 from remesh.adapters.dtensor import local_tensor
@@ -31,7 +36,19 @@ from remesh.adapters.nested import (
 from remesh.adapters.placed import Placed, add_shards
 from remesh.errors import StateError
 from remesh.geometry import Box
-from remesh.state import Path, Rebuild, Role, Stored, Walk, assemble, name_of
+from remesh.state import (
+    TENSOR_RECORD,
+    Path,
+    Rebuild,
+    Role,
+    Stored,
+    Walk,
+    assemble,
+    name_of,
+)
+
+NO_OPTIONS = frozenset({"params", "param_names"})
+"""Entries of a group that say what is in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +125,86 @@ def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTen
             return live
         return _new_state(tensor, leaf_path[-1], torch_dtype(dtype), shape)
 
+    live = {path for path, leaf in leaves_of(tensor.state, path) if isinstance(leaf, torch.Tensor)}
+    for leaf_path, _ in stored.under(path):
+        if leaf_path[-1] == TENSOR_RECORD and leaf_path[:-1] not in live:
+            raise StateError(
+                f"{name_of(leaf_path[:-1])}: a tensor that is made of others is stored, and the "
+                "optimizer of this state keeps none there; construct it as the one that was saved"
+            )
     role = tensor.places[0].role
-    return describe_stored(walk, stored, path, tensor.state, allocate=allocate, role=role)
+    return describe_stored(
+        walk,
+        stored,
+        path,
+        tensor.state,
+        allocate=allocate,
+        renew=lambda live_leaf: live_leaf,
+        role=role,
+    )
+
+
+def without_empty_shards(tensor: OptimizedTensor) -> OptimizedTensor:
+    """A tensor without state of which this rank holds no element.
+
+    Other ranks hold it, and may have it quantised, which an optimizer does not do with nothing.
+    """
+    state = {
+        key: leaf
+        for key, leaf in tensor.packed_state.items()
+        if not isinstance(leaf, DTensor) or local_tensor(leaf).numel() or not leaf.numel()
+    }
+    return dataclasses.replace(tensor, packed_state=state)
+
+
+def with_first_state(
+    optimizer: Optimizer, tensor: OptimizedTensor, stored: Stored, base: Path
+) -> OptimizedTensor:
+    """A tensor without state with that of a first step, if its stored state needs it.
+
+    Stored state that consists of tensors made of others fills state of the same class only, and
+    only the optimizer knows how to make that.
+    """
+    if tensor.packed_state or tensor.has_shards:
+        return tensor
+    place = (*base, tensor.places[0].name)
+    if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):
+        return tensor
+    try:
+        state = _state_of_first_step(optimizer, tensor.tensor)
+    except Exception as error:
+        raise StateError(
+            f"{name_of(place)}: {type(optimizer).__name__} could not make its state by a step with "
+            f"zero gradients ({type(error).__name__}: {error}); take one step before loading"
+        ) from error
+    return dataclasses.replace(tensor, packed_state=state)
+
+
+def _state_of_first_step(optimizer: Optimizer, tensor: torch.Tensor) -> Mapping[str, Any]:
+    """What an optimizer keeps for a tensor after a first step.
+
+    The step is that of an optimizer that shares nothing with the live one which a step changes:
+    it has a group with a tensor of zeros, whose gradient is zero, and no hooks.
+    """
+    like = torch.zeros_like(tensor.detach())
+    parameter = nn.Parameter(like, requires_grad=like.is_floating_point())
+    parameter.grad = torch.zeros_like(like)
+    group = next(g for g in optimizer.param_groups if any(p is tensor for p in g["params"]))
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in NO_OPTIONS}
+    stepped: Any = object.__new__(type(optimizer))
+    stepped.__dict__ = {
+        **optimizer.__dict__,
+        "state": defaultdict(dict),
+        "param_groups": [{**options, "params": [parameter]}],
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    # A learning rate scheduler puts a `step` of its own into the optimizer, which steps that one.
+    stepped.__dict__.pop("step", None)
+    with torch.compiler.set_stance("force_eager"):
+        stepped.step()
+    made: Mapping[str, Any] = stepped.state[parameter]
+    return made
 
 
 def _new_state(

@@ -10,7 +10,7 @@ are read first, into memory of their own, and compared (`checkpoint.comparing`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from remesh.memory import Memory
 from remesh.pipeline import Dealer, Patience, Want, read_together, read_watched
 from remesh.planner import ReadLimits
 from remesh.sharded import ArrayLike
-from remesh.state import Description, TensorEntry
+from remesh.state import TENSOR_RECORD, Description, TensorEntry
 from remesh.storage import Storage
 
 MAX_LISTED = 10
@@ -68,6 +68,7 @@ class Target:
     options: LoadOptions
     description: Description = field(default_factory=Description, init=False)
     findings: Findings = field(default_factory=Findings, init=False)
+    others: list[str] = field(default_factory=list, init=False)
     filling: Wanted = field(init=False)
     filled: list[Filled] = field(default_factory=list, init=False)
     comparisons: Comparisons = field(init=False)
@@ -105,6 +106,10 @@ class Target:
 
     def _refuse_mismatch(self) -> None:
         found = self.findings
+        # What is stored of a tensor that is something else need not be told one by one.
+        other = tuple(f"{name}." for name in self.others)
+        found.missing = [name for name in found.missing if not name.startswith(other)]
+        found.conflicts = [told for told in found.conflicts if not told.startswith(other)]
         if found.conflicts or (found.missing and not self.options.keep_missing):
             raise mismatch_error(self.stored, found, self.url)
 
@@ -112,7 +117,9 @@ class Target:
         """Find values and objects that are missing or stored as something else."""
         stored, found, description = self.stored, self.findings, self.description
         for name in description.values:
-            if self.has_value(name):
+            if name in description.fixed:
+                self._match_fixed(name, description.values[name])
+            elif self.has_value(name):
                 self._match_known(name, self.stored_value(name))
             elif name in stored.index:
                 found.conflicts.append(f"{name}: a tensor is stored where a plain value is wanted")
@@ -132,6 +139,25 @@ class Target:
                 self._match_known(name, self.object(name))
             else:
                 found.missing.append(name)
+
+    def _match_fixed(self, name: str, wanted: object) -> None:
+        """Compare the record of a tensor that is made of others with the stored one."""
+        tensor = name.removesuffix(f".{TENSOR_RECORD}")
+        if not self.has_value(name):
+            if self.stored_tensor(tensor):
+                self._refuse(tensor, f"a plain tensor is stored, a {_kind_of(wanted)} is wanted")
+            else:
+                self.findings.missing.append(name)
+            return
+        known = self.stored_value(name)
+        if values.encode(known) == values.encode(wanted):
+            self.findings.restored.append(name)
+        else:
+            self._refuse(tensor, _difference(known, wanted))
+
+    def _refuse(self, tensor: str, why: str) -> None:
+        self.others.append(tensor)
+        self.findings.conflicts.append(f"{tensor}: {why}")
 
     def _match_known(self, name: str, value: object) -> None:
         """File a stored value under what it is: one that this program can have, or not."""
@@ -171,7 +197,11 @@ class Target:
         return None
 
     def _report_absent(self, name: str) -> None:
-        if self.stored.has_value(name):
+        record = f"{name}.{TENSOR_RECORD}"
+        if self.has_value(record):
+            kind = _kind_of(self.stored_value(record))
+            self._refuse(name, f"a {kind} is stored, a plain tensor is wanted")
+        elif self.stored.has_value(name):
             self.findings.conflicts.append(
                 f"{name}: a plain value is stored where a tensor is wanted"
             )
@@ -301,6 +331,10 @@ class Target:
         """Whether the checkpoint has a plain value for a name."""
         return self.stored.has_value(name)
 
+    def stored_tensor(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor for a name."""
+        return self.stored.tensor(name) is not None
+
     def merged_list(self, name: str) -> list[str] | None:
         """The list of names that the checkpoint has for a name."""
         return self.stored.merged_list(name)
@@ -366,6 +400,27 @@ def read_wanted(
         read_watched(*read, on_run=on_run, patience=patience)
         return False
     return read_together(*read, limits=limits, on_run=on_run, dealer=dealer, patience=patience)
+
+
+def _kind_of(record: object) -> str:
+    """What the record of a tensor that is made of others says of it."""
+    kind = record.get("class") if isinstance(record, Mapping) else None
+    return f"{kind or 'tensor'} made of other tensors"
+
+
+def _difference(stored: object, wanted: object) -> str:
+    """In what two records of tensors that are made of others differ."""
+    if not isinstance(stored, Mapping) or not isinstance(wanted, Mapping):
+        return "what is stored of how it is made of other tensors cannot be read"
+    # As they are encoded: 1 is not True.
+    known, own = (
+        {key: values.encode(item) for key, item in record.items()} for record in (stored, wanted)
+    )
+    keys = [key for key in {**wanted, **stored} if known.get(key) != own.get(key)]
+    if "class" in keys:
+        keys = ["class"]
+    told = [f"{key} {stored.get(key)} is stored, {wanted.get(key)} is wanted" for key in keys]
+    return "; ".join(told)
 
 
 def untied(name: str, other: str, what: str) -> str:

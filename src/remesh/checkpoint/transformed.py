@@ -218,6 +218,10 @@ class TransformedTarget(Target):
         """Whether a plain value of this name is made or stored."""
         return self.names.has_value(name)
 
+    def stored_tensor(self, name: str) -> bool:
+        """Whether a tensor of this name is made or stored."""
+        return self.names.tensor(name) is not None
+
     def merged_list(self, name: str) -> list[str] | None:
         """The list of names that is made or stored under a name."""
         return self.names.merged_list(name)

@@ -19,6 +19,7 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Piece
+from remesh.state import TENSOR_RECORD
 from remesh.storage import open_storage, shown_url
 
 NUM_FIRST_ELEMENTS = 10
@@ -381,6 +382,7 @@ def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> No
     Of a tensor: type, shape, pieces, statistics and first elements; of a --box with up to 1000
     elements, all of them. Statistics are over the finite elements; std divides by their number.
     Complex tensors have none. The tensor is read in chunks, so it may be larger than memory.
+    Of a tensor that is made of others, it shows their names and what they make.
     """
     checkpoint, looked = native.begin_anew(lambda: _open_and_look(path, name, box_text))
     if looked is not None:
@@ -390,8 +392,10 @@ def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> No
             _print_tensor(output.stdout_console(), looked)
         return
     values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
+    if f"{name}.{TENSOR_RECORD}" in values:
+        name = f"{name}.{TENSOR_RECORD}"
     if name not in values and name not in objects:
-        raise StateError(_no_such_name(path, name, [*checkpoint.index, *values, *objects]))
+        raise StateError(places.no_such_name(path, name, [*checkpoint.index, *values, *objects]))
     if box_text is not None:
         raise StateError(f"{name} is not a tensor, so it has no --box")
     kind, value = ("value", values[name]) if name in values else ("object", objects[name])
@@ -409,18 +413,6 @@ def _open_and_look(
     checkpoint = places.open_checkpoint(path)
     is_tensor = name in checkpoint.index
     return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
-
-
-def _no_such_name(path: str, name: str, names: Sequence[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = (
-        f"near are {', '.join(near)}"
-        if near
-        else f"remesh ls {shown_url(path)} --values lists the names"
-    )
-    return f"{name}: nothing is stored under this name; {hint}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

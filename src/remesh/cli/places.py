@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,6 +38,7 @@ from remesh.storage import (
     Storage,
     list_sizes,
     open_storage,
+    shown_url,
 )
 
 Problem = Literal["missing", "size", "content"]
@@ -424,3 +425,16 @@ def describe_findings(findings: list[Finding]) -> str:
     }
     rest = f", and {num_files - 1} more" if num_files > 1 else ""
     return f"{first.file} {words[first.problem]}{rest}"
+
+
+def no_such_name(path: str, name: str, names: Sequence[str]) -> str:
+    """What to say about a name under which nothing is stored."""
+    import difflib
+
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = (
+        f"near are {', '.join(near)}"
+        if near
+        else f"remesh ls {shown_url(path)} --values lists the names"
+    )
+    return f"{name}: nothing is stored under this name; {hint}"

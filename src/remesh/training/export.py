@@ -46,6 +46,7 @@ from remesh.formats.table import Source
 from remesh.geometry import boxes_of_flat_range
 from remesh.resharding import reshard
 from remesh.sharded import Part, ShardedTensor
+from remesh.state import TENSOR_RECORD
 from remesh.storage import Buffer, LocalStorage, Storage, Writer, aligned_buffer, open_storage
 from remesh.storage.local_io import sync_directory
 from remesh.training.torch_archive import TorchArchive
@@ -201,13 +202,17 @@ def export_weights(
 
 
 class _Weight(msgspec.Struct, frozen=True):
-    """A tensor of the source: stored name, path in the state, dtype, shape, and its aliases."""
+    """A tensor of the source: stored name, path in the state, dtype, shape, and its aliases.
+
+    `is_inner` says that a tensor is made of it and others.
+    """
 
     name: str
     path: tuple[str | int, ...]
     dtype: str
     shape: tuple[int, ...]
     aliases: list[tuple[str | int, ...]]
+    is_inner: bool
 
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
@@ -240,10 +245,16 @@ def _describe(state: Any) -> list[_Weight]:
             entry.dtype,
             entry.global_shape,
             others.get(entry.name, []),
+            _record_of(entry.name) in description.fixed,
         )
         for entry in kept
     }
     return list(found.values())
+
+
+def _record_of(name: str) -> str:
+    """The name of what tells of a tensor that is made of one with this name and others."""
+    return f"{name.rpartition('.')[0]}.{TENSOR_RECORD}"
 
 
 def _merge(replies: Sequence[bytes]) -> list[_Weight]:
@@ -263,7 +274,14 @@ def _stored_weights(exchange: Exchange, place: Any) -> list[_Weight]:
     for alias, name in index.aliases.items():
         others.setdefault(name, []).append(path_of(alias))
     return [
-        _Weight(name, path_of(name), index[name].dtype, index[name].shape, others.get(name, []))
+        _Weight(
+            name,
+            path_of(name),
+            index[name].dtype,
+            index[name].shape,
+            others.get(name, []),
+            stored.has_value(_record_of(name)),
+        )
         for name in index.boxes.tensors.names
     ]
 
@@ -299,6 +317,11 @@ def _choose(
                         "let `names` give them different names, or leave one out by None"
                     )
         if called:
+            if weight.is_inner:
+                raise UnsupportedValueError(
+                    f"{weight.name}: weight files have no form for tensors made of others; "
+                    "dequantise the model, or leave it out of the files: let `names` give None"
+                )
             if BY_NAME[weight.dtype].is_opaque:
                 raise UnsupportedValueError(
                     f"{weight.name}: weight files have no name for elements of type "

@@ -1,16 +1,17 @@
 """Which tensors are optimizer state, and of which parameter.
 
 Statements name parameters; what an optimizer keeps of a parameter follows it. That a name is such
-a state is seen from the name alone, in one of three styles:
+a state is seen from the name alone, in one of four styles:
 
 - `<parameter>.moment1_0`: a known suffix (Paddle, and plain dictionaries);
 - `<...>state.<parameter>.exp_avg`: as PyTorch nests optimizer state, with any slot name, provided
   that the optimizer also has one that is known (nearly all have a `step`);
+- `<...>state.<parameter>.exp_avg.codes`: the same, of state that is made of other tensors;
 - `<...>state.exp_avg.<parameter>`: as Megatron Core does, with a known slot name.
 
 Slots that mean the same in different systems count as one: Paddle's `moment1_0` is `exp_avg`.
 
-In the second and third styles the parameter often lies elsewhere in the state: an optimizer of
+In all but the first style the parameter often lies elsewhere in the state: an optimizer of
 `model.layer.weight` says `optimizer.state.layer.weight.exp_avg`. What stands before the parameter
 (`model.`) is found by looking for the parameters that the optimizer names. Where two sets of
 parameters fit equally well (a model and its moving average), nothing is guessed: the owner must be
@@ -20,9 +21,11 @@ stated if a statement touches such a parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from remesh.state import TENSOR_RECORD
 
 MASTER = "master"
 SLOTS: dict[str, str] = {
@@ -71,7 +74,7 @@ class State(NamedTuple):
 
 
 class _Nested(NamedTuple):
-    """A name in the second or third style, before the owner is known."""
+    """A name in the styles with `state.`, before the owner is known."""
 
     name: str
     root: str
@@ -139,13 +142,15 @@ def find_states(
         owners: What stands before the parameters of an optimizer, by what stands before theirs in
             the names of its states: `{"optimizer.state.": "model."}`.
     """
+    names = list(names)
+    made = {name.rpartition(".")[0] for name in names if name.endswith(f".{TENSOR_RECORD}")}
     states = States()
     parameters: dict[str, None] = dict.fromkeys(further_parameters)
     nested: list[_Nested] = []
     suffixed: list[tuple[str, str, str]] = []
     for name in names:
         match = _STATE.search(name) if "state." in name else None
-        parsed = None if match is None else _parse(name, match.end())
+        parsed = None if match is None else _parse(name, match.end(), made)
         if parsed is not None:
             nested.append(parsed)
             continue
@@ -161,16 +166,25 @@ def find_states(
     return states
 
 
-def _parse(name: str, root_end: int) -> _Nested | None:
-    """A name in the second or third style; `state.` ends at `root_end`."""
+def _parse(name: str, root_end: int, made: Collection[str]) -> _Nested | None:
+    """A name in a style with `state.`, which ends at `root_end`.
+
+    Names in `made` are those of states that are made of several tensors. Each of these is a slot
+    of its own.
+    """
     root, rest = name[:root_end], name[root_end:]
     first, _, behind = rest.partition(".")
     if behind and first in SLOTS:
         return _Nested(name, root, SLOTS[first], behind, f"{root}{first}.", "")
-    parameter, _, slot = rest.rpartition(".")
+    inner = rest.rpartition(".")[2]
+    is_inner = name.rpartition(".")[0] in made
+    state = rest.removesuffix(f".{inner}") if is_inner else rest
+    parameter, _, slot = state.rpartition(".")
     if not parameter:
         return None
-    return _Nested(name, root, SLOTS.get(slot, slot), parameter, root, f".{slot}")
+    after = f".{slot}.{inner}" if is_inner else f".{slot}"
+    slot = SLOTS.get(slot, slot)
+    return _Nested(name, root, f"{slot}.{inner}" if is_inner else slot, parameter, root, after)
 
 
 def _add_nested(
