@@ -35,7 +35,7 @@ def _sound(name: str) -> tuple[Files, Any]:
 
 
 @pytest.mark.timeout(6 * 3600)
-@lengths("count", 20, 7700)
+@lengths("count", 8, 7700)
 @pytest.mark.parametrize("name", WRITERS)
 def test_damaged_ones(name: str, count: int, covered: Callable[[str], None]) -> None:
     right, state = _sound(name)
