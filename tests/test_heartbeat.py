@@ -92,7 +92,7 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
 def run_python(program: str, *arguments: str) -> str:
     """What a program prints in an interpreter of its own, where signals may be set at will."""
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -43,7 +43,7 @@ def remesh_process(*args: object, **options: Any) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         env=environment,
         **options,
     )
@@ -239,7 +239,7 @@ def test_ctrl_c_ends_quietly(checkpoint: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "checking\n"
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=240)
 
     assert (process.returncode, stdout, stderr) == (130, "", "")
 
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_the_threads_that_read() -> None:
     def work(task: int, _buffer: Buffer) -> None:
         if task == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        raised.wait(60)
+        raised.wait(240)
         done.append(task)
 
     others = set(threading.enumerate())
@@ -280,7 +280,7 @@ def test_a_reader_that_went_away(checkpoint: Path, arguments: list[str]) -> None
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=60,
+            timeout=240,
         )
     finally:
         os.close(write_end)
@@ -294,7 +294,7 @@ def test_a_reader_that_went_away(checkpoint: Path, arguments: list[str]) -> None
 def read_terminal(master: int) -> bytes:
     """Everything a process writes to a terminal until it closes it."""
     content = b""
-    while select.select([master], [], [], 60)[0]:
+    while select.select([master], [], [], 240)[0]:
         try:
             chunk = os.read(master, 1 << 16)
         except OSError:
@@ -318,7 +318,7 @@ def on_terminal(stream: str, *args: object) -> tuple[str, str, int]:
         shown = read_terminal(master)
         os.close(master)
         piped = getattr(process, other).read()
-        process.wait(60)
+        process.wait(240)
     return shown.decode(), piped.decode(), process.returncode
 
 

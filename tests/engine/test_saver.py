@@ -125,7 +125,7 @@ def test_only_a_save_without_warm_memory_writes_while_it_stages(tmp_path: Path) 
         if event.point == "save.chunk_written":
             written.set()
         if event.point == "save.chunk_staged" and seen.count(event.point) >= 3:
-            written.wait(60)
+            written.wait(240)
 
     with remesh.Saver(on_event=listen) as saver:
         saver.save_async({"w": weights}, tmp_path / "0").result()
@@ -149,7 +149,7 @@ def test_ranks_find_each_other_without_collectives() -> None:
             handle = saver.save_async(state, storage)
             foreground = spy.num_messages
             state["w"].parts[0].data[...] = -1.0
-            handle.result(timeout=60)
+            handle.result(timeout=240)
             assert spy.num_messages == foreground
 
     run_ranks(WORLD_SIZE, train)
@@ -201,7 +201,7 @@ def test_a_rank_that_is_new_to_the_job_makes_a_new_plan(new: int) -> None:
 
 
 def save_twice(
-    exchange: Exchange, place: Storage | Path, faults: FaultInjector, deadline: float = 60.0
+    exchange: Exchange, place: Storage | Path, faults: FaultInjector, deadline: float = 240.0
 ) -> str:
     """Save 1.0 well, then 2.0 with faults, then 3.0; what the second ended with."""
     with remesh.Saver(group=exchange, deadline=deadline) as saver:
@@ -210,7 +210,7 @@ def save_twice(
         failing = remesh.Saver(group=exchange, deadline=deadline, on_event=faults)
         handle = failing.save_async(state_of(exchange.rank, 2.0), place, overwrite=True)
         with pytest.raises(Exception) as caught:  # noqa: PT011 - looked at by the caller
-            handle.result(timeout=100)
+            handle.result(timeout=240)
         assert handle.exception() is caught.value
         # The failure is also raised by the next save, once, and then all is well again.
         with pytest.raises(type(caught.value)):
@@ -271,7 +271,7 @@ def test_a_rank_that_never_finishes_ends_in_a_deadline() -> None:
             released.set()
             return ""
         with pytest.raises(ExchangeError) as caught:
-            handle.result(timeout=60)
+            handle.result(timeout=240)
         exchange.all_gather(b"")
         return str(caught.value)
 
@@ -289,16 +289,16 @@ def test_cancel() -> None:
 
         def wait_until_cancelled(event: Event) -> None:
             if event.point == "save.file_created":
-                started.wait(60)
+                started.wait(240)
 
-        saver = remesh.Saver(group=exchange, deadline=60, on_event=wait_until_cancelled)
+        saver = remesh.Saver(group=exchange, deadline=240, on_event=wait_until_cancelled)
         handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
         if exchange.rank == 1:
             assert handle.cancel()
         exchange.all_gather(b"")
         started.set()
         with pytest.raises((CancelledError, RankFailedError)) as caught:
-            handle.result(timeout=100)
+            handle.result(timeout=240)
         assert handle.cancel() is handle.cancelled() is (exchange.rank == 1)
         return caught.value
 
@@ -321,7 +321,7 @@ def kill_in_the_background(exchange: Exchange, path: Path, victim: int, dying: P
 
     saver = remesh.Saver(group=exchange, deadline=3.0, on_event=on_event)
     handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
-    handle.result(timeout=60)
+    handle.result(timeout=240)
     return "committed"
 
 

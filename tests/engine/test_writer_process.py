@@ -68,7 +68,7 @@ def test_what_is_stored_is_the_state_at_the_call(arena_bytes: int | None, tmp_pa
             expected = weights.copy()
             handle = saver.save_async({"w": weights, "n": number}, tmp_path / str(number))
             weights += 1.0
-            handle.result(timeout=100)
+            handle.result(timeout=240)
             checkpoint = remesh.Checkpoint(tmp_path / str(number))
             np.testing.assert_array_equal(checkpoint.read_array("w"), expected)
             assert checkpoint.values["n"] == number
@@ -147,7 +147,7 @@ def die_while_staging(exchange: Exchange, path: Path, ids: Path) -> str:
     (ids / str(exchange.rank)).write_text(str(saver.writer_process_id))
     handle = saver.save_async(state_of(exchange.rank, 2.0), path, overwrite=True)
     with pytest.raises(ExchangeError, match="rank 1 ended while it staged") as caught:
-        handle.result(timeout=100)
+        handle.result(timeout=240)
     assert caught.value.rank == 1
     return "told"
 
@@ -172,7 +172,7 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     resource.prlimit(saver.writer_process_id, resource.RLIMIT_FSIZE, (CHUNK_SIZE, CHUNK_SIZE))
     handle = saver.save_async({"w": np.ones(CHUNK_SIZE // 4)}, tmp_path / "c")
     with pytest.raises(NoSpaceError, match=f"{tmp_path}/c/data-.*/00000.safetensors") as caught:
-        handle.result(timeout=100)
+        handle.result(timeout=240)
     assert caught.value.rank == 0
     # The failure is raised by the next save as well, once, and then all is well again.
     with pytest.raises(NoSpaceError):
@@ -190,7 +190,7 @@ def test_a_failure_while_staging_reaches_all(tmp_path: Path) -> None:
     def train(exchange: Exchange) -> BaseException | None:
         with remesh.Saver(group=exchange, writer="process", on_event=faults) as saver:
             handle = saver.save_async(state_of(exchange.rank, 1.0), tmp_path / "c")
-            error = handle.exception(timeout=100)
+            error = handle.exception(timeout=240)
             with pytest.raises((InjectedError, RankFailedError)):
                 saver.wait()
         return error
@@ -203,7 +203,7 @@ def test_a_failure_while_staging_reaches_all(tmp_path: Path) -> None:
 
 def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Path) -> None:
     def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, writer="process", deadline=90)
+        saver = remesh.Saver(group=exchange, writer="process", deadline=240)
         if exchange.rank == 1:
             assert saver.writer_process_id is not None
             os.kill(saver.writer_process_id, signal.SIGSTOP)
@@ -212,7 +212,7 @@ def test_a_killed_writer_fails_its_save_everywhere_and_is_replaced(tmp_path: Pat
             assert saver.writer_process_id is not None
             os.kill(saver.writer_process_id, signal.SIGKILL)
         with pytest.raises(ExchangeError) as caught:
-            handle.result(timeout=100)
+            handle.result(timeout=240)
         with pytest.raises(ExchangeError):
             saver.wait()
         exchange.all_gather(b"")
@@ -234,7 +234,7 @@ def test_cancel(tmp_path: Path) -> None:
     assert handle.cancel()
     os.kill(saver.writer_process_id, signal.SIGCONT)
     with pytest.raises(CancelledError):
-        handle.result(timeout=100)
+        handle.result(timeout=240)
     assert handle.cancelled()
     with pytest.raises(CancelledError):
         saver.close()
@@ -288,6 +288,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         writer = int(trainer.stdout.readline())
-        assert trainer.wait(60) == -signal.SIGKILL
+        assert trainer.wait(240) == -signal.SIGKILL
         wait_until(lambda: not is_alive(writer), "the writer ends")
         # Here the child reads the end of its input, and ends as well.

@@ -115,11 +115,11 @@ def _hang(exchange: Exchange, directory: str) -> None:
 
 def test_ranks_that_hang_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # By this clock the job begins, waits for the first report, and has no time left after it.
-    clock = iter([0.0, 0.0, 120.0])
+    clock = iter([0.0, 0.0, 240.0])
     fake = SimpleNamespace(monotonic=clock.__next__)
     monkeypatch.setattr("remesh.testing.processes.time", fake)
     outcomes = run_processes_outcomes(2, _hang, str(tmp_path))
-    assert outcomes == [Returned(None), TimedOut(120)]
+    assert outcomes == [Returned(None), TimedOut(240)]
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):

@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     def clock() -> Iterator[float]:
         """No time passes until rank 0 has ended and rank 1 waits; then it is up."""
         yield from (0.0, 0.0)
-        assert waits.wait(60)
+        assert waits.wait(240)
         yield 60.5
 
     fake = SimpleNamespace(monotonic=clock().__next__)

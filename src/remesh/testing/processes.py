@@ -53,7 +53,7 @@ _EXIT = 5.0
 
 
 def run_processes(
-    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 120.0
+    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[T]:
     """Run a function once for each rank, in processes; what it returned, in rank order.
 
@@ -73,7 +73,7 @@ def run_processes(
 
 
 def run_processes_outcomes(
-    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 120.0
+    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[Outcome[T]]:
     """The same, reporting how each rank ended instead of raising, dead ranks included.
 

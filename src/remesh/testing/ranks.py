@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 120.0
+    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[T]:
     """Run a function once for each rank, in threads; what it returned, in rank order.
 
@@ -39,7 +39,7 @@ def run_ranks(
 
 
 def run_ranks_outcomes(
-    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 120.0
+    world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[Outcome[T]]:
     """The same, reporting how each rank ended instead of raising."""
     group = ThreadGroup(world_size, timeout=timeout)
