@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from remesh.geometry import Box
 from remesh.transform import Region, Resolved
-from remesh.transform.evaluate import arranged
+from remesh.transform.arrays import arranged
 
 Array = npt.NDArray[np.float32]
 

@@ -8,7 +8,7 @@ import torch
 
 from remesh import RemeshError
 from remesh.geometry import Box
-from remesh.transform import evaluate
+from remesh.transform import arrays
 from tests.transform.cases import CASES, VALID, Setting, setting_of, tensor_of
 from tests.transform.simulated import Array, cut_evenly, move, pieces_of
 
@@ -16,7 +16,7 @@ from tests.transform.simulated import Array, cut_evenly, move, pieces_of
 def _apply_whole(setting: Setting) -> dict[str, torch.Tensor]:
     tensors = {n: tensor_of(a, setting.sources[n].dtype) for n, a in setting.arrays.items()}
     targets = {n: tensor_of(a, setting.targets[n].dtype) for n, a in setting.initial.items()}
-    return evaluate.apply(setting.resolve(), tensors, targets)
+    return arrays.apply(setting.resolve(), tensors, targets)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable
 from remesh.testing import run_ranks
 from remesh.transform import TensorInfo, num_pieces_of
-from remesh.transform.info import infos_of
+from remesh.transform.tensor_info import infos_of
 
 FUSE = Transform("a^T, b -> c, axis=0")
 

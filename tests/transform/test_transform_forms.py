@@ -11,7 +11,7 @@ import torch
 
 from remesh import MismatchError, Transform
 from remesh.errors import TransformError
-from remesh.transform import TensorInfo, evaluate
+from remesh.transform import TensorInfo, arrays
 from tests.transform.simulated import Array
 
 
@@ -43,7 +43,7 @@ def run(
     resolved = Transform(text).resolve(sources, infos)
     resolved.check()
     filled = {name: np.full(shape, -1, np.float32) for name, shape in targets.items()}
-    return evaluate.apply(resolved, tensors, filled)
+    return arrays.apply(resolved, tensors, filled)
 
 
 def names(*letters: str, shape: tuple[int, ...] = (2, 3)) -> dict[str, Array]:
@@ -115,10 +115,10 @@ def test_add_keeps_the_initial_value_even_if_there_is_a_source() -> None:
 def test_delete_ignores_a_source_and_leaves_a_target_of_its_name_alone() -> None:
     t = {"a": numbered(2), "b": numbered(2)}
     a, b = np.full(2, 5, np.float32), np.zeros(2, np.float32)
-    resolved = Transform("a -> _").resolve(evaluate.describe(t), evaluate.describe(t))
+    resolved = Transform("a -> _").resolve(arrays.describe(t), arrays.describe(t))
     assert resolved.kept == {"a": "'a' is deleted by statement 1"}
     assert resolved.deleted == ("a",)
-    evaluate.apply(resolved, t, {"a": a, "b": b})
+    arrays.apply(resolved, t, {"a": a, "b": b})
     assert a.tolist() == [5, 5]
     assert b.tolist() == [0, 1]
     assert apply("a -> _", **t).keys() == {"b"}

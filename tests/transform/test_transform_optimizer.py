@@ -12,7 +12,7 @@ import torch
 from remesh import MismatchError, Transform
 from remesh.errors import TransformError
 from remesh.transform import TensorInfo
-from remesh.transform.optimizer import find_states
+from remesh.transform.optimizer_state import find_states
 from tests.transform.simulated import Array
 
 

@@ -1,25 +1,26 @@
 """The transformation language: statements that turn the tensors of one state into another's.
 
-A transformation is parsed once (`Transform`) and meets tensors later. From then on it can
-say, for any box of any target, which boxes of which sources make it up (`Resolved.regions`), so
-whoever moves the bytes reads only those. Nothing here reads or moves bytes itself, apart from
-`Transform.apply`, which does so for dictionaries of arrays.
+A transformation is parsed once (`Transform`), and resolved against sources and targets, which gives
+for any box of any target the boxes of sources that make it up (`Resolved.regions`). So a load reads
+only those. Nothing here reads or moves bytes, apart from `Transform.apply`, which does so for
+dictionaries of arrays.
 
-The path of a transformation: `lexer` and `parser` make `syntax` of text, with one of the
+The path of a transformation: `parser` makes `syntax` of text, with one of the
 `operators` for each statement; `expand` writes out wildcards; `execute` binds each name to one of
 the `expressions` over sources; `resolve` matches that with the targets; `resolved` answers.
-`inverse` turns statements around, `optimizer` knows which tensors follow a parameter, `rearrange`
-traces boxes through permutations and reshapes. docs/transform.md specifies the language.
+`inverse` turns statements around, `optimizer_state` knows which tensors follow a parameter,
+`rearrange` traces boxes through permutations and reshapes. The language is specified in
+docs/transform.md.
 """
 
 from __future__ import annotations
 
-from remesh.transform.evaluate import arranged as arranged
-from remesh.transform.info import TensorInfo
-from remesh.transform.info import num_pieces_of as num_pieces_of
-from remesh.transform.language import Transform as Transform
-from remesh.transform.language import as_transform as as_transform
+from remesh.transform.arrays import arranged as arranged
 from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
+from remesh.transform.tensor_info import TensorInfo
+from remesh.transform.tensor_info import num_pieces_of as num_pieces_of
+from remesh.transform.transform import Transform as Transform
+from remesh.transform.transform import as_transform as as_transform
 
 __all__ = ["Program", "Region", "Resolved", "TensorInfo"]

@@ -12,8 +12,8 @@ Left of an arrow, those names exist that a literal name could refer to at this p
 what earlier statements assigned, less what they deleted. All steps of one statement belong
 together: they read what was there before the statement, so `l.$LAYER_ID -> l.$LAYER_ID+1` shifts.
 
-Steps keep their statement and the numbers of their placeholders, from which an error can tell the
-whole story; nothing is written down in advance.
+Steps keep their statement and the numbers of their placeholders, from which an error message shows
+each expansion; it is made only when there is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remesh.errors import TransformError
-from remesh.transform import report
-from remesh.transform.names import (
+from remesh.transform import messages
+from remesh.transform.optimizer_state import is_state_like
+from remesh.transform.patterns import (
     Binding,
     NameIndex,
     Pattern,
@@ -31,7 +32,6 @@ from remesh.transform.names import (
     filled,
     substitute,
 )
-from remesh.transform.optimizer import is_state_like
 from remesh.transform.syntax import Name, Span, Statement, Wildcard
 
 _MAX_NAMES = 1_000_000
@@ -74,13 +74,13 @@ class Step:
             hints: Lines that say what to do.
         """
         span = at.origin.span if isinstance(at, Operand) else at or self.statement.operator_span
-        return report.statement_error(message, self.statement, span, self.expansions(), hints)
+        return messages.statement_error(message, self.statement, span, self.expansions(), hints)
 
     def expansions(self) -> list[tuple[str, str]]:
         """What each macro made of the statement: (macro, text), in the order of evaluation."""
         statement = self.statement
         names = (*statement.left, *statement.right)
-        story = _placeholder_story(statement, self.binding)
+        made = _placeholders_filled(statement, self.binding)
         if (self.left or self.right) and any(name.is_many for name in names):
             arrays = any(name.array is not None for name in names)
             stars = any(
@@ -89,11 +89,11 @@ class Step:
                 for piece in name.pieces
             )
             macro = " and ".join([*(["array"] if arrays else []), *(["*"] if stars else [])])
-            story.append((macro, str(self)))
+            made.append((macro, str(self)))
         if any(operand.origin.transposed for operand in self.left):
-            story.append(("^T", "the marked names are transposed before anything else"))
+            made.append(("^T", "the marked names are transposed before anything else"))
         explanation = statement.operator.explain()
-        return [*story, *([explanation] if explanation else [])]
+        return [*made, *([explanation] if explanation else [])]
 
     def __str__(self) -> str:
         left, right = (_operands_text(side) for side in (self.left, self.right))
@@ -107,7 +107,7 @@ def _operands_text(operands: Sequence[Operand]) -> str:
     return ", ".join(shown)
 
 
-def _placeholder_story(statement: Statement, binding: Binding) -> list[tuple[str, str]]:
+def _placeholders_filled(statement: Statement, binding: Binding) -> list[tuple[str, str]]:
     if not binding:
         return []
     values = ", ".join(f"${name}={digits}" for name, digits in binding)
@@ -210,7 +210,7 @@ class Expander:
             found.update(dict.fromkeys(bindings_of(pattern, index, excluded)))
         if not found and not (is_add and self._target_names is None):
             where = "target" if is_add else "source"
-            raise report.statement_error(
+            raise messages.statement_error(
                 f"no {where} matches {str(names[0])!r}",
                 statement,
                 names[0].span,
@@ -221,8 +221,10 @@ class Expander:
     def _nearest(self, pieces: Sequence[str | Wildcard], *, in_targets: bool) -> list[str]:
         text = "".join("0" if isinstance(piece, Wildcard) else piece for piece in pieces)
         if not in_targets:
-            return report.nearest(text, [*self._source_names, *self._state_names, *self._assigned])
-        return report.nearest(text, self._target_names() if self._target_names else ())
+            return messages.nearest(
+                text, [*self._source_names, *self._state_names, *self._assigned]
+            )
+        return messages.nearest(text, self._target_names() if self._target_names else ())
 
     def _step(self, statement: Statement, binding: Binding) -> Step:
         draft = Step(statement, self._num_expanded, binding, (), ())

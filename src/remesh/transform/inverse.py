@@ -1,14 +1,14 @@
 """Turning statements around.
 
 `reverse` does what the notation suggests: last statement first, left and right exchanged, each
-operator replaced by its opposite. Whether that undoes the statements is the writer's business.
+operator replaced by its opposite. Whether that undoes the statements is not checked.
 
 `invert` gives statements that do undo them, or fails. It follows every *version* of a name: the
-source's, and each that a statement assigns. A statement can be undone if all it assigned can be
-had again: what nobody read must not have been overwritten, what was read must come back from one
-of its readers. A version that several statements read comes back several times; these copies must
-agree, so they are tied. Names with wildcards count as one name, provided that no other name in the
-program may match the same tensor.
+source's, and each that a statement assigns. A statement can be undone if all versions that it
+assigned can be restored: a version without readers must not be overwritten, one with readers is
+restored from one of them. A version with several readers is restored several times; these copies
+must agree, so they are tied. Names with wildcards count as one name, provided that no other name in
+the program may match the same tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remesh.errors import TransformError
-from remesh.transform import report
-from remesh.transform.names import Pattern
+from remesh.transform import messages
 from remesh.transform.operator_base import Operator, Problem
 from remesh.transform.operators import Tie
+from remesh.transform.patterns import Pattern
 from remesh.transform.syntax import STAR, Name, Statement, Wildcard
 
 Key = tuple[tuple[str | Wildcard, ...], tuple[int, int] | None]
@@ -82,7 +82,7 @@ def _turned(statement: Statement, turn: Callable[[Operator], Operator]) -> State
     try:
         operator = turn(statement.operator)
     except Problem as problem:
-        raise report.statement_error(
+        raise messages.statement_error(
             str(problem), statement, statement.operator_span, hints=problem.hints
         ) from None
     return replace(
@@ -110,7 +110,7 @@ COPY = re.compile(r"_copy[0-9]+\.")
 def _copy_of(name: Name, number: int, statement: Statement) -> Name:
     """A name for one of several copies that are compared before they become `name`."""
     if name.is_many:
-        raise report.statement_error(
+        raise messages.statement_error(
             f"{name} is read more than once, so its copies would have to be compared, which is "
             "only possible for names without * and [:]",
             statement,
@@ -149,7 +149,7 @@ class _History:
     Attributes:
         read: The versions that each statement reads, name by name.
         made: The versions that each statement assigns.
-        is_undone: Whether a statement's sources can be had again from what it assigned.
+        is_undone: Whether a statement's sources can be restored from what it assigned.
     """
 
     def __init__(self, statements: Sequence[Statement]) -> None:
@@ -161,7 +161,7 @@ class _History:
         _check_no_overlap(statements)
         for number, statement in enumerate(statements):
             if statement.deletes:
-                raise report.statement_error(
+                raise messages.statement_error(
                     "what is deleted cannot be restored, so there is no inverse", statement
                 )
             readings = []
@@ -205,7 +205,7 @@ class _History:
         assert version.maker is not None
         assert version.overwriter is not None
         number = self.statements[version.overwriter].number
-        return report.statement_error(
+        return messages.statement_error(
             f"{version.name} is overwritten by statement {number} before anything reads it, so "
             "there is no inverse",
             self.statements[version.maker],
@@ -246,7 +246,7 @@ def _check_no_overlap(statements: Sequence[Statement]) -> None:
             pattern = _pattern(name)
             for key, (other, other_name) in wildcards.get(pattern.form, {}).items():
                 if key != _key(name) and _overlap(pattern, other):
-                    raise report.statement_error(
+                    raise messages.statement_error(
                         f"{name} and {other_name} may be the same tensor, so it cannot be told "
                         "whether there is an inverse",
                         statement,

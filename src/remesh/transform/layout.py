@@ -3,90 +3,54 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from remesh.transform.expand import Operand, Step
 from remesh.transform.expressions import Leaf, Permuted, without_conversions
-from remesh.transform.info import TensorInfo
 from remesh.transform.labels import Value
 from remesh.transform.operator_base import Problem
 from remesh.transform.rearrange import Shape, inverse_order, take
-from remesh.transform.sources import SourceSpace
+from remesh.transform.sources import Sources
+from remesh.transform.tensor_info import TensorInfo
 
 ShapeOf = Callable[[Step, Operand], Shape | None]
-
-
-class Flows:
-    """Follows a name through later statements that only pass it on, to the target it ends up in.
-
-    Macros whose layout depends on how the target is cut need to know that target. A statement
-    passes a tensor on if it has one name on either side: it renames, permutes or casts. Ties and
-    copies pass it on too.
-
-    Args:
-        groups: The steps of each statement, in order.
-        targets: The targets by name.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[Step]], targets: Container[str]) -> None:
-        self._targets = targets
-        self._assigned: dict[str, list[int]] = {}
-        self._passed_on: dict[str, list[tuple[int, Step]]] = {}
-        self._num_groups = len(groups)
-        for number, steps in enumerate(groups):
-            for step in steps:
-                for operand in step.right:
-                    self._assigned.setdefault(operand.name, []).append(number)
-                if _passes_on(step):
-                    for operand in step.left:
-                        self._passed_on.setdefault(operand.name, []).append((number, step))
-
-    def target_of(self, name: str, number: int) -> tuple[str, tuple[Step, ...]] | None:
-        """The target that `name`, as statement `number` assigned it, ends up in.
-
-        Returns:
-            The target's name and the steps on the way to it; None if there is no such target.
-        """
-        way: list[Step] = []
-        while True:
-            assigned = self._assigned.get(name, [])
-            after = bisect.bisect_right(assigned, number)
-            is_last = after == len(assigned)
-            if is_last and name in self._targets:
-                return name, tuple(way)
-            # The statement that assigns the name again still reads what it was before.
-            last = self._num_groups if is_last else assigned[after]
-            readers = self._passed_on.get(name, [])
-            next_reader = bisect.bisect_right(readers, number, key=lambda reader: reader[0])
-            if next_reader == len(readers) or readers[next_reader][0] > last:
-                return None
-            number, step = readers[next_reader]
-            way.append(step)
-            name = step.right[0].name
 
 
 class Layout:
     """How sources and targets are cut.
 
+    A result need not be a target itself: it is followed through later statements that only pass it
+    on, to the target it ends up in. A statement passes a tensor on if it has one name on either
+    side: it renames, permutes or casts. Ties and copies pass it on too.
+
     Args:
         sources: The sources.
-        targets: The targets; None if they are not known.
-        flows: Where results go, if the targets are known.
+        targets: The targets; None if they are not known, or no statement asks for them.
+        groups: The steps of each statement, in order.
         original_shape: The shape of a result that goes to no target, if that is known from
             elsewhere.
     """
 
     def __init__(
         self,
-        sources: SourceSpace,
+        sources: Sources,
         targets: Mapping[str, TensorInfo] | None,
-        flows: Flows | None,
+        groups: Sequence[Sequence[Step]],
         original_shape: ShapeOf,
     ) -> None:
         self.sources = sources
-        self.targets = targets
-        self.flows = flows
-        self.original_shape = original_shape
+        self._targets = targets
+        self._original_shape = original_shape
+        self._assigned: dict[str, list[int]] = {}
+        self._passed_on: dict[str, list[tuple[int, Step]]] = {}
+        self._num_groups = len(groups)
+        for number, steps in enumerate(groups if targets is not None else ()):
+            for step in steps:
+                for operand in step.right:
+                    self._assigned.setdefault(operand.name, []).append(number)
+                if _passes_on(step):
+                    for operand in step.left:
+                        self._passed_on.setdefault(operand.name, []).append((number, step))
 
     def source_ranks(self, step: Step, value: Value, axis: int) -> int:
         """Into how many ranges the source that a value comes from is cut along an axis."""
@@ -118,7 +82,7 @@ class Layout:
             TransformError: If nothing tells.
         """
         info = self.target_info(step, operand)
-        shape = self.original_shape(step, operand) if info is None else info.shape
+        shape = self._original_shape(step, operand) if info is None else info.shape
         if shape is None:
             raise step.error(
                 f"{operand.name!r} goes to no target that would tell its size",
@@ -134,19 +98,40 @@ class Layout:
             step: The step that makes the result.
             operand: The name right of its arrow.
         """
-        if self.flows is None or self.targets is None:
-            return None
-        found = self.flows.target_of(operand.name, step.position)
+        found = None if self._targets is None else self._target_of(operand.name, step.position)
         if found is None:
             return None
-        name, way = found
-        info = self.targets[name]
+        info, way = found
         order = tuple(range(len(info.shape)))
         for passing in way:
             order = take(order, _order_of(passing, len(order)))
         back = inverse_order(order)
         num_pieces = None if info.num_pieces is None else take(info.num_pieces, back)
         return TensorInfo(info.dtype, take(info.shape, back), num_pieces)
+
+    def _target_of(self, name: str, number: int) -> tuple[TensorInfo, tuple[Step, ...]] | None:
+        """The target that `name`, as statement `number` assigned it, ends up in.
+
+        Returns:
+            The target and the steps on the way to it; None if there is no such target.
+        """
+        assert self._targets is not None
+        way: list[Step] = []
+        while True:
+            assigned = self._assigned.get(name, [])
+            after = bisect.bisect_right(assigned, number)
+            is_last = after == len(assigned)
+            if is_last and name in self._targets:
+                return self._targets[name], tuple(way)
+            # The statement that assigns the name again still reads what it was before.
+            last = self._num_groups if is_last else assigned[after]
+            readers = self._passed_on.get(name, [])
+            next_reader = bisect.bisect_right(readers, number, key=lambda reader: reader[0])
+            if next_reader == len(readers) or readers[next_reader][0] > last:
+                return None
+            number, step = readers[next_reader]
+            way.append(step)
+            name = step.right[0].name
 
 
 def _passes_on(step: Step) -> bool:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 from remesh.transform.expressions import concatenated, convert, permute, reshape, sliced, tied
 from remesh.transform.fused import FusedFfn, FusedQkv
 from remesh.transform.labels import Value, check_alike, common_labels, full_axis
+from remesh.transform.messages import nearest
 from remesh.transform.operator_base import Attribute, Attributes, Operator, Problem
 from remesh.transform.rearrange import Shape, inverse_order
-from remesh.transform.report import nearest
 from remesh.transform.syntax import FLAGS, Name, Span
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Tokens to statements, by recursive descent without backtracking.
+"""Text to statements: tokens first, then recursive descent without backtracking.
+
+The tokens are found by one regular expression. Its alternatives begin with different characters and
+its repetitions are possessive, so a text of n characters costs time proportional to n.
 
 ::
 
@@ -21,27 +24,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from remesh.errors import TransformError
-from remesh.transform.lexer import (
-    ARROW,
-    END,
-    MARK,
-    NAME,
-    NUMBER,
-    STRING,
-    TRANSPOSE,
-    LexError,
-    Token,
-    lex,
-)
-from remesh.transform.names import form_of
+from remesh.transform.messages import shorten, text_error
 from remesh.transform.operator_base import Attribute, AttributeValue, Problem
 from remesh.transform.operators import operator_of
-from remesh.transform.report import shorten, text_error
+from remesh.transform.patterns import form_of
 from remesh.transform.syntax import FLAGS, NOTHING, STAR, Name, Span, Statement, Wildcard
 
+NAME, STRING, NUMBER, ARROW, TRANSPOSE, MARK, END = (
+    "name",
+    "string",
+    "number",
+    "arrow",
+    "transpose",
+    "mark",
+    "end",
+)
+
+_TOKEN = re.compile(
+    r"""
+    (?P<blank>[ \t\r\n\f\v]++|\#[^\n]*+)
+  | (?P<arrow>->)
+  | (?P<number>-[0-9]++)
+  | (?P<transpose>\^T(?![A-Za-z0-9_.*$]))
+  | (?P<name>(?:[A-Za-z0-9_.*]++|\$[A-Za-z_][A-Za-z0-9_]*+(?:[+-][0-9]++)?+)++)
+  | (?P<string>'[^'\n]*+'|"[^"\n]*+")
+  | (?P<mark>[=:,\[\]])
+    """,
+    re.VERBOSE,
+)
 _WILDCARD = re.compile(r"\*|\$([A-Za-z_][A-Za-z0-9_]*)([+-][0-9]+)?")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\$[A-Z][A-Z0-9_]*(?:[+-][0-9]+)?)+")
 _PREVIOUS_LAYER = "LAYER_ID_OFFSET"
@@ -128,6 +141,56 @@ def _written(name: str) -> str:
     return f"{quote}{name}{quote}"
 
 
+class Token(NamedTuple):
+    """A piece of the text: what kind it is of, its characters, and where they are."""
+
+    kind: str
+    text: str
+    start: int
+    stop: int
+
+
+def _tokens(text: str, number: int) -> list[Token]:
+    """Cut a text into tokens, blanks and `#` comments left out, with an END token last.
+
+    A token of digits alone is a NAME: whether it is a number depends on where it stands.
+
+    Raises:
+        TransformError: If a character begins no token.
+    """
+    tokens: list[Token] = []
+    position = 0
+    for match in _TOKEN.finditer(text):
+        if match.start() != position:
+            break
+        position = match.end()
+        kind = match.lastgroup
+        assert kind is not None
+        if kind != "blank":
+            tokens.append(Token(kind, match.group(), match.start(), position))
+    if position != len(text):
+        span = Span(position, position + 1)
+        raise text_error(_complaint(text, position), number, text, span)
+    tokens.append(Token(END, "", position, position))
+    return tokens
+
+
+def _complaint(text: str, position: int) -> str:
+    character = text[position]
+    if character in "'\"":
+        return "this quote is not closed on its line"
+    message = f"unexpected character {character!r}"
+    if text.startswith("<-", position):
+        return f"{message}: arrows point right, from sources to targets"
+    if character == "^":
+        return f"{message}: the transpose mark is ^T, after a name"
+    if character == "-":
+        return f"{message}: a name with a hyphen must be quoted"
+    if character.isprintable() and not character.isascii():
+        return f"{message}: a name with characters other than A-Z, a-z, 0-9, _ and . must be quoted"
+    return message
+
+
 @dataclass(slots=True)
 class _Draft:
     """A statement while it is read."""
@@ -144,11 +207,7 @@ class _Parser:
     def __init__(self, text: str, number: int) -> None:
         self.text = text
         self.number = number
-        try:
-            self.tokens = lex(text)
-        except LexError as error:
-            span = Span(error.position, error.position + 1)
-            raise text_error(str(error), number, text, span) from None
+        self.tokens = _tokens(text, number)
         self.position = 0
 
     @property

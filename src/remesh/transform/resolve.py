@@ -13,7 +13,7 @@ A target is looked up in this order:
 
 What is wrong with a statement is raised at once. Targets that are missing, or that no statement
 touches and whose source differs, are collected: `Resolved.check` raises an error that lists them,
-and whoever has a policy of its own for them (`load` does) can apply that instead.
+and a caller with a policy of its own for them, such as `load`, applies that instead.
 
 Everything that can be known from names, shapes and dtypes is checked here; only the values of
 tensors that must agree are left for later.
@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from remesh.errors import TransformError
-from remesh.transform import report, syntax
+from remesh.transform import messages, syntax
 from remesh.transform.execute import Bindings
 from remesh.transform.expand import Expander, Operand, Step
 from remesh.transform.expressions import (
@@ -37,15 +37,15 @@ from remesh.transform.expressions import (
     tied,
     without_conversions,
 )
-from remesh.transform.info import Infos, TensorInfo
 from remesh.transform.inverse import COPY
-from remesh.transform.layout import Flows, Layout
-from remesh.transform.names import Binding
-from remesh.transform.optimizer import SCALAR_SLOTS, State, States, find_states
+from remesh.transform.layout import Layout
+from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
+from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
 from remesh.transform.resolved import Plan, Resolved
-from remesh.transform.sources import SourceSpace, info_from_states
+from remesh.transform.sources import Sources, info_from_states
 from remesh.transform.syntax import Name, Statement
+from remesh.transform.tensor_info import Infos, TensorInfo
 
 _MAX_HINTS = 10
 
@@ -135,7 +135,7 @@ class _Resolver:
         self.owners = owners
         literal = _literal_names(name for s in statements for name in s.left)
         states = find_states(sources, literal, owners)
-        self.sources = SourceSpace(sources, states, aliases)
+        self.sources = Sources(sources, states, aliases)
         self.given_targets = targets
         self.bindings: Bindings
         self.targets: Infos = {}
@@ -186,13 +186,11 @@ class _Resolver:
         )
         groups = [expander.expand(statement) for statement in self.statements]
         targets: dict[str, TensorInfo] | None = None
-        flows: Flows | None = None
         if self.given_targets is not None and any(
             s.operator.needs_targets for s in self.statements
         ):
             targets = self.parameter_targets()
-            flows = Flows(groups, targets)
-        bindings = Bindings(Layout(self.sources, targets, flows, self.undone.shape))
+        bindings = Bindings(Layout(self.sources, targets, groups, self.undone.shape))
         for steps in groups:
             bindings.execute(steps)
         return bindings, groups
@@ -296,7 +294,9 @@ class _Resolver:
                 same_dtype = self.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
             if not agree:
-                self.conflicts[name] = f"is {_told(info)}, but {source!r} is {_told(found)}"
+                self.conflicts[name] = (
+                    f"is {_described(info)}, but {source!r} is {_described(found)}"
+                )
                 return
         if info is None:
             self.plans[name] = Plan(sources, None)
@@ -343,7 +343,7 @@ class _Resolver:
         if node is None:
             lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
             self.missing[name] = (
-                f"it follows {parameter!r}, which is made of {report.listing(lacking)}, of which "
+                f"it follows {parameter!r}, which is made of {messages.listing(lacking)}, of which "
                 f"the sources have no {state.slot}"
             )
             return
@@ -406,10 +406,10 @@ class _Resolver:
     # -----------------------------------------------------------------------------------------
 
     def outputs(self) -> dict[str, TensorInfo | None]:
-        """What there is to be had, whether it was asked for or not.
+        """All outputs, targets or not.
 
-        That is: sources and results that no statement read, those that were read but are targets
-        all the same, and the optimizer states of all of these.
+        These are sources and results that no statement read, those that were read but are targets,
+        and the optimizer states of all of these.
         """
         bindings, targets = self.bindings, self.given_targets or {}
         bound = (bindings.values, bindings.deleted, bindings.added)
@@ -460,7 +460,7 @@ class _Resolver:
             yield state_name, info
 
     # -----------------------------------------------------------------------------------------
-    # What is said at the end
+    # For the result
     # -----------------------------------------------------------------------------------------
 
     def is_deleted(self, name: str) -> bool:
@@ -482,7 +482,7 @@ def _literal_names(names: Iterable[syntax.Name]) -> list[str]:
     return [name.literal for name in names if name.literal is not None and not name.is_nothing]
 
 
-def _told(info: TensorInfo | None) -> str:
+def _described(info: TensorInfo | None) -> str:
     return "a plain value" if info is None else f"{info.dtype} of shape {info.shape}"
 
 

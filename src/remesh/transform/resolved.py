@@ -9,8 +9,8 @@ from remesh._repr import short_repr
 from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.transform.expressions import Node, Origin
-from remesh.transform.info import Infos
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
+from remesh.transform.tensor_info import Infos
 
 _MAX_SHOWN = 10
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}

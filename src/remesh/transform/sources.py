@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from remesh.transform import report
+from remesh.transform import messages
 from remesh.transform.expressions import Leaf
-from remesh.transform.info import Infos, TensorInfo
-from remesh.transform.optimizer import States
+from remesh.transform.optimizer_state import States
+from remesh.transform.tensor_info import Infos, TensorInfo
 
 
-class SourceSpace:
+class Sources:
     """The sources by name, and the parameters of which only optimizer states are sources.
 
     Args:
@@ -52,7 +52,7 @@ class SourceSpace:
 
     def nearest(self, name: str) -> list[str]:
         """A hint with similar names, if there are any."""
-        return report.nearest(name, [*self.infos, *self.states.by_parameter])
+        return messages.nearest(name, [*self.infos, *self.states.by_parameter])
 
     def names_of(self, name: str) -> list[str]:
         """A name and the others that its tensor has."""

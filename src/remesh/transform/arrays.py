@@ -18,9 +18,9 @@ import numpy as np
 from remesh.dtypes import BY_NAME
 from remesh.errors import TransformError
 from remesh.sharded import dtype_name
-from remesh.transform.info import TensorInfo
 from remesh.transform.rearrange import Permute
 from remesh.transform.resolved import Region, Resolved
+from remesh.transform.tensor_info import TensorInfo
 
 Array = Any
 
@@ -157,7 +157,7 @@ def _bits(array: Array) -> np.ndarray[Any, Any]:
 
 
 def _is_torch(array: Array) -> bool:
-    # Whoever has a torch tensor has imported torch; nobody else has to.
+    # A program that has a torch tensor has imported torch; others need not.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 

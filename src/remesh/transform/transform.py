@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import short_repr
-from remesh.transform import evaluate, inverse
-from remesh.transform.info import Described, TensorInfo, infos_of
+from remesh.transform import arrays, inverse
 from remesh.transform.parser import Program, parse
 from remesh.transform.resolve import resolve
 from remesh.transform.resolved import Resolved
 from remesh.transform.syntax import Statement
+from remesh.transform.tensor_info import Described, TensorInfo, infos_of
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -110,8 +110,8 @@ class Transform:
                 so itself.
             cast: Convert whatever has another dtype than its target, optimizer state included,
                 where otherwise a statement would have to say so.
-            with_outputs: Answer also for what else there is to be had: what statements make and
-                leave over, and the optimizer states of it and of the targets.
+            with_outputs: Include all outputs: what statements make and do not read again, and the
+                optimizer states of it and of the targets.
 
         Returns:
             The answers. Targets that are missing, and untouched ones that do not fit, are listed
@@ -173,14 +173,14 @@ class Transform:
         """
         resolved = resolve(
             self.statements,
-            evaluate.describe(tensors),
-            None if targets is None else evaluate.describe(targets),
+            arrays.describe(tensors),
+            None if targets is None else arrays.describe(targets),
             owners=self.owners,
             aliases={},
             original=self.undone,
         )
         resolved.check()
-        return evaluate.apply(resolved, tensors, targets)
+        return arrays.apply(resolved, tensors, targets)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.statements))
