@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import print_table, write_json
-from remesh.checkpoint.holdings import decode_holdings, encode_holdings
+from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.formats import native
 from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, TensorTable
@@ -48,7 +48,7 @@ def tensors_of(num_tensors: int, world_size: int) -> TensorTable:
     )
 
 
-def holdings_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
+def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
     """What a rank sends to rank 0."""
     rows = int(tensors.shapes[0, 0]) // world_size
     row = np.arange(len(tensors))
@@ -58,7 +58,7 @@ def holdings_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
         np.tile(np.array([rank * rows, 0]), (len(row), 1)),
         np.tile(np.array([rows, HIDDEN]), (len(row), 1)),
     )
-    return encode_holdings(boxes, np.full(len(boxes), int(Role.EQUAL), dtype=np.int64))
+    return encode_local_boxes(boxes, np.full(len(boxes), int(Role.EQUAL), dtype=np.int64))
 
 
 def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[native.Part]:
@@ -85,13 +85,13 @@ def columns_of(index: Index, number: int, columns: int) -> BoxTable:
 
 def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
-    describe_seconds, _ = timed(lambda: holdings_of(tensors, 0, world_size))
-    messages = [holdings_of(tensors, rank, world_size) for rank in range(world_size)]
+    describe_seconds, _ = timed(lambda: local_boxes_of(tensors, 0, world_size))
+    messages = [local_boxes_of(tensors, rank, world_size) for rank in range(world_size)]
     bytes_sent = len(messages[0])
-    decode_seconds, holdings = timed(lambda: decode_holdings(messages))
+    decode_seconds, local_boxes = timed(lambda: decode_local_boxes(messages))
     messages.clear()
-    plan_seconds, plan = timed(lambda: plan_save(holdings))
-    holdings.clear()
+    plan_seconds, plan = timed(lambda: plan_save(local_boxes))
+    local_boxes.clear()
     assign_seconds, assignments = timed(lambda: plan.assignments(world_size))
     parts = parts_of(plan, assignments)
     index_seconds, index = timed(lambda: native.build_index(plan.boxes, assignments, parts, {}))

@@ -18,8 +18,8 @@ from remesh.errors import CoverageError, StateError
 from remesh.geometry import Box, pad_dims
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
 from remesh.planner import (
-    Holdings,
     LoadPlan,
+    LocalBoxes,
     ReadLimits,
     SavePlan,
     longest_gaps,
@@ -52,18 +52,18 @@ class Held:
     role: Role
 
 
-def holdings_of(held: list[Held]) -> Holdings:
+def local_boxes_of(held: list[Held]) -> LocalBoxes:
     tensors: dict[str, tuple[str, str, Shape]] = {}
     for one in held:
         tensors.setdefault(one.name, (one.name, one.dtype, one.shape))
     names = list(tensors)
     table = TensorTable.of(list(tensors.values()))
     boxes = BoxTable.of(table, [(names.index(one.name), one.box) for one in held])
-    return Holdings(boxes, np.array([one.role for one in held], dtype=np.int64))
+    return LocalBoxes(boxes, np.array([one.role for one in held], dtype=np.int64))
 
 
 def plan_of(job: list[list[Held]]) -> SavePlan:
-    return plan_save([holdings_of(held) for held in job])
+    return plan_save([local_boxes_of(held) for held in job])
 
 
 @st.composite

@@ -25,11 +25,11 @@ from typing import Any, Literal
 import msgspec
 
 from remesh._repr import short_repr
-from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.comparing import Wanted, source_in_target
 from remesh.checkpoint.loading import load_into
 from remesh.checkpoint.local import LocalTensors, exchange_of
 from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import LoadOptions, Target
 from remesh.errors import StateError
@@ -260,15 +260,15 @@ class _Kept:
 
 def _agree_on_source(
     exchange: Exchange, state: Any, kept: _Kept, emit: Emit
-) -> tuple[StoredState, Agreement, bool]:
+) -> tuple[StoredState, RankSavePlan, bool]:
     """What there is; this rank's part of it; whether it is cut as the last time."""
     options = SaveOptions(overwrite=False, metadata={}, shares_place=False, compares="sampled")
     num_hits = kept.plan.hits
 
     def encode() -> bytes:
-        return mine.coordinator.document.encode()
+        return mine.on_rank_0.document.encode()
 
-    mine = agree(exchange, MemoryStorage(), state, options, cache=kept.plan, emit=emit)
+    mine = make_save_plan(exchange, MemoryStorage(), state, options, cache=kept.plan, emit=emit)
     is_known = kept.plan.hits > num_hits and kept.index is not None
     document = run_on_one(exchange, encode) if is_known else _share_index(exchange, mine, kept)
     assert kept.index is not None
@@ -279,7 +279,7 @@ def _agree_on_source(
     return StoredState(index, values), mine, is_known
 
 
-def _share_index(exchange: Exchange, mine: Agreement, kept: _Kept) -> bytes:
+def _share_index(exchange: Exchange, mine: RankSavePlan, kept: _Kept) -> bytes:
     """Tell all ranks what lies in which imaginary file, and what is not a tensor."""
 
     def say() -> bytes:
@@ -288,9 +288,9 @@ def _share_index(exchange: Exchange, mine: Agreement, kept: _Kept) -> bytes:
         return msgspec.msgpack.encode(part if mine.path else native.NO_PART)
 
     def unite(replies: list[bytes]) -> list[bytes]:
-        save = mine.coordinator
+        save = mine.on_rank_0
         parts = [msgspec.msgpack.decode(reply, type=native.Part) for reply in replies]
-        index = native.build_index(save.plan.boxes, save.assignments, parts, save.document.aliases)
+        index = native.build_index(save.boxes, save.assignments, parts, save.document.aliases)
         owners = [rank for rank, part in enumerate(parts) if part.path]
         live = Index(index.boxes, index.file, index.position, index.files, index.aliases)
         message = (live.encode(), save.document.encode(), owners)

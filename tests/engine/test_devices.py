@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint import agreement, loading
+from remesh.checkpoint import loading, save_plan
 from remesh.checkpoint.local import devices_of
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.memory import CarrierArray, HostMemory, Memory
@@ -58,7 +58,7 @@ def test_targets_are_waited_for_before_they_are_filled(
 ) -> None:
     source, target = {"w": np.ones(4)}, {"w": np.zeros(4)}
     found: list[tuple[str, list[CarrierArray]]] = []
-    for name, module in (("source", agreement), ("target", loading)):
+    for name, module in (("source", save_plan), ("target", loading)):
         monkeypatch.setattr(
             module,
             "finish_device_work",

@@ -11,8 +11,8 @@ import torch
 
 import remesh
 from remesh.checkpoint import sharing
-from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
 from remesh.checkpoint.foreign import prepare, save_as, writer_of
+from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.compat.megatron.strategies.foreign import _PreparedSave
 from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
@@ -212,7 +212,7 @@ def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
     def options(exchange: Exchange) -> str:
         storage = LocalStorage(tmp_path / "run" / "1")
         cache = PlanCache()
-        agree(
+        make_save_plan(
             exchange,
             storage,
             state_of(exchange.rank),

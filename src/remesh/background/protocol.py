@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.agreement import Coordination
+from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.exchange import decode_failure, encode_failure
 
 _LENGTH = struct.Struct("<Q")
@@ -57,7 +57,7 @@ class WriteTask(_Message, frozen=True):
         num_bytes: Its size.
         positions: The part's positions.
         at_once: Whether writing begins with the first chunk, and not when all are staged.
-        coordination: On rank 0, what it knows of the save.
+        global_plan: On rank 0, what it knows of the save.
     """
 
     place: str
@@ -70,7 +70,7 @@ class WriteTask(_Message, frozen=True):
     num_bytes: int
     positions: bytes
     at_once: bool
-    coordination: Coordination | None
+    global_plan: GlobalSavePlan | None
 
 
 class ChunkFilled(_Message, frozen=True):

@@ -29,7 +29,6 @@ from remesh.background.handle import SaveHandle
 from remesh.background.process_client import RemoteServer, ServerProcess
 from remesh.background.protocol import ToClient, WriteTask
 from remesh.background.server import SaveServer
-from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.local import (
@@ -38,6 +37,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     tensors_to_store,
 )
+from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stopwatch import timed
 from remesh.errors import StorageError
@@ -224,13 +224,13 @@ class Saver:
 
         started: list[SaveClient] = []
 
-        def start(mine: Agreement) -> None:
+        def start(mine: RankSavePlan) -> None:
             self._set_budget(mine.layout.num_bytes)
             started.append(self._client(exchange, path, storage, mine, emit))
             started[0].start(daemon=self._at_exit == "abort")
 
         try:
-            mine = agree(
+            mine = make_save_plan(
                 exchange,
                 storage,
                 state,
@@ -277,7 +277,7 @@ class Saver:
             self._arena = self._new_arena()
 
     def _client(
-        self, exchange: Exchange, path: Any, storage: Storage, mine: Agreement, emit: Emit
+        self, exchange: Exchange, path: Any, storage: Storage, mine: RankSavePlan, emit: Emit
     ) -> SaveClient:
         """What does a save from here on."""
         num_bytes = mine.layout.num_bytes
@@ -292,7 +292,7 @@ class Saver:
             num_bytes if mine.path else 0,
             native.encode_positions(mine.layout.positions),
             self._arena.num_ready_bytes < mine.layout.num_chunks * CHUNK_SIZE,
-            mine.coordination,
+            mine.global_plan,
         )
         devices = device_staging(piece.memory for piece in mine.layout.pieces)
         if devices is not None:

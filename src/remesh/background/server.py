@@ -170,7 +170,7 @@ class SaveServer:
         return ChunkWriter(self._storage, task.path, task.num_bytes)
 
     def _write_beside(self) -> None:
-        write_beside(self._storage, self._task.coordination, self._emit)
+        write_beside(self._storage, self._task.global_plan, self._emit)
 
     def _counted(self) -> Callable[[int], None]:
         """What is called after each chunk: emits the event, and puts the progress now and then."""
@@ -231,7 +231,7 @@ class SaveServer:
 
     def _commit(self) -> None:
         """Rank 0: commit what all ranks have written."""
-        save = self._task.coordination
+        save = self._task.global_plan
         assert save is not None
         commit(self._storage, save, self._status.parts(self._task.num_ranks), self._emit)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from remesh import __version__
-from remesh.checkpoint.agreement import Coordination
+from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
@@ -22,7 +22,7 @@ from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import Storage
 
 
-def write_beside(storage: Storage, save: Coordination | None, emit: Emit) -> None:
+def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
     """What a rank does while its file is being written.
 
     Directories are made durable, and rank 0 writes the values.
@@ -43,7 +43,9 @@ def write_beside(storage: Storage, save: Coordination | None, emit: Emit) -> Non
         emit("save.values_written", len(document))
 
 
-def commit(storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit) -> None:
+def commit(
+    storage: Storage, save: GlobalSavePlan, parts: Sequence[native.Part], emit: Emit
+) -> None:
     """Write the index and, in one atomic step, the commit record; the values are there already.
 
     A failure before that step removes all files of the save. A failure in it, or after it, leaves
@@ -95,7 +97,7 @@ def _values_path(save_id: str) -> str:
 
 
 def _write_index(
-    storage: Storage, save: Coordination, parts: Sequence[native.Part], emit: Emit
+    storage: Storage, save: GlobalSavePlan, parts: Sequence[native.Part], emit: Emit
 ) -> native.CommitRecord:
     """Write the index; returns the record that refers to everything."""
     files = small_files_of(save, parts)
@@ -104,7 +106,7 @@ def _write_index(
     return files.record
 
 
-def small_files_of(save: Coordination, parts: Sequence[native.Part]) -> native.NativeFiles:
+def small_files_of(save: GlobalSavePlan, parts: Sequence[native.Part]) -> native.NativeFiles:
     """Index, values and the record that refers to everything; nothing is written.
 
     Args:
@@ -112,7 +114,7 @@ def small_files_of(save: Coordination, parts: Sequence[native.Part]) -> native.N
         parts: What each rank says of its file, in rank order.
     """
     document = save.document.encode()
-    index = native.build_index(save.plan.boxes, save.assignments, parts, save.document.aliases)
+    index = native.build_index(save.boxes, save.assignments, parts, save.document.aliases)
     encoded = index.encode()
     index_path = f"{native.data_folder(save.save_id)}/index.safetensors"
     record = native.CommitRecord(

@@ -31,7 +31,7 @@ from remesh.errors import DivergedReplicaError
 from remesh.exchange import Exchange, run_joined
 from remesh.geometry import Box, IntArray, boxes_of_flat_range
 from remesh.memory import DigestedMemory, Memory, contiguous_bytes
-from remesh.planner import Copies, Holdings
+from remesh.planner import Copies, LocalBoxes
 from remesh.state import Role
 
 Compares = Literal["sampled", "whole", "all"]
@@ -93,7 +93,7 @@ def compare_copies(
     rows: IntArray,
     comparison: Comparison,
     copies: Copies | None,
-    holdings: Sequence[Holdings],
+    local_boxes: Sequence[LocalBoxes],
 ) -> None:
     """Compare what several ranks hold. Collective.
 
@@ -103,7 +103,7 @@ def compare_copies(
         rows: Rows of it that other ranks hold as well.
         comparison: What to compare.
         copies: On rank 0, the copies of all ranks.
-        holdings: On rank 0, what each rank holds.
+        local_boxes: On rank 0, what each rank holds.
 
     Raises:
         DivergedReplicaError: If copies differ that must not.
@@ -111,7 +111,7 @@ def compare_copies(
 
     def join(replies: list[bytes]) -> list[bytes]:
         assert copies is not None
-        is_done = _compare(copies, holdings, comparison, replies)
+        is_done = _compare(copies, local_boxes, comparison, replies)
         return [b"" if is_done else b"again"] * exchange.world_size
 
     for on_host in (False, True):
@@ -164,7 +164,10 @@ def _digest_on_host(
 
 
 def _compare(
-    copies: Copies, holdings: Sequence[Holdings], comparison: Comparison, replies: Sequence[bytes]
+    copies: Copies,
+    local_boxes: Sequence[LocalBoxes],
+    comparison: Comparison,
+    replies: Sequence[bytes],
 ) -> bool:
     """Rank 0: compare; False if devices and hosts have digested copies of one box.
 
@@ -175,7 +178,7 @@ def _compare(
     digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
     for rank, reply in enumerate(replies):
         mine = np.flatnonzero(copies.rank == rank)
-        levels[mine] = comparison.levels(holdings[rank].roles[copies.row[mine]])
+        levels[mine] = comparison.levels(local_boxes[rank].roles[copies.row[mine]])
         digests[mine[levels[mine] > 0]] = np.frombuffer(reply, f"V{DIGEST_BYTES}")
     order = np.flatnonzero(levels)
     order = order[np.lexsort((copies.rank[order], copies.box[order], levels[order]))]
@@ -185,18 +188,21 @@ def _compare(
     pairs = [(int(left[number]), int(right[number])) for number in differ.tolist()]
     if any(digests[a].tobytes()[:1] != digests[b].tobytes()[:1] for a, b in pairs):
         return False
-    _report(copies, holdings, levels, pairs)
+    _report(copies, local_boxes, levels, pairs)
     return True
 
 
 def _report(
-    copies: Copies, holdings: Sequence[Holdings], levels: IntArray, pairs: list[tuple[int, int]]
+    copies: Copies,
+    local_boxes: Sequence[LocalBoxes],
+    levels: IntArray,
+    pairs: list[tuple[int, int]],
 ) -> None:
     """Raise or warn about pairs of copies that differ."""
     warned: dict[str, tuple[int, int]] = {}
     for a, b in pairs:
         ranks = int(copies.rank[a]), int(copies.rank[b])
-        held = holdings[ranks[0]]
+        held = local_boxes[ranks[0]]
         row = int(copies.row[a])
         name = held.boxes.tensors.names[held.boxes.tensor[row]]
         if levels[a] == 2:

@@ -1,4 +1,4 @@
-"""Saving in the formats of other systems, through the same agreement, plan and pipeline.
+"""Saving in the formats of other systems, through the same plan and pipeline.
 
 The ranks agree on who writes what exactly as for remesh's own format. Then every rank frames its
 boxes as the format wants them, writes its data files, and rank 0 writes the small files, of which
@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import options_of
 from remesh.checkpoint.sharing import check_arrived
 from remesh.checkpoint.stopwatch import timed
@@ -204,13 +204,13 @@ def prepare(
     replaced = run_on_one(
         exchange, lambda: msgspec.msgpack.encode(_replaced(storage, writer, options.overwrite))
     )
-    mine = agree(exchange, storage, state, options, cache=PlanCache(), emit=emit)
+    mine = make_save_plan(exchange, storage, state, options, cache=PlanCache(), emit=emit)
     boxes, grid = _own_boxes(exchange, mine, writer)
     frames = writer.frames(boxes, exchange.rank, mine.save_id, grid)
     saved = None
-    if mine.coordination is not None:
-        agreed = mine.coordination
-        saved = Saved(mine.save_id, agreed.plan.boxes, agreed.assignments, agreed.document, grid)
+    if mine.global_plan is not None:
+        agreed = mine.global_plan
+        saved = Saved(mine.save_id, agreed.boxes, agreed.assignments, agreed.document, grid)
     return ForeignSave(
         writer,
         storage,
@@ -240,15 +240,15 @@ def _replaced(storage: Storage, writer: Writer, overwrite: bool) -> list[str]:
         return []  # What it refers to is unknown; what lies there harms nobody.
 
 
-def _own_boxes(exchange: Exchange, mine: Agreement, writer: Writer) -> tuple[BoxTable, Grid]:
+def _own_boxes(exchange: Exchange, mine: RankSavePlan, writer: Writer) -> tuple[BoxTable, Grid]:
     """The boxes that this rank writes, in the order of its layout, and the grid of all."""
 
     def tell(_replies: list[bytes]) -> list[bytes]:
-        plan = mine.coordinator.plan.boxes
+        plan = mine.on_rank_0.boxes
         grid = writer.grid(plan)
         return [
             msgspec.msgpack.encode((encode_columns(_rows(plan, rows).columns()), grid))
-            for rows in mine.coordinator.assignments
+            for rows in mine.on_rank_0.assignments
         ]
 
     told = run_joined(exchange, lambda: b"", tell)

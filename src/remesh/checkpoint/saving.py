@@ -1,6 +1,6 @@
 """One save, from top to bottom.
 
-1. The ranks agree on who writes what (`agreement`).
+1. The ranks plan together who writes what (`save_plan`).
 2. Every rank writes its file and makes it durable; rank 0 writes the values beside it.
 3. Rank 0 gets the positions and digests of all files, and commits (`commit`).
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from remesh.checkpoint.agreement import Agreement, PlanCache, SaveOptions, agree
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import commit, write_beside
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
 from remesh.errors import NotSharedError
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -109,19 +109,19 @@ def save_agreed(
     on_event: OnEvent,
     first: Callable[[], None] | None = None,
 ) -> None:
-    """`save`, with the plan of earlier saves; for `first` see `agree`."""
+    """`save`, with the plan of earlier saves; for `first` see `make_save_plan`."""
     check_order("save", state, path)
     exchange = exchange_of(group)
     storage = open_storage(path)
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
-    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
     def write() -> bytes:
         return msgspec.msgpack.encode(_write(storage, mine, emit))
 
     def join(replies: list[bytes]) -> list[bytes]:
         parts = [msgspec.msgpack.decode(reply, type=native.Part) for reply in replies]
-        commit(storage, mine.coordinator, parts, emit)
+        commit(storage, mine.on_rank_0, parts, emit)
         return [b""] * exchange.world_size
 
     try:
@@ -133,11 +133,11 @@ def save_agreed(
     emit("save.done")
 
 
-def _write(storage: Storage, mine: Agreement, emit: Emit) -> native.Part:
+def _write(storage: Storage, mine: RankSavePlan, emit: Emit) -> native.Part:
     """Write this rank's file, if it has one, and what goes beside it."""
 
     def beside() -> None:
-        write_beside(storage, mine.coordination, emit)
+        write_beside(storage, mine.global_plan, emit)
 
     if not mine.path:
         beside()

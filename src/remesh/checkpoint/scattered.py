@@ -30,12 +30,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.agreement import PlanCache, SaveOptions, agree
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import small_files_of
 from remesh.checkpoint.comparing import Wanted
 from remesh.checkpoint.loading import load_into
 from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import part_of
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import LoadOptions, Target, read_wanted
@@ -138,7 +138,7 @@ def save_scattered(
         RemeshError: As `remesh.save`. What was written is removed, unless it may be complete.
     """
     options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
-    mine = agree(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
     parts: list[native.Part] = []
 
     def write() -> bytes:
@@ -164,7 +164,7 @@ def save_scattered(
 
     def describe() -> bytes:
         emit("save.parts_gathered", sum(part.num_bytes for part in parts))
-        files = small_files_of(mine.coordinator, parts)
+        files = small_files_of(mine.on_rank_0, parts)
         record = native.encode_record(files.record)
         return msgspec.msgpack.encode((record, files.index_bytes, files.values_bytes))
 

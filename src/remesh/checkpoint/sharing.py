@@ -4,7 +4,7 @@ Ranks that write to different places, because the path has a time stamp or becau
 disk of its own under the same path, all succeed, and the checkpoint lacks most of its files. Three
 checks find that:
 
-* The ranks compare the names of their places in the agreement (`check_same_place`).
+* The ranks compare the names of their places while they plan (`check_same_place`).
 * Before the commit rank 0 lists the files once, and compares them with what the ranks say that they
   have written (`check_arrived`).
 * Ranks of a background save meet only through the storage, so they would wait for each other until

@@ -15,7 +15,7 @@ from remesh.planner.loading import (
 )
 from remesh.planner.saving import (
     Copies,
-    Holdings,
+    LocalBoxes,
     SavePlan,
     choose_writers,
     merge_tensors,
@@ -24,8 +24,8 @@ from remesh.planner.saving import (
 
 __all__ = [
     "Copies",
-    "Holdings",
     "LoadPlan",
+    "LocalBoxes",
     "ReadLimits",
     "SavePlan",
     "choose_writers",

@@ -22,7 +22,7 @@ from remesh.state import Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
+class LocalBoxes:
     """What one rank holds: boxes, and the role of each (`remesh.state.Role`)."""
 
     boxes: BoxTable
@@ -40,7 +40,7 @@ class Copies:
     Attributes:
         box: Row of the box in the plan.
         rank: The rank that holds it.
-        row: Its row in that rank's holdings.
+        row: Its row in that rank's boxes.
     """
 
     box: IntArray = field(default_factory=_no_rows)
@@ -48,7 +48,7 @@ class Copies:
     row: IntArray = field(default_factory=_no_rows)
 
     def rows_of(self, rank: int) -> IntArray:
-        """Rows of a rank's holdings that other ranks hold as well."""
+        """Rows of a rank's boxes that other ranks hold as well."""
         rows: IntArray = self.row[self.rank == rank]
         return rows
 
@@ -60,7 +60,7 @@ class SavePlan:
     Attributes:
         boxes: The distinct boxes to store, sorted by tensor.
         writer: Rank that writes each box.
-        row: Row of each box in its writer's holdings.
+        row: Row of each box in its writer's boxes.
         copies: Boxes that several ranks hold.
     """
 
@@ -86,27 +86,27 @@ class SavePlan:
         return totals
 
 
-def plan_save(holdings: Sequence[Holdings]) -> SavePlan:
+def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
     """Plan a save.
 
     Args:
-        holdings: What each rank holds, in rank order.
+        local_boxes: What each rank holds, in rank order.
 
     Raises:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
         CoverageError: If a tensor is not covered exactly once by main replicas.
     """
-    tensors, renumber = merge_tensors([held.boxes.tensors for held in holdings])
+    tensors, renumber = merge_tensors([held.boxes.tensors for held in local_boxes])
     num_dims = tensors.shapes.shape[1]
-    counts = [len(held.boxes) for held in holdings]
-    rank = np.repeat(np.arange(len(holdings)), counts)
+    counts = [len(held.boxes) for held in local_boxes]
+    rank = np.repeat(np.arange(len(local_boxes)), counts)
     row = np.concatenate([np.arange(count) for count in counts])
     tensor = np.concatenate(
-        [to_new[held.boxes.tensor] for held, to_new in zip(holdings, renumber, strict=True)]
+        [to_new[held.boxes.tensor] for held, to_new in zip(local_boxes, renumber, strict=True)]
     )
-    offsets = np.concatenate([_widen(held.boxes.offsets, num_dims, 0) for held in holdings])
-    extents = np.concatenate([_widen(held.boxes.extents, num_dims, 1) for held in holdings])
-    roles = np.concatenate([held.roles for held in holdings])
+    offsets = np.concatenate([_widen(held.boxes.offsets, num_dims, 0) for held in local_boxes])
+    extents = np.concatenate([_widen(held.boxes.extents, num_dims, 1) for held in local_boxes])
+    roles = np.concatenate([held.roles for held in local_boxes])
 
     filled = (extents > 0).all(axis=1)
     keys = [extents[filled, dim] for dim in reversed(range(num_dims))]
@@ -137,7 +137,7 @@ def plan_save(holdings: Sequence[Holdings]) -> SavePlan:
     by_first = np.zeros(len(boxes), np.bool_)
     if len(boxes):
         by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
-    chosen = choose_writers(boxes.num_bytes, rank, first, len(holdings), by_first)
+    chosen = choose_writers(boxes.num_bytes, rank, first, len(local_boxes), by_first)
     return SavePlan(boxes, rank[chosen], row[chosen], copies)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
-from remesh.checkpoint.agreement import PlanCache
 from remesh.checkpoint.buffers import Buffers
+from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
     Scattered,

@@ -18,7 +18,7 @@ from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main
 from remesh.formats.torch_dcp import COMMON_NAME
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.index import BoxTable, TensorTable
-from remesh.planner import Holdings
+from remesh.planner import LocalBoxes
 from remesh.sharded import Part
 from remesh.sharded import ShardedObject as EngineObject
 from remesh.sharded import ShardedTensor as EngineTensor
@@ -71,7 +71,7 @@ def engine_object(item: ShardedObject) -> EngineObject:
     )
 
 
-def holdings_of(tensors: Sequence[ShardedTensor]) -> Holdings:
+def local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
     """What a rank holds, for the planner; data is not looked at."""
     rows: dict[str, int] = {}
     table: list[tuple[str, str, Sequence[int]]] = []
@@ -93,7 +93,7 @@ def holdings_of(tensors: Sequence[ShardedTensor]) -> Holdings:
                 raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
             boxes.append((row, box))
             roles.append(int(role))
-    return Holdings(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
+    return LocalBoxes(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
 
 
 def tensors_metadata(stored: StoredState) -> dict[str, ShardedTensor]:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.boxes import holdings_of
+from remesh.compat.megatron.boxes import local_boxes_of
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
@@ -222,7 +222,7 @@ def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
         )
     _check_objects([(rank, x) for rank, items in enumerate(objects) for x in items])
     with as_checkpointing_exception():
-        plan_save([holdings_of(items) for items in tensors])
+        plan_save([local_boxes_of(items) for items in tensors])
 
 
 def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:

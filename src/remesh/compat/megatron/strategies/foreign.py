@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from remesh.checkpoint import foreign
-from remesh.checkpoint.agreement import SaveOptions
 from remesh.checkpoint.local import exchange_of
+from remesh.checkpoint.save_plan import SaveOptions
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica

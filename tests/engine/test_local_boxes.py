@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.checkpoint.holdings import decode_holdings, encode_holdings
+from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable
 from remesh.planner import plan_save
@@ -28,12 +28,12 @@ def table(names: list[str], offset: int, extent: int) -> BoxTable:
         max_size=4,
     )
 )
-def test_holdings_come_back(ranks: list[tuple[list[str], int, int]]) -> None:
+def test_local_boxes_come_back(ranks: list[tuple[list[str], int, int]]) -> None:
     tables = [table(*rank) for rank in ranks]
     messages = [
-        encode_holdings(boxes, np.full(len(boxes), Role.EQUAL, np.int64)) for boxes in tables
+        encode_local_boxes(boxes, np.full(len(boxes), Role.EQUAL, np.int64)) for boxes in tables
     ]
-    found = decode_holdings(messages)
+    found = decode_local_boxes(messages)
     for held, boxes in zip(found, tables, strict=True):
         assert held.boxes.tensors.names == boxes.tensors.names
         assert held.roles.tolist() == [Role.EQUAL] * len(boxes)
@@ -52,7 +52,7 @@ def test_ranks_of_one_model_are_planned_from_one_table() -> None:
     )
     roles = np.full(num_tensors, Role.EQUAL, np.int64)
     messages = [
-        encode_holdings(
+        encode_local_boxes(
             BoxTable.of(tensors, [(row, Box((rank, 0), (1, 8))) for row in range(num_tensors)]),
             roles,
         )
@@ -61,8 +61,8 @@ def test_ranks_of_one_model_are_planned_from_one_table() -> None:
     # Names, and less than 40 bytes for each tensor and each box.
     names = sum(map(len, tensors.names))
     assert len(messages[0]) < 4096 + names + 2 * 40 * num_tensors
-    holdings = decode_holdings(messages)
-    assert len({id(held.boxes.tensors) for held in holdings}) == 1
-    plan = plan_save(holdings)
+    local_boxes = decode_local_boxes(messages)
+    assert len({id(held.boxes.tensors) for held in local_boxes}) == 1
+    plan = plan_save(local_boxes)
     assert len(plan.boxes) == num_ranks * num_tensors
     assert plan.bytes_per_rank(num_ranks).tolist() == [num_tensors * 16] * num_ranks

@@ -1,7 +1,8 @@
-"""What the ranks of a save agree on before a byte moves.
+"""The plan of a save, which its ranks make together before a byte moves.
 
 Every rank describes what it holds. Rank 0 unites the descriptions, checks that every element is
-held exactly once and that there is room, decides who writes what, and tells each rank its order.
+held exactly once and that there is room, decides who writes what, and sends each rank its write
+assignment.
 
 A job saves the same layout again and again. Who saves through a `Saver` keeps a `PlanCache`: then
 the ranks first exchange fingerprints of their layouts, 16 bytes each, and if all are what they were
@@ -23,7 +24,6 @@ import numpy as np
 from remesh import values
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
-from remesh.checkpoint.holdings import decode_holdings, encode_holdings
 from remesh.checkpoint.local import (
     LocalTensors,
     collector_rests,
@@ -31,6 +31,7 @@ from remesh.checkpoint.local import (
     finish_device_work,
     tensors_to_store,
 )
+from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.dtypes import DTYPES
 from remesh.errors import (
@@ -46,9 +47,10 @@ from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.geometry import IntArray
+from remesh.index import BoxTable
 from remesh.integrity import raw_digest
 from remesh.pipeline import FileLayout, FilePiece
-from remesh.planner import Holdings, SavePlan, plan_save
+from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.state import Description
 from remesh.storage import FileSystemSpace, Storage
 
@@ -77,28 +79,28 @@ class SaveOptions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coordination:
+class GlobalSavePlan:
     """What rank 0 knows of a save.
 
     Attributes:
         save_id: Names the save.
         options: What the caller asked for.
-        plan: Which rank writes which box.
-        assignments: Rows of the plan that each rank writes, in the order of its file.
+        boxes: The distinct boxes that are stored.
+        assignments: Rows of `boxes` that each rank writes, in the order of its file.
         document: The values of all ranks.
         replaced: The record that is going to be overwritten, if there is one.
     """
 
     save_id: str
     options: SaveOptions
-    plan: SavePlan
+    boxes: BoxTable
     assignments: Sequence[IntArray]
     document: native.ValuesDocument
     replaced: native.CommitRecord | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
+class RankSavePlan:
     """What one rank has to do.
 
     Attributes:
@@ -106,20 +108,20 @@ class Agreement:
         path: The data file that this rank writes; empty if it writes none.
         layout: What the file holds.
         tensors: The boxes that this rank holds, copies included.
-        coordination: On rank 0, what it knows of all ranks.
+        global_plan: On rank 0, what it knows of all ranks.
     """
 
     save_id: str
     path: str
     layout: FileLayout
     tensors: LocalTensors
-    coordination: Coordination | None
+    global_plan: GlobalSavePlan | None
 
     @property
-    def coordinator(self) -> Coordination:
+    def on_rank_0(self) -> GlobalSavePlan:
         """On rank 0, what it knows of all ranks."""
-        assert self.coordination is not None
-        return self.coordination
+        assert self.global_plan is not None
+        return self.global_plan
 
 
 @dataclass(slots=True)
@@ -128,9 +130,9 @@ class PlanCache:
 
     Attributes:
         key: The fingerprints of all ranks for which it holds; empty if there is none.
-        rows: Rows of this rank's holdings that it writes.
-        shared: Rows of this rank's holdings that other ranks hold as well.
-        holdings: On rank 0, what each rank holds.
+        rows: Rows of this rank's boxes that it writes.
+        shared: Rows of this rank's boxes that other ranks hold as well.
+        local_boxes: On rank 0, what each rank holds.
         plan: On rank 0, the plan.
         assignments: On rank 0, rows of the plan by rank.
         hits: How often it was used.
@@ -140,7 +142,7 @@ class PlanCache:
     key: bytes = b""
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    holdings: list[Holdings] = field(default_factory=list)
+    local_boxes: list[LocalBoxes] = field(default_factory=list)
     plan: SavePlan | None = None
     assignments: list[IntArray] = field(default_factory=list)
     hits: int = 0
@@ -148,9 +150,9 @@ class PlanCache:
 
 
 class _Described(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0; holdings and document are empty if rank 0 has them already."""
+    """What a rank tells rank 0; boxes and document are empty if rank 0 has them already."""
 
-    holdings: bytes
+    local_boxes: bytes
     document: bytes
     replicas: list[str]
     url: str
@@ -158,8 +160,8 @@ class _Described(msgspec.Struct, frozen=True):
     space: tuple[str, int, str] | None
 
 
-class _Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells a rank: rows of its holdings as int64 bytes.
+class _WriteAssignment(msgspec.Struct, frozen=True):
+    """What rank 0 tells a rank: rows of its boxes as int64 bytes.
 
     Attributes:
         save_id: Names the save.
@@ -178,7 +180,7 @@ class _Order(msgspec.Struct, frozen=True):
     meets: bool
 
 
-def agree(
+def make_save_plan(
     exchange: Exchange,
     storage: Storage,
     state: Any,
@@ -187,8 +189,8 @@ def agree(
     cache: PlanCache,
     emit: Emit,
     first: Callable[[], None] | None = None,
-    begin: Callable[[Agreement], None] | None = None,
-) -> Agreement:
+    begin: Callable[[RankSavePlan], None] | None = None,
+) -> RankSavePlan:
     """Describe, compare, check and plan. Collective.
 
     When it returns, every rank knows its part and has begun with it.
@@ -223,28 +225,28 @@ def agree(
 
     def accept() -> bytes:
         with collector_rests():
-            mine = rank.accept(order, fingerprints)
+            mine = rank.accept(assignment, fingerprints)
         agreed.append(mine)
         if begin is not None:
             begin(mine)
         return b""
 
-    agreed: list[Agreement] = []
+    agreed: list[RankSavePlan] = []
     fingerprints = run_on_all(exchange, describe)
     reply = run_joined(exchange, compare_and_tell, rank.plan)
-    order = msgspec.msgpack.decode(reply, type=_Order)
-    if order.meets:
-        path = _meeting_path(order.save_id)
+    assignment = msgspec.msgpack.decode(reply, type=_WriteAssignment)
+    if assignment.meets:
+        path = _meeting_path(assignment.save_id)
         meet(exchange, storage, path, lambda: storage.delete(path))
         cache.met_in = _parent(storage.url)
-    rank.look_at_copies(order)
+    rank.look_at_copies(assignment)
     run_on_all(exchange, accept)
     return agreed[0]
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's side of the agreement; its methods are the steps."""
+    """One rank's side of `make_save_plan`; its methods are the steps."""
 
     exchange: Exchange
     storage: Storage
@@ -252,13 +254,13 @@ class _Rank:
     cache: PlanCache
     emit: Emit
     tensors: LocalTensors | None = field(default=None, init=False)
-    holdings: bytes = field(default=b"", init=False)
+    local_boxes: bytes = field(default=b"", init=False)
     document: bytes = field(default=b"", init=False)
     replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
     same_document: bool = field(default=False, init=False)
     replaced: native.CommitRecord | None = field(default=None, init=False)
-    coordination: Coordination | None = field(default=None, init=False)
+    global_plan: GlobalSavePlan | None = field(default=None, init=False)
 
     def describe(self, state: Any) -> bytes:
         """What do I hold? Returns the fingerprints of layout, values and the plan that is kept."""
@@ -270,13 +272,13 @@ class _Rank:
             description.tensors, self.options.buffers, self.exchange.rank
         )
         self.tensors = tensors_to_store(description)
-        self.holdings = encode_holdings(self.tensors.boxes, self.tensors.roles)
+        self.local_boxes = encode_local_boxes(self.tensors.boxes, self.tensors.roles)
         self.replicas = [
             element.unique_name for element in description.objects if not element.is_main_replica
         ]
         self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
-        digests = map(raw_digest, (self.holdings, self.document, self.cache.key))
+        digests = map(raw_digest, (self.local_boxes, self.document, self.cache.key))
         return b"".join(digests)
 
     def compare(self, fingerprints: Sequence[bytes]) -> None:
@@ -296,7 +298,7 @@ class _Rank:
         is_spokesman = self.exchange.rank == 0 or not self.same_document
         return msgspec.msgpack.encode(
             _Described(
-                b"" if self.is_known else self.holdings,
+                b"" if self.is_known else self.local_boxes,
                 self.document if is_spokesman else b"",
                 self.replicas,
                 self.storage.url,
@@ -313,10 +315,10 @@ class _Rank:
             check_same_place([one.url for one in described])
         _check_options([one.options for one in described])
         if not self.is_known:
-            cache.holdings = decode_holdings([one.holdings for one in described])
+            cache.local_boxes = decode_local_boxes([one.local_boxes for one in described])
             cache.plan = None
         if cache.plan is None:
-            cache.plan = plan_save(cache.holdings)
+            cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
         document = native.merge_documents(
@@ -331,8 +333,8 @@ class _Rank:
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         _check_space(spaces, plan.bytes_per_rank(world_size), self.storage.url)
         save_id = secrets.token_hex(6)
-        self.coordination = Coordination(
-            save_id, self.options, plan, cache.assignments, document, self.replaced
+        self.global_plan = GlobalSavePlan(
+            save_id, self.options, plan.boxes, cache.assignments, document, self.replaced
         )
         meets = self.options.meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
@@ -342,11 +344,11 @@ class _Rank:
         comparison = self.comparison(not self.is_known)
         compares = len(plan.copies.box) > 0 and (
             self.options.buffers == "mean"
-            or any(comparison.levels(held.roles).any() for held in cache.holdings)
+            or any(comparison.levels(held.roles).any() for held in cache.local_boxes)
         )
         return [
             msgspec.msgpack.encode(
-                _Order(
+                _WriteAssignment(
                     save_id,
                     None if self.is_known else plan.row[rows].tobytes(),
                     None if self.is_known else plan.copies.rows_of(rank).tobytes(),
@@ -362,36 +364,36 @@ class _Rank:
         """What is compared; of options, those of rank 0 and of the others are the same."""
         return Comparison(self.options.compares, looks, self.options.buffers is not None)
 
-    def look_at_copies(self, order: _Order) -> None:
+    def look_at_copies(self, assignment: _WriteAssignment) -> None:
         """Compare the copies that several ranks hold, or take their mean. Collective."""
         cache = self.cache
-        if order.shared is not None:
-            cache.shared = np.frombuffer(order.shared, dtype=np.int64)
-        if not order.compares:
+        if assignment.shared is not None:
+            cache.shared = np.frombuffer(assignment.shared, dtype=np.int64)
+        if not assignment.compares:
             return
         assert self.tensors is not None
         finish_device_work(self.tensors.memories)
         copies = None if cache.plan is None else cache.plan.copies
-        comparison = self.comparison(order.looks)
+        comparison = self.comparison(assignment.looks)
         compare_copies(
-            self.exchange, self.tensors, cache.shared, comparison, copies, cache.holdings
+            self.exchange, self.tensors, cache.shared, comparison, copies, cache.local_boxes
         )
         if self.options.buffers == "mean":
             take_mean(self.exchange, self.tensors, cache.shared, copies)
 
-    def accept(self, order: _Order, fingerprints: Sequence[bytes]) -> Agreement:
+    def accept(self, assignment: _WriteAssignment, fingerprints: Sequence[bytes]) -> RankSavePlan:
         """Lay out my file."""
-        if order.rows is None:
+        if assignment.rows is None:
             self.cache.hits += 1
         else:
-            self.cache.rows = np.frombuffer(order.rows, dtype=np.int64)
+            self.cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
             self.cache.key = _layout_key(fingerprints)
         assert self.tensors is not None
         layout = file_layout(self.tensors, self.cache.rows)
         # All of them: a live reshard reads also what other ranks' files hold.
         finish_device_work(self.tensors.memories)
-        path = native.data_path(order.save_id, self.exchange.rank) if layout.pieces else ""
-        return Agreement(order.save_id, path, layout, self.tensors, self.coordination)
+        path = native.data_path(assignment.save_id, self.exchange.rank) if layout.pieces else ""
+        return RankSavePlan(assignment.save_id, path, layout, self.tensors, self.global_plan)
 
 
 def _meeting_path(save_id: str) -> str:

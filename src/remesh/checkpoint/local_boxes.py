@@ -1,4 +1,4 @@
-"""What ranks say they hold, on its way to rank 0.
+"""The boxes that each rank holds, on their way to rank 0.
 
 In a large job rank 0 gets a table from each of thousands of ranks. Two things keep that small:
 columns travel in as few bytes as their numbers need, and ranks that hold parts of the same tensors,
@@ -16,13 +16,13 @@ import numpy.typing as npt
 from remesh.geometry import IntArray
 from remesh.index import BoxTable, Columns, TensorTable, decode_columns, encode_columns
 from remesh.integrity import raw_digest
-from remesh.planner import Holdings
+from remesh.planner import LocalBoxes
 
 _NARROW = np.iinfo(np.int32)
 
 
-def encode_holdings(boxes: BoxTable, roles: IntArray) -> bytes:
-    """A message that says what this rank holds; equal for equal holdings.
+def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> bytes:
+    """A message that says what this rank holds; equal for equal boxes.
 
     Args:
         boxes: Its boxes.
@@ -32,16 +32,16 @@ def encode_holdings(boxes: BoxTable, roles: IntArray) -> bytes:
     return encode_columns({name: _narrowed(column) for name, column in columns.items()})
 
 
-def decode_holdings(messages: Sequence[bytes]) -> list[Holdings]:
-    """What `encode_holdings` said on each rank.
+def decode_local_boxes(messages: Sequence[bytes]) -> list[LocalBoxes]:
+    """What `encode_local_boxes` said on each rank.
 
     Raises:
         CorruptCheckpointError: If a message is something else.
     """
     known: dict[bytes, TensorTable] = {}
-    holdings = []
+    found = []
     for message in messages:
-        columns, _ = decode_columns(message, "holdings")
+        columns, _ = decode_columns(message, "local boxes")
         tensors = _tensors_of(columns, known)
         boxes = BoxTable(
             tensors,
@@ -49,8 +49,8 @@ def decode_holdings(messages: Sequence[bytes]) -> list[Holdings]:
             columns["box.offset"].astype(np.int64),
             columns["box.shape"].astype(np.int64),
         )
-        holdings.append(Holdings(boxes, columns["role"].astype(np.int64)))
-    return holdings
+        found.append(LocalBoxes(boxes, columns["role"].astype(np.int64)))
+    return found
 
 
 def _narrowed(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
