@@ -4,8 +4,11 @@
 
 What a test asserts must hold under every schedule. So the tests run in more workers than there are
 processors, beside processes that burn them, and any process that a test or pytest has started may
-stand still for as long as `--pauses` says, at any time. A test that stops a process by itself may
-see it go on early, which is this program's fault and not the test's.
+stand still for as long as `--pauses` says, at any time.
+
+Two failures are this program's fault and not the test's: a test that stops a process by itself may
+see it go on early; and a process that stands still while the last parent of its process group dies
+gets SIGHUP from the kernel, which ends it.
 """
 
 from __future__ import annotations
