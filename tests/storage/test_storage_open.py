@@ -8,8 +8,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
+import remesh
 from remesh.errors import CheckpointNotFoundError, StorageError
-from remesh.storage import LocalStorage, MemoryStorage, open_storage
+from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
 from remesh.testing import FaultyStorage
@@ -160,3 +161,21 @@ def test_storage_and_exchange_import_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'pytest' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_what_is_local_is_asked_of_the_storage(tmp_path: Path) -> None:
+    assert is_local(open_storage(tmp_path))
+    assert is_local(open_storage(f"file://{tmp_path}"))
+    assert not is_local(MemoryStorage())
+
+
+def test_no_module_outside_asks_for_the_class_of_a_storage() -> None:
+    package = Path(remesh.__file__).parent
+    asking = [
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.parent.name != "storage"
+        and "Storage)" in path.read_text()
+        and re.search(r"isinstance\([^()]*, (Local|Memory)Storage\)", path.read_text())
+    ]
+    assert asking == []

@@ -48,7 +48,7 @@ from remesh.host_memory import available_memory
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
-from remesh.storage import LocalStorage, Storage, open_storage
+from remesh.storage import Storage, is_local, open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -379,7 +379,7 @@ def _place_for_process(path: Any, storage: Storage) -> str:
     Raises:
         StorageError: If it cannot.
     """
-    if isinstance(storage, LocalStorage) and path is not storage:
+    if is_local(storage) and path is not storage:
         return storage.url
     if isinstance(path, str):
         return path

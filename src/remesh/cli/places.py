@@ -33,9 +33,9 @@ from remesh.storage import (
     Directory,
     DirectoryListing,
     FileFacts,
-    LocalStorage,
     SizedListing,
     Storage,
+    is_local,
     list_sizes,
     open_storage,
     shown_url,
@@ -144,7 +144,7 @@ def open_checkpoint(place: str) -> Checkpoint:
 def nothing_at(storage: Storage) -> CheckpointNotFoundError:
     """What to say where there is no checkpoint; looks at one directory and those directly in it."""
     root = storage.url
-    if isinstance(storage, LocalStorage):
+    if is_local(storage):
         directory = Path(root)
         if not directory.exists():
             return CheckpointNotFoundError(f"{root}: no such directory")
@@ -186,7 +186,7 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
 
 
 def _emptiness(storage: Storage) -> str:
-    if isinstance(storage, LocalStorage):
+    if is_local(storage):
         return "the directory is empty"
     return "no file has a name that begins so"
 
@@ -199,7 +199,7 @@ def scan(storage: Storage) -> list[Step]:
     Raises:
         StorageError: If the directory itself cannot be read.
     """
-    if not isinstance(storage, LocalStorage):
+    if not is_local(storage):
         return _scan_listing(storage)
     root = Path(storage.url)
     if not root.is_dir():

@@ -38,6 +38,7 @@ from remesh.storage import (
     DirectoryListing,
     LocalStorage,
     Storage,
+    is_local,
     open_storage,
 )
 
@@ -172,7 +173,7 @@ def scan(root: Any) -> list[ScannedDirectory]:
         StorageError: If its storage cannot list directories, or fails to.
     """
     storage = open_storage(root)
-    if not isinstance(storage, LocalStorage):
+    if not is_local(storage):
         return _scan_below(storage, _listing_of(storage), "")
     if not Path(storage.url).is_dir():
         raise CheckpointNotFoundError(f"{storage.url}: no such directory")
@@ -358,7 +359,7 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
         StorageError: If it cannot be removed.
     """
     storage = open_storage(root)
-    if not isinstance(storage, LocalStorage):
+    if not is_local(storage):
         return _remove_listed(storage, orphan, now=now, older_than=older_than)
     path = Path(orphan.path)
     directory = path.parent
@@ -399,7 +400,7 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
     Raises:
         StorageError: If the storage fails.
     """
-    if isinstance(storage, LocalStorage):
+    if is_local(storage):
         place = _scan_directory(Path(storage.url))
         try:
             now: float | None = Path(storage.url, native.RECORD_NAME).stat().st_mtime

@@ -41,7 +41,7 @@ from remesh.pipeline import FileLayout, FilePiece, write_file
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.state import Path as StatePath
-from remesh.storage import Buffer, LocalStorage, Storage, open_storage
+from remesh.storage import Buffer, Storage, is_local, open_storage
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 
@@ -334,7 +334,7 @@ def write_repaired(plan: RepairPlan, target: Any) -> RepairReport:
 
 
 def _check_target(source: Storage, target: Storage) -> None:
-    if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+    if is_local(source) and is_local(target):
         outer, inner = os.path.realpath(source.url), os.path.realpath(target.url)
         if Path(inner).is_relative_to(outer):
             raise CheckpointExistsError(
@@ -402,7 +402,7 @@ def _record_of(path: str, data: bytes) -> native.FileRecord:
 
 def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -> None:
     """Link a sound file, or copy it where that cannot be done."""
-    if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+    if is_local(source) and is_local(target):
         try:
             # A link to a symbolic link would break with what it leads to.
             os.link(os.path.realpath(Path(source.url, file.path)), Path(target.url, path))

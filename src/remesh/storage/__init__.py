@@ -21,6 +21,7 @@ the fast path where there is one; everybody else gets correct results.
 from remesh.storage.buffers import ALIGNMENT, aligned_buffer
 from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
+from remesh.storage.distance import is_local as is_local
 from remesh.storage.distance import is_remote as is_remote
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage

@@ -10,12 +10,17 @@ from remesh.storage.protocol import Storage
 from remesh.storage.room import is_network_device
 
 
+def is_local(storage: Storage) -> bool:
+    """Whether the files lie in directories of this machine: then the storage's `url` is a path."""
+    return isinstance(storage, LocalStorage)
+
+
 def is_remote(storage: Storage) -> bool:
     """Whether every byte that is read crosses a network: object stores, network file systems.
 
     A directory that cannot be looked at counts as local; reading it will say what is wrong.
     """
-    if isinstance(storage, LocalStorage):
+    if is_local(storage):
         try:
             return is_network_device(os.stat(storage.url).st_dev)
         except OSError:

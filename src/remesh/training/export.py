@@ -47,7 +47,7 @@ from remesh.geometry import boxes_of_flat_range
 from remesh.resharding import reshard
 from remesh.sharded import Part, ShardedTensor
 from remesh.state import TENSOR_RECORD
-from remesh.storage import Buffer, LocalStorage, Storage, Writer, aligned_buffer, open_storage
+from remesh.storage import Buffer, Storage, Writer, aligned_buffer, is_local, open_storage
 from remesh.storage.local_io import sync_directory
 from remesh.training.torch_archive import TorchArchive
 from remesh.training.weight_files import (
@@ -485,7 +485,7 @@ class _Job:
     def _written_name(self, number: int, tag: str = "") -> str:
         """The name under which a file is written, by this rank or by that of another tag."""
         name, tag = self.called[number], tag or self.tag
-        return f"{_TEMPORARY}{name}-{tag}" if isinstance(self.storage, LocalStorage) else name
+        return f"{_TEMPORARY}{name}-{tag}" if is_local(self.storage) else name
 
     def _room_for(self, span: Span) -> torch.Tensor:
         dtype = torch_dtype(self.files[span.file][span.tensor].dtype)
@@ -531,7 +531,7 @@ class _Job:
         return self.tag.encode()
 
     def _rename(self) -> bytes:
-        if isinstance(self.storage, LocalStorage):
+        if is_local(self.storage):
             root = Path(self.storage.url)
             for number in self.streams:
                 (root / self._written_name(number)).replace(root / self.called[number])

@@ -47,7 +47,7 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, State
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
-from remesh.storage import LocalStorage, open_storage
+from remesh.storage import is_local, open_storage
 from remesh.training import policies, resuming, retention, rng
 from remesh.training.arguments import check_state, check_step
 from remesh.training.memory import Memory, open_memory
@@ -157,7 +157,7 @@ class Manager:
         self._memory = open_memory(
             self._exchange,
             run_info().snapshot_dir,
-            self._storage.url if isinstance(self._storage, LocalStorage) else str(root),
+            self._storage.url if is_local(self._storage) else str(root),
             every=memory_every,
             num_replicas=memory_replicas,
             buffers=buffers,

@@ -24,7 +24,7 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, State
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.maintenance import orphans
 from remesh.sharded import ShardedTensor
-from remesh.storage import LocalStorage, Storage
+from remesh.storage import Storage, is_local
 from remesh.training import rng
 
 _LOGGER = logging.getLogger("remesh")
@@ -121,7 +121,7 @@ def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: Checkp
 
 def _remove_orphans(storage: Storage) -> None:
     """Remove what saves left that died long ago, where that can be seen."""
-    if not isinstance(storage, LocalStorage):
+    if not is_local(storage):
         return
     age = orphans.DEFAULT_AGE
     try:
