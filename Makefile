@@ -29,14 +29,11 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --constraint constraints.txt --editable '.[torch]'
 	@touch $@
 
-# constraints.txt names everything that the dev extra needs, pip included. So nothing has to be
-# resolved, which takes longer than the installation, and two halves can be installed side by side.
+# constraints.txt names everything that the dev extra needs, pip included: nothing has to be resolved,
+# which would take longer than the installation.
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --constraint constraints.txt --upgrade pip
-	@sed -n 'p;n' constraints.txt >$(VENV)/one.txt
-	@sed -n 'n;p' constraints.txt >$(VENV)/other.txt
-	$(INSTALL) --no-deps --requirement $(VENV)/one.txt & one=$$!; \
-	  $(INSTALL) --no-deps --requirement $(VENV)/other.txt && wait $$one
+	$(INSTALL) --no-deps --requirement constraints.txt
 	$(INSTALL) --no-deps --editable .
 	$(BIN)/pip check
 	@# Compiled here once, and not by every worker of the tests at the same time.
