@@ -233,6 +233,7 @@ def test_at_the_time_limit_the_state_is_saved_and_the_job_goes_on_later(
     slurm.ask("scancel", "--signal", "TERM", f"{array}_1")
     slurm.start_requeued(1)
     job.until_trained(0, 1, round_after=number)
+    assert " Restarts=0 " in slurm.ask("scontrol", "show", "job", f"{array}_0")
     losses = losses_in(tmp_path)
     assert max(map(len, losses.values())) == 1, "a step was lost"
     job.stop()
