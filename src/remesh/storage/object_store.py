@@ -99,6 +99,11 @@ CLIENT: ClientConfig = {
 """The timeout is that of a whole request, which moves one part or less."""
 
 
+def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
+    """What tells an object from another one of its name."""
+    return meta["e_tag"], meta["size"]
+
+
 class ObjectStorage:
     """Objects below a prefix of a bucket; safe to use from several threads.
 
@@ -172,12 +177,23 @@ class ObjectStorage:
         """See `Storage.read`."""
         assert start >= 0
         assert stop is None or stop >= 0
+        check_path(path)
 
         def read_once() -> bytes:
-            size = self.size(path)
-            end = size if stop is None else min(stop, size)
-            buffer = np.empty(max(end - start, 0), np.uint8)
-            return buffer[: self._read_object(path, start, buffer, size=size)].tobytes()
+            wanted = READ_BYTES if stop is None else stop - start
+            if wanted <= 0:
+                self.size(path)
+                return b""
+            # What one request gives is of one object, however often its name changes hands.
+            first = np.empty(min(wanted, READ_BYTES), np.uint8)
+            found, meta = self._read_range(path, start, first)
+            end = start + found
+            if meta is not None:
+                end = meta["size"] if stop is None else min(stop, meta["size"])
+            buffer = np.empty(end - start, np.uint8)
+            buffer[:found] = first[:found]
+            num_read = self._read_object(path, start, buffer, num_read=found, meta=meta)
+            return buffer[:num_read].tobytes()
 
         return self._read_unchanged(path, read_once)
 
@@ -269,7 +285,13 @@ class ObjectStorage:
         )
 
     def _read_object(
-        self, path: str, start: int, buffer: Buffer, *, size: int | None = None
+        self,
+        path: str,
+        start: int,
+        buffer: Buffer,
+        *,
+        num_read: int = 0,
+        meta: ObjectMeta | None = None,
     ) -> int:
         """Fill a buffer from one object; returns how many bytes there were.
 
@@ -277,24 +299,22 @@ class ObjectStorage:
             path: The object.
             start: Where to begin in it.
             buffer: What to fill.
-            size: Its size, if that was asked for before.
+            num_read: Bytes that are in the buffer already.
+            meta: The object that they are of.
 
         Raises:
             _ChangedError: If the object is not the same in all requests.
         """
-        tag: str | None = None
-        num_read = 0
         while num_read < buffer.size:
             target = buffer[num_read : num_read + READ_BYTES]
-            found, meta = self._read_range(path, start + num_read, target)
-            if meta is None:
-                if size is not None and start + num_read < size:
+            found, of_object = self._read_range(path, start + num_read, target)
+            if of_object is None:
+                if meta is not None and start + num_read < meta["size"]:
                     raise _ChangedError
                 break
-            is_other = num_read > 0 and tag != meta["e_tag"]
-            if is_other or (size is not None and size != meta["size"]):
+            if meta is not None and _identity(meta) != _identity(of_object):
                 raise _ChangedError
-            tag, size = meta["e_tag"], meta["size"]
+            meta = of_object
             num_read += found
             if found < target.size:
                 break
