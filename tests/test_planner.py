@@ -345,7 +345,7 @@ def plan_for(load: Load) -> LoadPlan:
 
 
 def files_of_runs(world: World, plan: LoadPlan) -> list[int]:
-    return [int(world.index.file[plan.piece[first]]) for first in plan.run_first[:-1]]
+    return [int(world.index.file[plan.regions.piece[first]]) for first in plan.run_first[:-1]]
 
 
 def read(load: Load, plan: LoadPlan) -> list[Bytes]:
@@ -361,14 +361,15 @@ def read(load: Load, plan: LoadPlan) -> list[Bytes]:
         buffer = world.files[file][start:stop]
         assert len(buffer) == stop - start
         for row in range(int(plan.run_first[run]), int(plan.run_first[run + 1])):
-            piece, want = int(plan.piece[row]), int(plan.want[row])
+            piece, want = int(plan.regions.piece[row]), int(plan.regions.want[row])
             assert index.file[piece] == file
             begin, end = int(plan.start[row]), int(plan.stop[row])
             assert start <= begin < end <= stop
             stored, (tensor, box) = index.boxes.box(piece), wants[want]
             ndim, itemsize = box.ndim, filled[want].shape[-1]
             region = Box(
-                tuple(plan.offsets[row, :ndim].tolist()), tuple(plan.extents[row, :ndim].tolist())
+                tuple(plan.regions.offsets[row, :ndim].tolist()),
+                tuple(plan.regions.extents[row, :ndim].tolist()),
             )
             assert index.boxes.tensor[piece] == tensor
             assert region.size

@@ -90,6 +90,12 @@ class HostMemory:
         """See `Memory.layout`."""
         return _layout(self.array) if self.array.size else None
 
+    def view(self, box: Box) -> CarrierArray:
+        """The elements of a box."""
+        place: tuple[Any, ...] = (*box.slices, ...)  # the dots keep it a view, also without dims
+        elements: CarrierArray = self.array[place]
+        return elements
+
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         """See `Memory.copy_out`."""
         into[...] = self.array[box.slices]
@@ -97,6 +103,18 @@ class HostMemory:
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`."""
         self.array[box.slices] = values
+
+
+def copy_box(source: Memory, box: Box, target: Memory, place: Box) -> None:
+    """Copy a box of one memory to a box of the same shape in another one."""
+    if isinstance(target, HostMemory):
+        source.copy_out(box, target.view(place))
+    elif isinstance(source, HostMemory):
+        target.copy_in(place, source.view(box))
+    else:
+        values = np.empty(box.shape, source.carrier)
+        source.copy_out(box, values)
+        target.copy_in(place, values)
 
 
 def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:

@@ -8,7 +8,7 @@ and planned as for a load. So all that holds for loading holds here: any layout,
 fit is found on all ranks before a byte moves.
 
 Only then the paths part: what a rank has itself it copies, and the rest is sent from rank to rank
-through buffers of bounded size (`remesh.pipeline.routes`).
+through buffers of bounded size (`remesh.pipeline.from_memory`).
 
 Who pushes weights again and again keeps a `Resharder`. As for saves, ranks then compare
 fingerprints, and while the layouts are what they were, neither plans nor requests are exchanged.
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -33,14 +33,12 @@ from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, ma
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.target import LoadOptions, Target
 from remesh.errors import StateError
-from remesh.events import Emit, OnEvent, emitter, ignore
+from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.index import Index
 from remesh.integrity import raw_digest
-from remesh.pipeline import Want
-from remesh.pipeline.routes import Routes, deliver, find_routes
-from remesh.planner import LoadPlan
+from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
 from remesh.transform import Program, Transform, as_transform
 
@@ -168,7 +166,10 @@ class Resharder:
         self._transform = as_transform(transform)
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
-        self._kept = _Kept()
+        self._cache = PlanCache()
+        self._index: Index | None = None
+        self._owners: list[int] = []
+        self._transfers: list[tuple[bytes, MemoryTransfer]] = []
 
     def push(self) -> ReshardReport:
         """Bring the source over as it is now. Collective.
@@ -182,23 +183,22 @@ class Resharder:
             ExchangeError: If a rank died.
         """
         started = time.monotonic()
-        exchange, kept = self._exchange, self._kept
-        stored, mine, is_known = _agree_on_source(exchange, self._source_state, kept, self._emit)
-        moved: list[tuple[Routes, bool]] = []
+        stored, mine = self._agree_on_source()
+        # What was compared, if anything, before what is filled.
+        used: list[tuple[bytes, MemoryTransfer]] = []
         reports: list[RestoreReport] = []
 
-        def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
-            way = kept.filling if wanted is target.filling else kept.comparing
-            routes, reused = _move(exchange, kept, way, wanted, mine.tensors, may_reuse=is_known)
-            on_run(routes.bytes_local + routes.bytes_sent)
-            moved.append((routes, reused))
+        def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
+            used.append(self._planned(len(used), wanted, mine.tensors))
+            _, transfer = used[-1]
+            transfer.execute(self._exchange, mine.tensors.memories, wanted.destinations, on_read)
             return False
 
         self.target_state = load_into(
             self.target_state,
             stored,
             "the source state",
-            exchange,
+            self._exchange,
             self._options,
             transform=self._transform,
             read=read,
@@ -206,81 +206,78 @@ class Resharder:
             emit=self._emit,
             on_report=reports.append,
         )
-        # What was compared, if anything, was moved before.
-        (routes, reused), [restored] = moved[-1], reports
+        reused = used[-1] in self._transfers
+        self._transfers = used
+        (_, transfer), [restored] = used[-1], reports
         seconds = time.monotonic() - started
         return ReshardReport(
             dataclasses.replace(restored, seconds=seconds),
-            routes.bytes_sent,
-            routes.bytes_received,
-            routes.bytes_local,
-            routes.group_bytes_sent,
-            routes.buffer_bytes,
+            transfer.plan.outgoing.num_bytes,
+            transfer.plan.incoming.num_bytes,
+            transfer.bytes_local,
+            transfer.group_bytes_sent,
+            transfer.buffer_bytes,
             reused,
             seconds,
         )
 
+    def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
+        """What the ranks hold, as if it were stored; this rank's part of it. Collective."""
+        options = SaveOptions(overwrite=False, metadata={}, shares_place=False, compares="sampled")
+        num_hits = self._cache.hits
 
-# ---------------------------------------------------------------------------------------------
-# The source
-# ---------------------------------------------------------------------------------------------
+        def encode() -> bytes:
+            return mine.on_rank_0.document.encode()
 
+        exchange, cache = self._exchange, self._cache
+        mine = make_save_plan(
+            exchange, MemoryStorage(), self._source_state, options, cache=cache, emit=self._emit
+        )
+        if cache.hits > num_hits and self._index is not None:
+            index, document = self._index, run_on_one(exchange, encode)
+        else:
+            index, document, self._owners = _share_index(exchange, mine)
+            self._transfers = []
+        values = native.ValuesDocument.decode(document, "the source state")
+        if values.aliases != index.aliases:
+            index = dataclasses.replace(index, aliases=values.aliases)
+        self._index = index
+        return StoredState(index, values), mine
 
-@dataclass(slots=True, eq=False)
-class _Way:
-    """How this rank gets what it wants.
+    def _planned(
+        self, number: int, wanted: Wanted, tensors: LocalTensors
+    ) -> tuple[bytes, MemoryTransfer]:
+        """How this rank gets what it wants: as in the last push, if no rank wants anything else.
 
-    Attributes:
-        key: Fingerprint of what it wants of the index.
-        routes: How it gets there; None if that is not known.
-    """
+        Collective.
 
-    key: bytes = b""
-    routes: Routes | None = None
+        Args:
+            number: How many transfers came before in this push: equal on all ranks, so that these
+                take up again what they have planned together.
+            wanted: What this rank wants.
+            tensors: What it holds.
 
-
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """What stays from push to push.
-
-    Attributes:
-        plan: How the ranks cut the source.
-        index: What lies in which imaginary file.
-        owners: The rank that has each file.
-        filling: How the target is filled.
-        comparing: How this rank gets what it compares before that.
-    """
-
-    plan: PlanCache = field(default_factory=PlanCache)
-    index: Index | None = None
-    owners: list[int] = field(default_factory=list)
-    filling: _Way = field(default_factory=_Way)
-    comparing: _Way = field(default_factory=_Way)
-
-
-def _agree_on_source(
-    exchange: Exchange, state: Any, kept: _Kept, emit: Emit
-) -> tuple[StoredState, RankSavePlan, bool]:
-    """What there is; this rank's part of it; whether it is cut as the last time."""
-    options = SaveOptions(overwrite=False, metadata={}, shares_place=False, compares="sampled")
-    num_hits = kept.plan.hits
-
-    def encode() -> bytes:
-        return mine.on_rank_0.document.encode()
-
-    mine = make_save_plan(exchange, MemoryStorage(), state, options, cache=kept.plan, emit=emit)
-    is_known = kept.plan.hits > num_hits and kept.index is not None
-    document = run_on_one(exchange, encode) if is_known else _share_index(exchange, mine, kept)
-    assert kept.index is not None
-    values = native.ValuesDocument.decode(document, "the source state")
-    index = kept.index
-    if values.aliases != index.aliases:
-        kept.index = index = dataclasses.replace(index, aliases=values.aliases)
-    return StoredState(index, values), mine, is_known
+        Returns:
+            A fingerprint of what it wants, and the transfer.
+        """
+        assert wanted.plan is not None
+        key = _fingerprint(wanted)
+        kept = self._transfers[number] if number < len(self._transfers) else None
+        is_kept = b"y" if kept is not None and kept[0] == key else b""
+        if all(run_on_all(self._exchange, lambda: is_kept)) and kept is not None:
+            return kept
+        return key, plan_between_memories(
+            self._exchange,
+            wanted.index,
+            self._owners,
+            wanted.plan.regions,
+            len(wanted.destinations),
+            tensors.boxes,
+        )
 
 
-def _share_index(exchange: Exchange, mine: RankSavePlan, kept: _Kept) -> bytes:
-    """Tell all ranks what lies in which imaginary file, and what is not a tensor."""
+def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, list[int]]:
+    """What lies in which imaginary file; what is not a tensor; which rank has each file."""
 
     def say() -> bytes:
         positions = native.encode_positions(mine.layout.positions)
@@ -296,12 +293,10 @@ def _share_index(exchange: Exchange, mine: RankSavePlan, kept: _Kept) -> bytes:
         message = (live.encode(), save.document.encode(), owners)
         return [msgspec.msgpack.encode(message)] * exchange.world_size
 
-    encoded, document, kept.owners = msgspec.msgpack.decode(
+    encoded, document, owners = msgspec.msgpack.decode(
         run_joined(exchange, say, unite), type=tuple[bytes, bytes, list[int]]
     )
-    kept.index = Index.decode(encoded, "the source state")
-    kept.filling, kept.comparing = _Way(), _Way()
-    return document
+    return Index.decode(encoded, "the source state"), document, owners
 
 
 def _refuse_overlap(tensors: LocalTensors, target: Target) -> None:
@@ -325,38 +320,10 @@ def _refuse_overlap(tensors: LocalTensors, target: Target) -> None:
         )
 
 
-def _move(
-    exchange: Exchange,
-    kept: _Kept,
-    way: _Way,
-    wanted: Wanted,
-    tensors: LocalTensors,
-    *,
-    may_reuse: bool,
-) -> tuple[Routes, bool]:
-    """Bring this rank what it wants, and the others what they want. Collective.
-
-    Returns:
-        What moved, and whether the routes were those of the last time.
-    """
-    assert kept.index is not None
-    assert wanted.plan is not None
-    key = _key_of(wanted.plan, wanted.wants)
-    is_same = may_reuse and way.routes is not None and key == way.key
-    reuse = all(reply == b"y" for reply in run_on_all(exchange, lambda: b"y" if is_same else b"n"))
-    if not reuse:
-        way.routes = find_routes(
-            exchange, kept.index, kept.owners, wanted.plan, wanted.wants, tensors.boxes
-        )
-        way.key = key
-    routes = way.routes
-    assert routes is not None
-    deliver(exchange, routes, tensors.memories, wanted.wants)
-    return routes, reuse
-
-
-def _key_of(plan: LoadPlan, wants: Iterable[Want]) -> bytes:
+def _fingerprint(wanted: Wanted) -> bytes:
     """A fingerprint of what is wanted, and where it goes."""
-    columns = (plan.want, plan.piece, plan.offsets, plan.extents)
-    places = msgspec.msgpack.encode([want.offset for want in wants])
+    assert wanted.plan is not None
+    regions = wanted.plan.regions
+    columns = (regions.want, regions.piece, regions.offsets, regions.extents)
+    places = msgspec.msgpack.encode([one.offset for one in wanted.destinations])
     return raw_digest(b"".join([places, *(column.tobytes() for column in columns)]))

@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.exchange import Exchange
-from remesh.geometry import Box
-from remesh.pipeline import (
+from remesh.geometry import Box, IntArray
+from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
-    deal,
-    deal_if_it_pays,
-    deal_to_owners,
+    ReadAssignment,
+    assign_readers,
+    assign_readers_if_cheaper,
+    assign_to_owners,
 )
-from remesh.pipeline.dealing import (
+from remesh.planner.assignment import (
     MAX_SHARERS,
-    ROUND_WINDOWS,
     SHARING_BYTES,
-    Share,
-    Touched,
-    sharing_pays,
+    TURN_WINDOWS,
+    is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.testing import (
@@ -167,15 +166,15 @@ def test_processes_swap_over_gloo(tmp_path: Path) -> None:
     assert truth().nbytes <= sum(read) <= truth().nbytes + (2 << 20)
 
 
-def touched_by(windows: list[int]) -> Touched:
-    ascending = np.array(sorted(windows), dtype=np.int64)
-    return Touched(ascending, np.full(len(windows), 10), np.full(len(windows), 5))
+def touched_by(windows: list[int]) -> IntArray:
+    return np.array([(window, 10, 5) for window in sorted(windows)], np.int64).reshape(-1, 3)
 
 
 @given(st.lists(st.lists(st.integers(0, 40), unique=True), min_size=1, max_size=40))
 @settings(deadline=None)
-def test_the_deal(touched: list[list[int]]) -> None:
-    shares = [Share.decode(share.encode()) for share in deal(list(map(touched_by, touched)))]
+def test_the_assignment_of_readers(touched: list[list[int]]) -> None:
+    assigned = assign_readers(list(map(touched_by, touched)))
+    shares = [ReadAssignment.decode(share.encode()) for share in assigned]
     readers: dict[tuple[int, int], set[int]] = {}
     for rank, share in enumerate(shares):
         shared = [
@@ -187,29 +186,29 @@ def test_the_deal(touched: list[list[int]]) -> None:
         assert share.rows_of(np.array([99])).tolist() == [-1]
         for window, reader in zip(shared, share.reader.tolist(), strict=True):
             readers.setdefault((window, reader), set()).add(rank)
-        assert (share.round < share.num_rounds).all()
+        assert (share.turn < share.num_turns).all()
     asking: dict[int, set[int]] = {rank: set() for rank in range(len(touched))}
     for (window, reader), sharers in readers.items():
         assert reader in sharers
         assert 2 <= len(sharers) <= MAX_SHARERS
         assert all(window in touched[rank] for rank in sharers)
         rounds = {
-            int(shares[rank].round[shares[rank].rows_of(np.array([window]))[0]]) for rank in sharers
+            int(shares[rank].turn[shares[rank].rows_of(np.array([window]))[0]]) for rank in sharers
         }
         assert len(rounds) == 1
         asking[reader] |= sharers - {reader}
     for rank, share in enumerate(shares):
         assert set(share.asked_by.tolist()) == asking[rank]
-        read = share.round[share.reader == rank]
-        assert (np.bincount(read, minlength=1) <= ROUND_WINDOWS).all()
-    assert len({share.num_rounds for share in shares}) == 1
+        read = share.turn[share.reader == rank]
+        assert (np.bincount(read, minlength=1) <= TURN_WINDOWS).all()
+    assert len({share.num_turns for share in shares}) == 1
 
 
-def test_more_sharers_make_smaller_rounds() -> None:
+def test_more_sharers_make_smaller_turns() -> None:
     for num_ranks, most in ((2, 8), (4, 8), (8, 4), (16, 2), (40, 2)):
-        shares = deal([touched_by(list(range(160)))] * num_ranks)
+        shares = assign_readers([touched_by(list(range(160)))] * num_ranks)
         for rank, share in enumerate(shares):
-            assert np.bincount(share.round[share.reader == rank]).max() == most
+            assert np.bincount(share.turn[share.reader == rank]).max() == most
 
 
 @given(
@@ -221,7 +220,7 @@ def test_owners_read_whether_they_need_it_or_not(
     touched: list[list[int]], data: st.DataObject
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, len(touched) - 1), min_size=21, max_size=21))
-    shares = deal_to_owners(
+    shares = assign_to_owners(
         list(map(touched_by, touched)), lambda windows: np.array(owners)[windows]
     )
     for rank, share in enumerate(shares):
@@ -236,25 +235,27 @@ def test_owners_read_whether_they_need_it_or_not(
 
 def test_sharing_pays_if_it_spares_more_than_it_moves() -> None:
     alone, once, moved = 200 * SHARING_BYTES, 100 * SHARING_BYTES, 50 * SHARING_BYTES
-    assert sharing_pays(alone, once, moved, exchange_cost=1.97)
-    assert not sharing_pays(alone, once, moved, exchange_cost=1.98)
+    assert is_sharing_cheaper(alone, once, moved, exchange_cost=1.97)
+    assert not is_sharing_cheaper(alone, once, moved, exchange_cost=1.98)
     # A small load is over before the ranks have agreed on anything.
-    assert not sharing_pays(200, 100, 0, exchange_cost=0.1)
+    assert not is_sharing_cheaper(200, 100, 0, exchange_cost=0.1)
 
 
 def test_what_is_decided_for_whom() -> None:
-    windows = np.arange(8)
-    whole, half = np.full(8, 8 << 20), np.full(8, 4 << 20)
-    replica, column = Touched(windows, whole, whole), Touched(windows, whole, half)
+    def touched(num_read: int, num_needed: int, windows: range = range(8)) -> IntArray:
+        return np.array([(one, num_read << 20, num_needed << 20) for one in windows])
+
+    replica, column = touched(8, 8), touched(8, 4)
     # Four columns of what was saved by rows: each byte is needed once, and read four times.
-    quarter = Touched(windows, whole, np.full(8, 2 << 20))
-    assert deal_if_it_pays([quarter] * 4, exchange_cost=LOCAL_EXCHANGE_COST) is not None
-    assert deal_if_it_pays([column] * 2, exchange_cost=LOCAL_EXCHANGE_COST) is not None
+    quarter = touched(8, 2)
+    local, remote = LOCAL_EXCHANGE_COST, REMOTE_EXCHANGE_COST
+    assert assign_readers_if_cheaper([quarter] * 4, exchange_cost=local) is not None
+    assert assign_readers_if_cheaper([column] * 2, exchange_cost=local) is not None
     # Replicas on one machine move as much as they spare.
-    assert deal_if_it_pays([replica] * 4, exchange_cost=LOCAL_EXCHANGE_COST) is None
-    assert deal_if_it_pays([replica] * 4, exchange_cost=REMOTE_EXCHANGE_COST) is not None
+    assert assign_readers_if_cheaper([replica] * 4, exchange_cost=local) is None
+    assert assign_readers_if_cheaper([replica] * 4, exchange_cost=remote) is not None
     # Nothing is needed twice.
-    apart = [Touched(windows[:4], whole[:4], whole[:4]), Touched(windows[4:], whole[4:], whole[4:])]
-    assert deal_if_it_pays(apart, exchange_cost=REMOTE_EXCHANGE_COST) is None
-    nothing = Touched(windows[:0], whole[:0], whole[:0])
-    assert deal_if_it_pays([nothing] * 2, exchange_cost=REMOTE_EXCHANGE_COST) is None
+    apart = [touched(8, 8, range(4)), touched(8, 8, range(4, 8))]
+    assert assign_readers_if_cheaper(apart, exchange_cost=remote) is None
+    nothing = touched_by([])
+    assert assign_readers_if_cheaper([nothing] * 2, exchange_cost=remote) is None

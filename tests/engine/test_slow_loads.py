@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,8 +14,8 @@ import pytest
 
 import remesh
 from remesh.exchange import Alone, Exchange
-from remesh.pipeline import share
-from remesh.pipeline.watch import Patience, Reading
+from remesh.pipeline import monitoring
+from remesh.pipeline.monitoring import MonitoredRead
 from remesh.storage import Buffer, MemoryStorage
 from remesh.testing import Raised, run_ranks, run_ranks_outcomes
 
@@ -103,7 +104,9 @@ def listening(complaint: str) -> Iterator[LetGo]:
         logger.removeHandler(handler)
 
 
-def test_rank_0_says_which_rank_is_the_slowest() -> None:
+def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "LOG_INTERVAL", 0.02)
+
     def watch(exchange: Exchange) -> None:
         def read(count: object) -> None:
             assert callable(count)
@@ -111,8 +114,7 @@ def test_rank_0_says_which_rank_is_the_slowest() -> None:
             if exchange.rank != 1:
                 assert complaints.event.wait(240)
 
-        patience = Patience(interval=0.02)
-        reading = Reading(read, lambda _size: None, num_bytes=9_000_000, patience=patience)
+        reading = MonitoredRead(read, lambda _size: None, num_bytes=9_000_000, timeout=None)
         reading.start()
         reading.wait_for_all(exchange)
         assert reading.error is None
@@ -128,7 +130,7 @@ def test_rank_0_says_which_rank_is_the_slowest() -> None:
 
 def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = saved()
-    monkeypatch.setattr(share, "Reading", _impatient)
+    monkeypatch.setattr(monitoring, "LOG_INTERVAL", 0.02)
 
     def load(exchange: Exchange) -> None:
         place = Hanging(storage, complaints.event) if exchange.rank == 0 else storage
@@ -139,10 +141,6 @@ def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatc
         run_ranks(2, load)
 
 
-def _impatient(*args: object, **options: object) -> Reading:
-    return Reading(*args, **{**options, "patience": Patience(interval=0.02)})  # type: ignore[arg-type]
-
-
 def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:
     error = remesh.StorageError("the disk is gone")
 
@@ -151,12 +149,31 @@ def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:
             if exchange.rank == 1:
                 raise error
 
-        reading = Reading(read, lambda _size: None, num_bytes=1, patience=Patience())
+        reading = MonitoredRead(read, lambda _size: None, num_bytes=1, timeout=None)
         reading.start()
         reading.wait_for_all(exchange)
         return reading.error
 
     assert run_ranks(2, watch) == [None, error]
+
+
+def test_a_storage_that_cancels_a_read_has_failed() -> None:
+    """Only what was given up here ends without an error."""
+
+    def read(_count: object) -> None:
+        raise CancelledError
+
+    reading = MonitoredRead(read, lambda _size: None, num_bytes=1, timeout=None)
+    reading.start()
+    reading.wait_for_all(Alone())
+    assert isinstance(reading.error, CancelledError)
+
+
+def test_a_rank_without_a_limit_says_how_long_it_waited_for_a_late_one() -> None:
+    reading = MonitoredRead(lambda _count: None, lambda _size: None, num_bytes=1, timeout=None)
+    assert re.match(
+        r"rank 1 did not finish reading within \S+ s; ", str(reading.too_late("rank 1"))
+    )
 
 
 def test_who_has_given_up_reads_no_more() -> None:
@@ -168,7 +185,7 @@ def test_who_has_given_up_reads_no_more() -> None:
         reading.give_up()
         count(2)
 
-    reading = Reading(read, counted.append, num_bytes=3, patience=Patience())
+    reading = MonitoredRead(read, counted.append, num_bytes=3, timeout=None)
     reading.start()
     reading.wait_for_all(Alone())
     assert counted == [1]

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from remesh.dtypes import BY_NAME
+from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index
 from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline import Want
-from remesh.planner import LoadPlan, ReadLimits, plan_load
+from remesh.pipeline import Destination, read_together
+from remesh.planner import Assign, LoadPlan, ReadLimits, plan_load
+from remesh.storage import Storage
 from remesh.strided import Layout, contents_agree, shared_pairs
 
 
@@ -34,33 +36,61 @@ class Wanted:
     Attributes:
         index: What is stored.
         boxes: Row of the stored tensor, and box, of each.
-        wants: Where each goes.
+        destinations: Where each goes.
         num_bytes: Bytes of all of them, in stored dtypes.
         plan: How they are read; None until it is made.
     """
 
     index: Index
     boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
-    wants: list[Want] = field(default_factory=list, init=False)
+    destinations: list[Destination] = field(default_factory=list, init=False)
     num_bytes: int = field(default=0, init=False)
     plan: LoadPlan | None = field(default=None, init=False)
 
-    def add(self, source: str, box: Box, want: Want) -> None:
+    def add(self, source: str, box: Box, destination: Destination) -> None:
         """Want a box of a stored tensor."""
         self.boxes.append((self.index.row(source), box))
-        self.wants.append(want)
+        self.destinations.append(destination)
 
     def array(self, source: str, box: Box) -> CarrierArray:
         """Want a box of a stored tensor in an array of its own; returns the array, still empty."""
         array = np.empty(box.shape, BY_NAME[self.index[source].dtype].carrier)
-        self.add(source, box, Want(box.offset, HostMemory(array)))
+        self.add(source, box, Destination(box.offset, HostMemory(array)))
         return array
 
-    def make_plan(self, limits: ReadLimits) -> None:
+    def make_plan(self) -> None:
         """Plan the reads of what is wanted by now."""
         table = BoxTable.of(self.index.boxes.tensors, self.boxes)
         self.num_bytes = int(table.num_bytes.sum())
-        self.plan = plan_load(self.index, table, limits)
+        self.plan = plan_load(self.index, table, ReadLimits())
+
+    def read(
+        self,
+        exchange: Exchange,
+        storage: Storage,
+        *,
+        assign: Assign | None,
+        on_read: Callable[[int], None],
+        timeout: float | None = None,
+    ) -> bool:
+        """Read what is wanted, while the others read what they want. Collective.
+
+        Args and errors are those of `remesh.pipeline.read_together`.
+
+        Returns:
+            Whether ranks read for each other.
+        """
+        assert self.plan is not None
+        return read_together(
+            exchange,
+            storage,
+            self.index,
+            self.plan,
+            self.destinations,
+            assign=assign,
+            on_read=on_read,
+            timeout=timeout,
+        )
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -35,7 +34,7 @@ from remesh.checkpoint.local import exchange_of, finish_device_work
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target, read_wanted
+from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
 from remesh.checkpoint.transformed import TransformedTarget
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -43,13 +42,12 @@ from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.index import Index
-from remesh.pipeline import (
+from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
-    Dealer,
-    Patience,
-    deal,
-    deal_if_it_pays,
+    Assign,
+    assign_readers,
+    assign_readers_if_cheaper,
 )
 from remesh.storage import Storage, is_remote
 from remesh.transform import Program, Transform, as_transform
@@ -121,17 +119,17 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     place = place_of(path)
     storage = place.storage
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
-    dealer = dealer_of(share_reads, exchange, storage)
-    patience = Patience(timeout=timeout)
+    assign = _assign_for(share_reads, exchange, storage)
 
     def load_once() -> Any:
         stored = open_shared(exchange, place)
         emit("load.opened")
 
-        def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
-            how = partial(read_wanted, limits=target.limits, dealer=dealer, patience=patience)
+        def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
             with unless_replaced(storage, stored.identity):
-                return how(storage, exchange, wanted, on_run)
+                return wanted.read(
+                    exchange, storage, assign=assign, on_read=on_read, timeout=timeout
+                )
 
         return load_into(
             state,
@@ -152,8 +150,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     return begin_anew(load_once)
 
 
-Read = Callable[[Target, Wanted, Callable[[int], None]], bool]
-"""Reads what is wanted for a target, while the other ranks read what they want; calls a function
+Read = Callable[[Wanted, Callable[[int], None]], bool]
+"""Reads what is wanted, while the other ranks read what they want; calls a function
 after each run with its size in bytes. Returns whether ranks read for each other. Collective."""
 
 
@@ -191,9 +189,9 @@ def load_into(
     result = state
 
     def fill() -> bytes:
-        finish_device_work(want.memory for want in target.filling.wants)
+        finish_device_work(to.memory for to in target.filling.destinations)
         target.fill_zeros()
-        target.reads_shared = read(target, target.filling, count)
+        target.reads_shared = read(target.filling, count)
         emit("load.read")
         return msgspec.msgpack.encode((target.filling.num_bytes, sum(target.reads)))
 
@@ -270,7 +268,7 @@ _COMPARES, _COMPARES_NOT = b"c", b"-"
 
 def _compare(target: Target, read: Read) -> bytes:
     """Read and compare what a target needs to have equal. Collective."""
-    read(target, target.comparisons.wanted, lambda _size: None)
+    read(target.comparisons.wanted, lambda _size: None)
     target.refuse_unequal()
     return b""
 
@@ -321,14 +319,14 @@ def _unchecked(
     return found
 
 
-def dealer_of(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Dealer | None:
-    """What decides who reads for whom; None if every rank reads for itself."""
+def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Assign | None:
+    """What assigns windows to readers; None if every rank reads for itself."""
     if share_reads is False or exchange.world_size == 1:
         return None
     if share_reads:
-        return deal
+        return assign_readers
     cost = REMOTE_EXCHANGE_COST if is_remote(storage) else LOCAL_EXCHANGE_COST
-    return lambda touched: deal_if_it_pays(touched, exchange_cost=cost)
+    return lambda touched: assign_readers_if_cheaper(touched, exchange_cost=cost)
 
 
 def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:

@@ -11,7 +11,7 @@ The first record is put when all data files are finished on all nodes; whoever s
 anywhere knows that only the loss of a node can make the checkpoint incomplete.
 
 *Replicas* guard against that: before the commit each file is copied to further nodes, between
-ranks, in pieces of bounded size.
+ranks, as if each were a tensor of bytes.
 
 *Finding* asks all nodes what they have. *Loading* takes small files from any node that has them. A
 data file is read by a rank that reaches it, once, and passed on to those who need something of it.
@@ -24,7 +24,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,28 +37,38 @@ from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import part_of
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import LoadOptions, Target, read_wanted
+from remesh.checkpoint.target import LoadOptions
+from remesh.dtypes import CarrierDType
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    StorageError,
 )
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
-from remesh.geometry import IntArray
-from remesh.index import Index
+from remesh.geometry import Box, IntArray
+from remesh.index import BoxTable, Index, StoredFile, TensorTable
 from remesh.maintenance.orphans import remove_files
-from remesh.pipeline import Dealer, Patience, deal_to_owners, write_file
-from remesh.planner import files_of_windows
-from remesh.storage import Buffer, Storage, Writer
+from remesh.memory import CarrierArray
+from remesh.pipeline import Destination, plan_between_memories, write_file
+from remesh.planner import (
+    ReadAssignment,
+    ReadLimits,
+    assign_to_owners,
+    files_of_windows,
+    plan_load,
+)
+from remesh.storage import Storage, Writer
+from remesh.strided import Layout
 from remesh.transform import Transform
 
 ROOT_NAME = "root"
 """A file beside the checkpoints of a place that says where else the job saves to, for agents."""
 
-PIECE_BYTES = 32 << 20
-"""What a rank sends at a time when files are copied to other nodes."""
+PIECE_BYTES = 2 << 20
+"""What is read and written at a time when files are copied to other nodes."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -198,6 +207,40 @@ def _put_small_files(
     return b""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FileMemory:
+    """A file as the memory of a vector of bytes.
+
+    Attributes:
+        file: What it is read from: storage and path; or written with.
+    """
+
+    file: tuple[Storage, str] | Writer
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return np.dtype(np.uint8)
+
+    @property
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return None
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        assert isinstance(self.file, tuple)
+        (storage, path), [start] = self.file, box.offset
+        if storage.read_into(path, start, into) < len(into):
+            raise StorageError(f"{storage.url}/{path}: shorter than it was written; save again")
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """See `Memory.copy_in`."""
+        assert not isinstance(self.file, tuple)
+        [start] = box.offset
+        self.file.write(start, values)
+
+
 def _copy_files(
     exchange: Exchange,
     storage: Storage,
@@ -210,57 +253,42 @@ def _copy_files(
         exchange: The ranks.
         storage: The place of this rank's node.
         files: Path and size of each rank's file; the path is empty if it has none.
-        peers: Who takes each rank's file.
+        peers: Which rank takes each rank's file.
     """
     me = exchange.rank
-    path, size = files[me]
-    taken = {rank: files[rank] for rank, peer in peers.items() if peer == me and files[rank][0]}
-    writers: dict[int, Writer] = {}
+    owners = [rank for rank, (path, _) in enumerate(files) if path]
+    stored = [StoredFile(*files[rank]) for rank in owners]
+    tensors = TensorTable.of([(file.path, "uint8", (file.num_bytes,)) for file in stored])
+    whole = [(row, Box.whole((file.num_bytes,))) for row, file in enumerate(stored)]
+    rows = np.arange(len(stored))
+    index = Index(BoxTable.of(tensors, whole), rows, np.zeros_like(rows), tuple(stored))
+    held = BoxTable.of(tensors, [whole[row] for row in rows if owners[row] == me])
+    taken = [row for row, rank in enumerate(owners) if peers[rank] == me]
+    wanted = BoxTable.of(tensors, [whole[row] for row in taken])
+    regions = plan_load(index, wanted, ReadLimits(PIECE_BYTES)).regions
+    writers: list[Writer] = []
     with ExitStack() as stack:
 
         def create() -> bytes:
-            for rank, (name, num_bytes) in taken.items():
-                writers[rank] = storage.create(name, num_bytes)
-                stack.callback(writers[rank].abort)
+            for row in taken:
+                writers.append(storage.create(stored[row].path, stored[row].num_bytes))
+                stack.callback(writers[-1].abort)
             return b""
 
-        run_on_all(exchange, create)
-        none = np.zeros(0, np.uint8)
-        for start in range(0, max(num_bytes for _, num_bytes in files), PIECE_BYTES):
-            piece = _piece(size, start)
-            run_on_all(exchange, partial(_read_piece, storage, path, start, piece))
-            arriving = {rank: _piece(num_bytes, start) for rank, (_, num_bytes) in taken.items()}
-            world = range(exchange.world_size)
-            exchange.swap(
-                [piece if rank == peers[me] else none for rank in world],
-                [arriving.get(rank, none) for rank in world],
-            )
-            run_on_all(exchange, partial(_write_pieces, writers, start, arriving))
-        run_on_all(exchange, partial(_finish, writers))
+        def copy() -> bytes:
+            sources = [FileMemory((storage, files[me][0]))]
+            targets = [Destination((0,), FileMemory(writer)) for writer in writers]
+            transfer = plan_between_memories(exchange, index, owners, regions, len(taken), held)
+            transfer.execute(exchange, sources, targets, lambda _size: None)
+            return b""
 
+        def finish() -> bytes:
+            for writer in writers:
+                writer.finish()
+            return b""
 
-def _piece(num_bytes: int, start: int) -> Buffer:
-    """Memory for the piece of a file from `start` on."""
-    return np.empty(max(min(num_bytes - start, PIECE_BYTES), 0), np.uint8)
-
-
-def _read_piece(storage: Storage, path: str, start: int, piece: Buffer) -> bytes:
-    if len(piece):
-        storage.read_into(path, start, piece)
-    return b""
-
-
-def _write_pieces(writers: Mapping[int, Writer], start: int, pieces: Mapping[int, Buffer]) -> bytes:
-    for rank, piece in pieces.items():
-        if len(piece):
-            writers[rank].write(start, piece)
-    return b""
-
-
-def _finish(writers: Mapping[int, Writer]) -> bytes:
-    for writer in writers.values():
-        writer.finish()
-    return b""
+        for step in (create, copy, finish):
+            run_on_all(exchange, step)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -404,12 +432,14 @@ def load_scattered(
         [_owner(number, found, nodes) for number in range(len(found.holders))], dtype=np.int64
     )
 
-    def read(target: Target, wanted: Wanted, on_run: Callable[[int], None]) -> bool:
-        dealer = None if all_have_all else _dealer_to(owners, target)
-        limits, patience = target.limits, Patience()
-        return read_wanted(
-            storage, exchange, wanted, on_run, limits=limits, dealer=dealer, patience=patience
+    def assign(touched: Sequence[IntArray]) -> list[ReadAssignment]:
+        return assign_to_owners(
+            touched, lambda windows: owners[files_of_windows(stored.index, windows, ReadLimits())]
         )
+
+    def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
+        who = None if all_have_all else assign
+        return wanted.read(exchange, storage, assign=who, on_read=on_read)
 
     return load_into(
         state,
@@ -448,11 +478,3 @@ def _owner(number: int, found: Scattered, nodes: Nodes) -> int:
     able = [rank for node in found.holders[number] for rank in nodes.ranks[node]]
     writer = int(found.record.files[number].path.rpartition("/")[2].partition(".")[0])
     return writer if writer in able else able[number % len(able)]
-
-
-def _dealer_to(owners: IntArray, target: Target) -> Dealer:
-    """Deals what is in a file to the rank that reads it."""
-    index, limits = target.stored.index, target.limits
-    return lambda touched: deal_to_owners(
-        touched, lambda windows: owners[files_of_windows(index, windows, limits)]
-    )

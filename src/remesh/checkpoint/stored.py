@@ -14,7 +14,7 @@ from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index
 from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline import Want, read_runs
+from remesh.pipeline import Destination, read_runs
 from remesh.planner import ReadLimits, plan_load
 from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage
@@ -116,5 +116,5 @@ def read_box(storage: Storage, index: Index, name: str, box: Box) -> CarrierArra
     # First the plan: what is not stored shall not take memory either.
     plan = plan_load(index, wanted, ReadLimits())
     array = np.empty(box.shape, BY_NAME[index[name].dtype].carrier)
-    read_runs(storage, index, plan, [Want(box.offset, HostMemory(array))], lambda _size: None)
+    read_runs(storage, index, plan, [Destination(box.offset, HostMemory(array))])
     return array

@@ -10,7 +10,7 @@ are read first, into memory of their own, and compared (`checkpoint.comparing`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +30,12 @@ from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState
 from remesh.dtypes import BY_NAME
 from remesh.errors import MismatchError
-from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.index import StoredTensor
 from remesh.memory import Memory
-from remesh.pipeline import Dealer, Patience, Want, read_together, read_watched
-from remesh.planner import ReadLimits
+from remesh.pipeline import Destination
 from remesh.sharded import ArrayLike
 from remesh.state import TENSOR_RECORD, Description, TensorEntry
-from remesh.storage import Storage
 
 MAX_LISTED = 10
 """How many names of a kind an error message lists; the exception carries all."""
@@ -73,7 +70,6 @@ class Target:
     filled: list[Filled] = field(default_factory=list, init=False)
     comparisons: Comparisons = field(init=False)
     zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
-    limits: ReadLimits = field(default_factory=ReadLimits, init=False)
     reads: list[int] = field(default_factory=list, init=False)
     reads_shared: bool = field(default=False, init=False)
 
@@ -260,7 +256,7 @@ class Target:
                 if box != part.box:
                     self.zeros.append((memory, part.box.shape))
             if box is not None:
-                self.filling.add(stored.name, box, Want(part.box.offset, memory))
+                self.filling.add(stored.name, box, Destination(part.box.offset, memory))
             is_copied = is_exact and stored.dtype == entry.dtype
             source = stored.name if is_copied else None
             self._note(entry.name, part.box, memory, ("stored", index.row(stored.name)), source)
@@ -277,8 +273,8 @@ class Target:
         """Plan the reads of what is wanted, and of what has to be compared."""
         compare_shared(self.filled, self.comparisons, self.findings.conflicts)
         self._refuse_mismatch()
-        self.filling.make_plan(self.limits)
-        self.comparisons.wanted.make_plan(self.limits)
+        self.filling.make_plan()
+        self.comparisons.wanted.make_plan()
 
     def _memory(self, entry: TensorEntry, data: ArrayLike, stored_dtype: str) -> Memory:
         if stored_dtype == entry.dtype:
@@ -368,38 +364,6 @@ class Target:
             dropped=tuple(self.description.dropped),
             reads_shared=self.reads_shared,
         )
-
-
-def read_wanted(
-    storage: Storage,
-    exchange: Exchange,
-    wanted: Wanted,
-    on_run: Callable[[int], None],
-    *,
-    limits: ReadLimits,
-    dealer: Dealer | None,
-    patience: Patience,
-) -> bool:
-    """Read what this rank wants, while the others read what they want. Collective.
-
-    Args:
-        storage: Where the checkpoint is.
-        exchange: The ranks that load.
-        wanted: What this rank wants; planned.
-        on_run: Called after each run that this rank reads, with its size in bytes.
-        limits: Those that the plan was made with.
-        dealer: Deals what they need; None if every rank reads for itself.
-        patience: How long that may take.
-
-    Returns:
-        Whether ranks read for each other.
-    """
-    assert wanted.plan is not None
-    read = (exchange, storage, wanted.index, wanted.plan, wanted.wants)
-    if dealer is None:
-        read_watched(*read, on_run=on_run, patience=patience)
-        return False
-    return read_together(*read, limits=limits, on_run=on_run, dealer=dealer, patience=patience)
 
 
 def _kind_of(record: object) -> str:

@@ -32,7 +32,7 @@ from remesh.errors import MismatchError
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory, Memory
-from remesh.pipeline import Want
+from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
 from remesh.sharded import ArrayLike
 from remesh.state import Description, Path, TensorEntry, name_of
@@ -284,8 +284,8 @@ class TransformedTarget(Target):
                 dtype = index[region.source].dtype
                 memory = self._converting(part.data, dtype, region, entry)
                 into = RegionMemory(region, BY_NAME[dtype].carrier, part.box.offset, memory)
-                want = Want(region.source_box.offset, into)
-                self.filling.add(region.source, region.source_box, want)
+                destination = Destination(region.source_box.offset, into)
+                self.filling.add(region.source, region.source_box, destination)
             if regions:
                 self._note(entry.name, part.box, memory, ("made", name), None)
             self._compare_made(name, part.box)
@@ -323,8 +323,8 @@ class TransformedTarget(Target):
         made = np.zeros(box.shape, carrier)
         for region in regions:
             memory = RegionMemory(region, carrier, box.offset, HostMemory(made))
-            want = Want(region.source_box.offset, memory)
-            self.comparisons.wanted.add(region.source, region.source_box, want)
+            destination = Destination(region.source_box.offset, memory)
+            self.comparisons.wanted.add(region.source, region.source_box, destination)
         return made
 
 

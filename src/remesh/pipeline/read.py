@@ -33,15 +33,15 @@ NUM_REMOTE_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Want:
+class Destination:
     """Where a wanted box goes: its offset in the stored tensor, and its memory."""
 
     offset: tuple[int, ...]
     memory: Memory
 
 
-Place = Callable[[int], Want]
-"""Where the regions of a plan go, by `LoadPlan.want`."""
+Place = Callable[[int], Destination]
+"""Where regions go, by `Regions.want`."""
 
 Writing = AbstractContextManager[object]
 """What a thread enters to write into wanted memory, as a `WriteGate`; several may be inside."""
@@ -51,20 +51,15 @@ def read_runs(
     storage: Storage,
     index: Index,
     plan: LoadPlan,
-    wants: Sequence[Want],
-    on_run: Callable[[int], None],
-    writing: Writing = nullcontext(),  # noqa: B008 - it has no state
+    destinations: Sequence[Destination],
 ) -> None:
-    """Execute a load plan.
+    """Execute a load plan, for this process alone.
 
     Args:
         storage: Where the checkpoint is.
         index: Its index.
         plan: What to read.
-        wants: Where each wanted box of the plan goes.
-        on_run: Called after each run, in the thread that read it, with its size in bytes. What it
-            raises ends the reading.
-        writing: What each thread enters to write into wanted memory.
+        destinations: Where each wanted box of the plan goes.
 
     Raises:
         CorruptCheckpointError: If a file is missing, too short, or its bytes are not what was
@@ -73,16 +68,11 @@ def read_runs(
     """
 
     def read(run: int, buffer: Buffer) -> None:
-        place = wants.__getitem__
-        on_run(read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing))
+        place, writing = destinations.__getitem__, nullcontext()
+        read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
     num_threads = NUM_REMOTE_THREADS if is_remote(storage) else NUM_THREADS
-    run_workers(num_threads, plan.num_runs, longest_run(plan), read)
-
-
-def longest_run(plan: LoadPlan) -> int:
-    """Bytes of the longest run of a plan."""
-    return int((plan.run_stop - plan.run_start).max(initial=0))
+    run_workers(num_threads, plan.num_runs, plan.longest_run, read)
 
 
 def read_run(
@@ -112,7 +102,7 @@ def read_run(
     """
     start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
     data = buffer[: stop - start]
-    file = int(index.file[plan.piece[plan.run_first[run]]])
+    file = int(index.file[plan.regions.piece[plan.run_first[run]]])
     _read_checked(storage, index, file, start, data)
     with writing:
         _distribute(index, plan, run, place, data)
@@ -122,27 +112,28 @@ def read_run(
 def _distribute(index: Index, plan: LoadPlan, run: int, place: Place, data: Buffer) -> None:
     """Copy the regions of a run that has been read to where they go."""
     rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
-    start, pieces = int(plan.run_start[run]), plan.piece[rows]
+    start, regions = int(plan.run_start[run]), plan.regions
+    pieces = regions.piece[rows]
     boxes, raw = index.boxes, data.data
     tensors = boxes.tensor[pieces]
     dtypes = boxes.tensors.dtypes[tensors]
     strides = row_strides(boxes.extents[pieces]) * boxes.tensors.itemsizes[tensors][:, None]
-    for want_row, ndim, dtype, begin, offset, extent, steps in zip(
-        plan.want[rows].tolist(),
+    for want, ndim, dtype, begin, offset, extent, steps in zip(
+        regions.want[rows].tolist(),
         boxes.tensors.ndims[tensors].tolist(),
         dtypes.tolist(),
         (plan.start[rows] - start).tolist(),
-        plan.offsets[rows].tolist(),
-        plan.extents[rows].tolist(),
+        regions.offsets[rows].tolist(),
+        regions.extents[rows].tolist(),
         strides.tolist(),
         strict=True,
     ):
-        want = place(want_row)
+        target = place(want)
         shape = tuple(extent[:ndim])
         region: CarrierArray = np.ndarray(shape, DTYPES[dtype].carrier, raw, begin, steps[:ndim])
         # The padding of the offset ends with the shorter one.
-        corner = tuple(o - w for o, w in zip(offset, want.offset, strict=False))
-        want.memory.copy_in(Box(corner, shape), region)
+        corner = tuple(o - w for o, w in zip(offset, target.offset, strict=False))
+        target.memory.copy_in(Box(corner, shape), region)
 
 
 def _read_checked(storage: Storage, index: Index, file: int, start: int, data: Buffer) -> None:

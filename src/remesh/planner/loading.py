@@ -45,25 +45,78 @@ class ReadLimits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadPlan:
-    """What a rank reads, sorted by file and byte; rows of a run lie together.
+class Regions:
+    """Boxes, each of which lies in one piece of an index, a row each.
 
     Attributes:
-        want: Row in the wanted boxes of each region.
-        piece: Row in the index's pieces of each region.
-        offsets: (rows, d) offset of each region in its tensor.
-        extents: (rows, d) shape of each region.
-        start: First byte of each region in its file.
-        stop: One past its last byte. The region is all of [start, stop) or lies strided in it.
-        run_first: First row of each run, and the number of rows.
-        run_start: First byte of each run, at a digest block's beginning.
-        run_stop: One past its last byte, at a digest block's or the file's end.
+        want: Number of the wanted box that each is a part of.
+        piece: Row in the index's pieces of each.
+        offsets: (rows, d) offset of each in its tensor.
+        extents: (rows, d) shape of each.
     """
 
     want: IntArray
     piece: IntArray
     offsets: IntArray
     extents: IntArray
+
+    def __len__(self) -> int:
+        return len(self.piece)
+
+    @classmethod
+    def join(cls, parts: Sequence[Regions]) -> Regions:
+        """The regions of several tables in one."""
+        return cls(
+            np.concatenate([part.want for part in parts]),
+            np.concatenate([part.piece for part in parts]),
+            np.concatenate([part.offsets for part in parts]),
+            np.concatenate([part.extents for part in parts]),
+        )
+
+    def take(self, rows: IntArray) -> Regions:
+        """Some of the rows."""
+        # `take` is several times as fast as indexing where rows are short.
+        return Regions(
+            self.want.take(rows),
+            self.piece.take(rows),
+            self.offsets.take(rows, axis=0),
+            self.extents.take(rows, axis=0),
+        )
+
+    def num_bytes(self, index: Index) -> IntArray:
+        """Bytes of each region."""
+        tensors = index.boxes.tensors
+        sizes: IntArray = row_products(self.extents)
+        sizes *= tensors.itemsizes.take(index.boxes.tensor.take(self.piece))
+        return sizes
+
+    def boxes(self, index: Index) -> list[Box]:
+        """The box of each region in its tensor, without padding."""
+        ndims = index.boxes.tensors.ndims[index.boxes.tensor[self.piece]].tolist()
+        return [
+            Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+            for ndim, offset, extent in zip(
+                ndims, self.offsets.tolist(), self.extents.tolist(), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a rank reads, sorted by file and byte; regions of a run lie together.
+
+    Attributes:
+        regions: What is read.
+        limits: How it was cut.
+        start: First byte of each region in its file.
+        stop: One past its last byte. The region is all of [start, stop) or lies strided in it.
+        run_first: First region of each run, and the number of regions.
+        run_start: First byte of each run, at a digest block's beginning.
+        run_stop: One past its last byte, at a digest block's or the file's end.
+    """
+
+    regions: Regions
+    limits: ReadLimits
     start: IntArray
     stop: IntArray
     run_first: IntArray
@@ -74,6 +127,11 @@ class LoadPlan:
     def num_runs(self) -> int:
         """Number of reads."""
         return len(self.run_start)
+
+    @property
+    def longest_run(self) -> int:
+        """Bytes of the longest run."""
+        return int((self.run_stop - self.run_start).max(initial=0))
 
     @property
     def bytes_read(self) -> int:
@@ -93,66 +151,27 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
         CoverageError: If the stored pieces do not hold every wanted element (a foreign or damaged
             index; what remesh writes is checked when it is saved).
     """
-    return _arrange(index, _cut(index, _intersections(index, wanted), limits), limits)
+    return plan_regions(index, _cut(index, _intersections(index, wanted), limits), limits)
 
 
-def plan_regions(
-    index: Index,
-    regions: Sequence[tuple[IntArray, IntArray, IntArray, IntArray]],
-    limits: ReadLimits,
-) -> LoadPlan:
-    """The plan that reads given regions, which have been cut already.
+def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
+    """Plan the reads of regions that have been cut already: sort them, and merge them into runs.
 
     Args:
         index: What is stored.
-        regions: Tables of columns `want`, `piece`, `offsets` and `extents`; see `LoadPlan`.
+        found: The regions.
         limits: Those that the regions were cut with.
     """
-    return _arrange(index, _join([_Regions(*columns) for columns in regions]), limits)
-
-
-def _arrange(index: Index, found: _Regions, limits: ReadLimits) -> LoadPlan:
-    """Sort regions by place and merge them into runs."""
     start, stop = _byte_ranges(index, found)
     order = np.lexsort((start, index.file[found.piece]))
     found, start, stop = found.take(order), start[order], stop[order]
     run_first, run_start, run_stop = _merge_runs(index, found, start, stop, limits)
-    return LoadPlan(
-        found.want,
-        found.piece,
-        found.offsets,
-        found.extents,
-        start,
-        stop,
-        run_first,
-        run_start,
-        run_stop,
-    )
+    return LoadPlan(found, limits, start, stop, run_first, run_start, run_stop)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Regions:
-    """Non-empty intersections of wanted boxes with pieces, a row each; see `LoadPlan`."""
-
-    want: IntArray
-    piece: IntArray
-    offsets: IntArray
-    extents: IntArray
-
-    def take(self, rows: IntArray) -> _Regions:
-        """Some of the rows."""
-        return _Regions(
-            self.want.take(rows),
-            self.piece.take(rows),
-            self.offsets.take(rows, axis=0),
-            self.extents.take(rows, axis=0),
-        )
-
-
-def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray]:
+def _byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray]:
     """Where regions lie in their files: first bytes, and one past the last."""
     stored = index.boxes
-    # `take` is several times as fast as indexing where rows are short.
     shapes = stored.extents.take(found.piece, axis=0)
     corners = stored.offsets.take(found.piece, axis=0)
     starts, stops, _ = flat_spans(shapes, found.offsets - corners, found.extents)
@@ -161,20 +180,16 @@ def _byte_ranges(index: Index, found: _Regions) -> tuple[IntArray, IntArray]:
     return position + starts * itemsizes, position + stops * itemsizes
 
 
-def windows_of(
-    index: Index, piece: IntArray, offsets: IntArray, extents: IntArray, limits: ReadLimits
-) -> IntArray:
+def windows_of(index: Index, regions: Regions, limits: ReadLimits) -> IntArray:
     """The number of the window in which each region begins, the same on every rank.
 
     Args:
         index: What is stored.
-        piece: Row in the index's pieces of each region.
-        offsets: (rows, d) offset of each region in its tensor.
-        extents: (rows, d) shape of each region.
+        regions: The regions.
         limits: Those that the regions were cut with.
     """
-    start, _ = _byte_ranges(index, _Regions(piece, piece, offsets, extents))
-    windows: IntArray = index.file[piece] * _windows_per_file(index, limits)
+    start, _ = _byte_ranges(index, regions)
+    windows: IntArray = index.file[regions.piece] * _windows_per_file(index, limits)
     return windows + start // limits.window_bytes
 
 
@@ -204,7 +219,7 @@ def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArr
     return np.where(num_steps > 1, step * num_steps - spans, 0)
 
 
-def _intersections(index: Index, wanted: BoxTable) -> _Regions:
+def _intersections(index: Index, wanted: BoxTable) -> Regions:
     """Every non-empty intersection of a wanted box with a piece."""
     stored = index.boxes
     bounds = np.searchsorted(stored.tensor, np.arange(len(stored.tensors) + 1))
@@ -219,7 +234,7 @@ def _intersections(index: Index, wanted: BoxTable) -> _Regions:
         stored.offsets.take(piece, axis=0),
         stored.extents.take(piece, axis=0),
     )
-    found = _Regions(want, piece, offsets, extents).take(np.flatnonzero(meets))
+    found = Regions(want, piece, offsets, extents).take(np.flatnonzero(meets))
     sizes = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(sizes, found.want, row_products(found.extents))
     wrong = np.flatnonzero(sizes != row_products(wanted.extents))
@@ -232,7 +247,7 @@ def _intersections(index: Index, wanted: BoxTable) -> _Regions:
     return found
 
 
-def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
+def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
     """Cut regions that cross the end of a window or have long gaps."""
     stored = index.boxes
     start, stop = _byte_ranges(index, found)
@@ -260,19 +275,19 @@ def _cut(index: Index, found: _Regions, limits: ReadLimits) -> _Regions:
         shape = tuple(stored.extents[piece].tolist())
         cut = list(cut_region(shape, region, int(index.position[piece]), itemsize, limits))
         parts.append(
-            _Regions(
+            Regions(
                 np.full(len(cut), found.want[row]),
                 np.full(len(cut), piece),
                 np.array([box.offset for box in cut], dtype=np.int64) + corner,
                 np.array([box.shape for box in cut], dtype=np.int64),
             )
         )
-    return _join(parts)
+    return Regions.join(parts)
 
 
 def _cut_between_steps(
-    index: Index, found: _Regions, start: IntArray, stop: IntArray, window_bytes: int
-) -> tuple[_Regions, BoolArray]:
+    index: Index, found: Regions, start: IntArray, stop: IntArray, window_bytes: int
+) -> tuple[Regions, BoolArray]:
     """Cut regions at the ends of windows, as far as these fall between steps of a region.
 
     A region's steps are those of the first dim in which it extends. Columns of what was saved in
@@ -311,16 +326,6 @@ def _cut_between_steps(
     )
     np.put_along_axis(parts.extents, here, (high - low)[:, None], axis=1)
     return parts, is_done
-
-
-def _join(parts: Sequence[_Regions]) -> _Regions:
-    """The regions of several tables in one."""
-    return _Regions(
-        np.concatenate([part.want for part in parts]),
-        np.concatenate([part.piece for part in parts]),
-        np.concatenate([part.offsets for part in parts]),
-        np.concatenate([part.extents for part in parts]),
-    )
 
 
 def cut_region(
@@ -368,7 +373,7 @@ def _split_at_gaps(shape: tuple[int, ...], region: Box, max_gap: int) -> Iterato
 
 
 def _merge_runs(
-    index: Index, found: _Regions, start: IntArray, stop: IntArray, limits: ReadLimits
+    index: Index, found: Regions, start: IntArray, stop: IntArray, limits: ReadLimits
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Merge sorted byte ranges of one window into runs: first rows (and the end), starts, stops."""
     if not len(start):

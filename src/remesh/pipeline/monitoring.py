@@ -1,15 +1,15 @@
-"""Reading in a thread of its own, so that somebody has an eye on the clock.
+"""A read in a thread of its own, which the caller's thread watches together with the other ranks.
 
 The caller's thread does what is collective. While a rank reads, its main thread waits, and once in
-a while the ranks tell each other how far they are: whoever has ended says so at once and waits for
-the others, who answer at the next interval at the latest. So nobody is ever delayed, a fast load
-costs one small message, and of a slow one rank 0 logs which rank the others wait for. The same
-messages carry the news that time is up, so that all ranks give up together.
+an interval the ranks tell each other how far they are: a rank that has ended says so at once and
+waits for the others, which answer at the next interval at the latest. So no rank is delayed, a fast
+load costs one small message, and of a slow one rank 0 logs which rank the others wait for. The same
+messages say that the time is up, so that all ranks give up together.
 
 A rank that gives up does not wait for its reading threads, which may hang in a system call. Each of
 them ends with the run that it is reading. They write into the tensors of the caller only through a
 `WriteGate`, which is closed before the call ends, whatever ends it: the time limit, Ctrl-C, or the
-failure of another rank. Afterwards the tensors are the caller's again.
+failure of another rank. Afterwards no thread of the call writes into the tensors.
 """
 
 from __future__ import annotations
@@ -18,37 +18,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import CancelledError
 
 import msgspec
 
 from remesh.errors import ExchangeError
 from remesh.exchange import Exchange
 
+LOG_INTERVAL = 30.0
+"""Seconds after which, again and again, the slowest rank is logged."""
+
 _LOGGER = logging.getLogger("remesh")
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a load may take.
-
-    Attributes:
-        interval: Seconds after which, again and again, the slowest rank is logged.
-        timeout: Seconds after which reading gives up; None for never.
-    """
-
-    interval: float = 30.0
-    timeout: float | None = None
-
-
-class GivenUpError(Exception):
-    """Ends a thread whose work is not needed any more; it is raised and caught in that thread."""
 
 
 class WriteGate:
     """Lets threads write into memory of the caller, until it is closed.
 
-    A thread enters the gate as a context for each copy. Many threads may be inside at once.
+    A thread enters the gate as a context for each copy; `CancelledError` ends it if the gate is
+    closed. Many threads may be inside at once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +51,7 @@ class WriteGate:
     def __enter__(self) -> None:
         with self._changed:
             if self._closed:
-                raise GivenUpError
+                raise CancelledError
             self._num_inside += 1
 
     def __exit__(self, *_error: object) -> None:
@@ -82,14 +69,14 @@ class WriteGate:
             self._changed.wait_for(lambda: not self._num_inside)
 
 
-class Reading:
-    """A reading in a thread.
+class MonitoredRead:
+    """A read in a thread.
 
     Args:
         read: Reads; given what to call after each run with its size in bytes.
-        on_run: Is told of each run too.
+        on_read: Is told of each run too.
         num_bytes: How much is going to be read.
-        patience: How long that may take.
+        timeout: Seconds after which it gives up; None for never.
 
     Attributes:
         gate: What `read` enters whenever it writes into memory of the caller.
@@ -99,15 +86,15 @@ class Reading:
     def __init__(
         self,
         read: Callable[[Callable[[int], None]], None],
-        on_run: Callable[[int], None],
+        on_read: Callable[[int], None],
         *,
         num_bytes: int,
-        patience: Patience,
+        timeout: float | None,
     ) -> None:
         self._read = read
-        self._on_run = on_run
+        self._on_read = on_read
         self._num_bytes = num_bytes
-        self._patience = patience
+        self._timeout = timeout
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._num_read = 0
@@ -132,21 +119,20 @@ class Reading:
     @property
     def is_late(self) -> bool:
         """Whether time is up."""
-        timeout = self._patience.timeout
-        return timeout is not None and self.seconds >= timeout
+        return self._timeout is not None and self.seconds >= self._timeout
 
     def next_wait(self) -> float:
         """Seconds until something is to be logged or time is up."""
-        timeout = self._patience.timeout
-        if timeout is None:
-            return self._patience.interval
-        return max(min(self._patience.interval, timeout - self.seconds), 0.0)
+        if self._timeout is None:
+            return LOG_INTERVAL
+        return max(min(LOG_INTERVAL, self._timeout - self.seconds), 0.0)
 
     def too_late(self, who: str) -> ExchangeError:
         """The error of ranks that are late."""
+        limit = self.seconds if self._timeout is None else self._timeout
         return ExchangeError(
-            f"{who} did not finish reading within {self._patience.timeout:g} s; see whether the "
-            "storage answers there, or raise the timeout"
+            f"{who} did not finish reading within {limit:g} s; see whether the storage answers "
+            "there, or raise the timeout"
         )
 
     def wait_for_all(self, exchange: Exchange) -> None:
@@ -189,16 +175,16 @@ class Reading:
     def _work(self) -> None:
         try:
             self._read(self._count)
-        except GivenUpError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-            self.error = error
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            # A storage may raise the same; only of a read that was given up it is not an error.
+            if not (isinstance(error, CancelledError) and self.gate.is_closed):
+                self.error = error
         finally:
             self._finished.set()
 
     def _count(self, size: int) -> None:
         if self.gate.is_closed:
-            raise GivenUpError
+            raise CancelledError
         with self._lock:
             self._num_read += size
-        self._on_run(size)
+        self._on_read(size)

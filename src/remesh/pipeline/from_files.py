@@ -1,0 +1,138 @@
+"""Transfers out of files: what several ranks need, one of them reads and sends to the others.
+
+Data-parallel replicas need the same bytes, and ranks that load columns of what was saved as rows
+need different parts of the same blocks. If each reads for itself, each reads everything it touches.
+Together, the ranks read every block once: rank 0 assigns the windows that several ranks touch to
+readers (`remesh.planner.assignment`), every rank asks the readers for its regions, and the transfer
+is executed (`remesh.pipeline.transfer`). A task is a run of a load plan: it is read once, its
+digests are checked, and its regions go to all that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remesh.exchange import Exchange, run_joined
+from remesh.geometry import IntArray
+from remesh.index import Index
+from remesh.pipeline.read import (
+    NUM_REMOTE_THREADS,
+    NUM_THREADS,
+    Destination,
+    Place,
+    Writing,
+    read_run,
+)
+from remesh.pipeline.transfer import Tasks, execute, request_regions
+from remesh.planner import (
+    Assign,
+    LoadPlan,
+    ReadAssignment,
+    TransferPlan,
+    plan_regions,
+    touched_windows,
+    windows_of,
+)
+from remesh.storage import Buffer, Storage, is_remote
+
+NUM_SHARING_THREADS = 4
+"""Threads that read from this machine for several ranks: fewer than those of a rank that reads for
+itself, for these pack messages as well."""
+
+
+def read_together(
+    exchange: Exchange,
+    storage: Storage,
+    index: Index,
+    plan: LoadPlan,
+    destinations: Sequence[Destination],
+    *,
+    assign: Assign | None,
+    on_read: Callable[[int], None],
+    timeout: float | None = None,
+) -> bool:
+    """Execute the load plans of all ranks. Collective.
+
+    Args:
+        exchange: The ranks that read together.
+        storage: Where the checkpoint is.
+        index: Its index.
+        plan: What this rank needs.
+        destinations: Where each wanted box of the plan goes.
+        assign: Assigns the windows that ranks touch to readers; called on rank 0. None if every
+            rank reads for itself.
+        on_read: Called after each run that this rank reads, with its size in bytes.
+        timeout: Seconds that this may take; None for no limit.
+
+    Returns:
+        Whether ranks read for each other.
+
+    Raises:
+        CorruptCheckpointError: As `read_runs`, on the rank that read it.
+        StorageError: If the storage fails, on the rank that read.
+        ExchangeError: If a rank died, or did not finish in time.
+    """
+    found = None if assign is None else _plan_transfer(exchange, index, plan, assign)
+    if found is None:
+        transfer = TransferPlan.alone(index, plan.regions)
+        num_threads, turn = NUM_THREADS, np.zeros(plan.num_runs, dtype=np.int64)
+    else:
+        transfer = found
+        regions, turns = transfer.taken(len(destinations))
+        plan, num_threads = plan_regions(index, regions, plan.limits), NUM_SHARING_THREADS
+        turn = _turns_of_runs(plan, turns)
+    if is_remote(storage):
+        num_threads = NUM_REMOTE_THREADS
+    tasks = _tasks(storage, index, plan, turn, num_threads)
+    execute(exchange, index, transfer, tasks, destinations, on_read=on_read, timeout=timeout)
+    return found is not None
+
+
+def _plan_transfer(
+    exchange: Exchange, index: Index, plan: LoadPlan, assign: Assign
+) -> TransferPlan | None:
+    """Agree on what each rank reads for which others; None if each reads for itself. Collective."""
+
+    def join(replies: list[bytes]) -> list[bytes]:
+        touched = [np.frombuffer(reply, dtype="<i8").reshape(-1, 3) for reply in replies]
+        assignments = assign(touched)
+        if assignments is None:
+            return [b""] * exchange.world_size
+        return [assignment.encode() for assignment in assignments]
+
+    reply = run_joined(exchange, lambda: touched_windows(index, plan).astype("<i8").tobytes(), join)
+    if not reply:
+        return None
+    assignment = ReadAssignment.decode(reply)
+    row = assignment.rows_of(windows_of(index, plan.regions, plan.limits))
+    reader = np.where(row < 0, exchange.rank, np.append(assignment.reader, -1)[row])
+    turn = np.append(assignment.turn, 0)[row]
+    wanted = {}
+    for rank in np.unique(reader).tolist():
+        rows = np.flatnonzero(reader == rank)
+        wanted[rank] = plan.regions.take(rows), turn[rows]
+    local, _ = wanted.pop(exchange.rank, (plan.regions.take(row[:0]), row))
+    messages = request_regions(exchange, index, wanted, assignment.asked_by.tolist())
+    return TransferPlan(local, *messages, assignment.num_turns)
+
+
+def _turns_of_runs(plan: LoadPlan, turns: IntArray) -> IntArray:
+    """The turn of each run: the first of its regions'."""
+    if not plan.num_runs:
+        return plan.run_start
+    return np.minimum.reduceat(turns[plan.regions.want], plan.run_first[:-1])
+
+
+def _tasks(
+    storage: Storage, index: Index, plan: LoadPlan, turn: IntArray, num_threads: int
+) -> Tasks:
+    """The runs of a plan, in the order of their turns."""
+    order = np.argsort(turn, kind="stable")
+
+    def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
+        run = int(order[task])
+        return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
+
+    return Tasks(turn[order], plan.bytes_read, num_threads, plan.longest_run, perform)

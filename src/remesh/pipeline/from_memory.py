@@ -1,0 +1,224 @@
+"""Transfers out of memory, between live layouts: planned once, executed as often as wanted.
+
+What a rank wants is planned against an index of imaginary files, each of which is what one rank
+holds (`remesh.resharding`). A region that the rank has itself, as the one that would send it or as
+a copy, is copied from tensor to tensor. It asks others for the rest, and from then on both sides
+know in which turns it comes. A task packs a message or copies as much from tensor to tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from remesh.exchange import Exchange, run_joined
+from remesh.geometry import Box, IntArray
+from remesh.index import BoxTable, Index
+from remesh.memory import Memory, copy_box
+from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.transfer import (
+    MessageBuffers,
+    Tasks,
+    execute,
+    message_buffers,
+    request_regions,
+)
+from remesh.planner import Regions, TransferPlan, numbers_of_messages, turns_of_distances
+from remesh.storage import Buffer
+
+NUM_THREADS = 2
+"""Threads that pack messages and copy from tensor to tensor; memory is not faster for more."""
+
+NUM_ARRIVING = 2
+"""Turns whose messages arrive or are unpacked: one of each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryTransfer:
+    """What one rank moves between memories.
+
+    Attributes:
+        index: What lies in which imaginary file.
+        plan: What moves.
+        taken: All that this rank takes from its memory, sorted by turn.
+        sources: For each region of it, the row of the box that this rank holds and the part of it.
+        turn: For each region its turn; those of this rank are cut into tasks as if they were sent.
+        group_bytes_sent: Bytes of tensor data that all ranks send.
+        buffers: For the messages.
+    """
+
+    index: Index
+    plan: TransferPlan
+    taken: Regions
+    sources: list[tuple[int, Box]]
+    turn: IntArray
+    group_bytes_sent: int
+    buffers: MessageBuffers
+
+    @property
+    def bytes_local(self) -> int:
+        """Bytes of tensor data that this rank has itself."""
+        return int(self.plan.local.num_bytes(self.index).sum())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that the messages take, the most at any time."""
+        return sum(len(buffer) for slots in self.buffers for buffer in slots)
+
+    def execute(
+        self,
+        exchange: Exchange,
+        memories: Sequence[Memory],
+        destinations: Sequence[Destination],
+        on_read: Callable[[int], None],
+    ) -> None:
+        """Move everything. Collective.
+
+        Args:
+            exchange: The ranks.
+            memories: The memory of each box that this rank holds.
+            destinations: Where each wanted box goes.
+            on_read: Called after each task with the bytes that it took.
+
+        Raises:
+            ExchangeError: If a rank died.
+        """
+        turn, first = np.unique(self.turn, return_index=True)
+        bounds = [*first.tolist(), len(self.turn)]
+        want, boxes = self.taken.want.tolist(), self.taken.boxes(self.index)
+        sizes = self.taken.num_bytes(self.index).tolist()
+
+        def perform(task: int, _buffer: Buffer, place: Place, writing: Writing) -> int:
+            rows = range(bounds[task], bounds[task + 1])
+            for row in rows:
+                (held, part), target = self.sources[row], place(want[row])
+                corner = boxes[row].shift(target.offset, -1)
+                with writing:
+                    copy_box(memories[held], part, target.memory, corner)
+            return sum(sizes[row] for row in rows)
+
+        tasks = Tasks(turn, sum(sizes), NUM_THREADS, 0, perform)
+        execute(
+            exchange,
+            self.index,
+            self.plan,
+            tasks,
+            destinations,
+            on_read=on_read,
+            buffers=self.buffers,
+        )
+
+
+def plan_between_memories(
+    exchange: Exchange,
+    index: Index,
+    owners: Sequence[int],
+    regions: Regions,
+    num_wanted: int,
+    held: BoxTable,
+) -> MemoryTransfer:
+    """Find what this rank has itself, and ask the others for the rest. Collective.
+
+    Args:
+        exchange: The ranks.
+        index: What lies in which imaginary file.
+        owners: The rank that has each file.
+        regions: What this rank wants of them.
+        num_wanted: How many boxes it wants.
+        held: What this rank holds, copies of what is in other files included.
+    """
+    here = _find(index, regions, held)
+    is_here = np.array([source is not None for source in here], dtype=np.bool_)
+    owner = np.array(owners, dtype=np.int64)[index.file[regions.piece]]
+    owner[is_here] = exchange.rank
+    lacking = {
+        rank: regions.take(np.flatnonzero(owner == rank))
+        for rank in np.unique(owner).tolist()
+        if rank != exchange.rank
+    }
+    numbers = {rank: numbers_of_messages(index, of_rank) for rank, of_rank in lacking.items()}
+    first_turn, asked_by, group_sent = _agree_on_turns(
+        exchange,
+        {rank: int(of_rank[-1]) + 1 for rank, of_rank in numbers.items()},
+        sum(int(of_rank.num_bytes(index).sum()) for of_rank in lacking.values()),
+    )
+    wanted = {
+        rank: (
+            of_rank,
+            numbers[rank] + first_turn[(exchange.rank - rank) % exchange.world_size],
+        )
+        for rank, of_rank in lacking.items()
+    }
+    outgoing, incoming = request_regions(exchange, index, wanted, asked_by)
+    local = regions.take(np.flatnonzero(owner == exchange.rank))
+    plan = TransferPlan(local, outgoing, incoming, first_turn[-1], NUM_ARRIVING)
+    taken, turns = plan.taken(num_wanted)
+    turn = turns[taken.want]
+    turn[: len(local)] += numbers_of_messages(index, local)
+    sources = [*filter(None, here), *filter(None, _find(index, outgoing.regions, held))]
+    assert len(sources) == len(taken), f"rank {exchange.rank} does not have what it should have"
+    order = np.argsort(turn, kind="stable")
+    return MemoryTransfer(
+        index,
+        plan,
+        taken.take(order),
+        [sources[row] for row in order.tolist()],
+        turn[order],
+        group_sent,
+        message_buffers(plan),
+    )
+
+
+def _agree_on_turns(
+    exchange: Exchange, num_messages: dict[int, int], num_bytes: int
+) -> tuple[list[int], list[int], int]:
+    """Agree on the turns. Collective.
+
+    Args:
+        exchange: The ranks.
+        num_messages: How many messages this rank gets from each other rank.
+        num_bytes: Bytes of tensor data in them.
+
+    Returns:
+        The first turn of each distance and their number, the ranks that get messages from this one,
+        and the bytes that all ranks get.
+    """
+    world_size = exchange.world_size
+
+    def join(replies: list[bytes]) -> list[bytes]:
+        counts = np.zeros((world_size, world_size), dtype=np.int64)
+        total = 0
+        for rank, reply in enumerate(replies):
+            of_rank, size = msgspec.msgpack.decode(reply, type=tuple[dict[int, int], int])
+            counts[rank, list(of_rank)] = list(of_rank.values())
+            total += size
+        turns = turns_of_distances(counts).tolist()
+        return [
+            msgspec.msgpack.encode((turns, np.flatnonzero(counts[:, rank]).tolist(), total))
+            for rank in range(world_size)
+        ]
+
+    reply = run_joined(exchange, lambda: msgspec.msgpack.encode((num_messages, num_bytes)), join)
+    return msgspec.msgpack.decode(reply, type=tuple[list[int], list[int], int])
+
+
+def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box] | None]:
+    """Where each region lies in the boxes that a rank holds: row, and part of the box."""
+    rows: dict[str, list[tuple[int, Box]]] = {}
+    for row, tensor in enumerate(held.tensor.tolist()):
+        rows.setdefault(held.tensors.names[tensor], []).append((row, held.box(row)))
+    names, tensors = index.boxes.tensors.names, index.boxes.tensor[regions.piece].tolist()
+    return [
+        next(
+            (
+                (row, box.shift(own.offset, -1))
+                for row, own in rows.get(names[tensor], ())
+                if own.contains(box)
+            ),
+            None,
+        )
+        for tensor, box in zip(tensors, regions.boxes(index), strict=True)
+    ]

@@ -1,0 +1,337 @@
+"""The engine that moves boxes between ranks: takes them from sources, sends, gets, and fills.
+
+A frozen `TransferPlan` says what moves. What its sources are, windows of files or live memory, is
+in the `Tasks` alone (`from_files`, `from_memory`): each task takes some regions, and puts those for
+this rank into its memory and those for others into messages.
+
+Threads perform the tasks in the order of the turns. Meanwhile the caller's thread goes through the
+turns: it waits until the messages of a turn are packed, swaps them with the other ranks, and lets
+another thread unpack what came. Packing is ahead by `NUM_PACKED` turns at most, so sources and
+network are busy at the same time, and the buffers, which are used again and again, bound the
+memory. While all open turns are packed, the threads perform the tasks that are for this rank only.
+
+Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
+packed once.
+
+A rank that fails goes on to the last turn, and marks its messages as bad, so no rank waits for it
+in vain. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
+caller to make the failure known to all (`remesh.exchange.run_on_all` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from remesh.dtypes import DTYPES, CarrierDType
+from remesh.exchange import Exchange
+from remesh.geometry import Box, IntArray
+from remesh.index import Index
+from remesh.memory import HostMemory
+from remesh.pipeline.monitoring import MonitoredRead
+from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.workers import run_threads
+from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
+from remesh.storage import Buffer, aligned_buffer
+
+NUM_PACKED = 2
+"""Turns whose messages are being packed or sent."""
+
+_BAD, _GOOD = 0, 1
+_LOGGER = logging.getLogger("remesh")
+
+MessageBuffers = tuple[list[Buffer], list[Buffer]]
+"""Memory for the messages to others, and for those from others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """How one rank takes the regions of a plan from its sources.
+
+    Attributes:
+        turn: Turn of each task, ascending; from `TransferPlan.num_turns` on for this rank only.
+        num_bytes: What all of them read.
+        num_threads: Threads that perform them.
+        buffer_bytes: Size of the buffer of each thread.
+        perform: Performs a task, given its number, the buffer, where regions go
+            (`TransferPlan.taken`), and what to enter to write there; returns how much it read.
+    """
+
+    turn: IntArray
+    num_bytes: int
+    num_threads: int
+    buffer_bytes: int
+    perform: Callable[[int, Buffer, Place, Writing], int]
+
+
+def request_regions(
+    exchange: Exchange,
+    index: Index,
+    wanted: Mapping[int, tuple[Regions, IntArray]],
+    asked_by: Iterable[int],
+) -> tuple[Messages, Messages]:
+    """Ask other ranks for regions. Collective.
+
+    Args:
+        exchange: The ranks.
+        index: Where the regions lie.
+        wanted: What this rank needs of each other rank, and in which turns it is sent.
+        asked_by: The ranks that need something of this one.
+
+    Returns:
+        The messages that this rank sends, and those that it gets.
+    """
+    none = np.zeros(0, np.uint8)
+    outgoing = [none] * exchange.world_size
+    for rank, (regions, turn) in wanted.items():
+        outgoing[rank] = np.frombuffer(bytearray(encode_request(regions, turn)), np.uint8)
+    sizes = [
+        np.array([len(data)], dtype="<i8").view(np.uint8) if len(data) else none
+        for data in outgoing
+    ]
+    arriving = [none] * exchange.world_size
+    for rank in asked_by:
+        arriving[rank] = np.zeros(8, np.uint8)
+    exchange.swap(sizes, arriving)
+    incoming = [
+        np.zeros(int(size.view("<i8")[0]) if len(size) else 0, np.uint8) for size in arriving
+    ]
+    exchange.swap(outgoing, incoming)
+    askers: dict[bytes, list[int]] = {}
+    for rank, request in enumerate(incoming):
+        if len(request):
+            askers.setdefault(request.tobytes(), []).append(rank)
+    asked = [(tuple(ranks), *decode_request(request)) for request, ranks in askers.items()]
+    return (
+        Messages.of(index, asked),
+        Messages.of(index, [((rank,), *of_rank) for rank, of_rank in wanted.items()]),
+    )
+
+
+def message_buffers(plan: TransferPlan) -> MessageBuffers:
+    """Memory for the messages of a plan."""
+    return (
+        [aligned_buffer(plan.outgoing.buffer_bytes) for _ in range(NUM_PACKED)],
+        [aligned_buffer(plan.incoming.buffer_bytes) for _ in range(plan.num_arriving)],
+    )
+
+
+def execute(
+    exchange: Exchange,
+    index: Index,
+    plan: TransferPlan,
+    tasks: Tasks,
+    destinations: Sequence[Destination],
+    *,
+    on_read: Callable[[int], None],
+    timeout: float | None = None,
+    buffers: MessageBuffers | None = None,
+) -> None:
+    """Execute the transfer plans of all ranks. Collective.
+
+    Args:
+        exchange: The ranks.
+        index: Where the regions lie.
+        plan: What moves.
+        tasks: How this rank takes it from its sources.
+        destinations: Where each wanted box goes.
+        on_read: Called after each task, in the thread that performed it, with what that read.
+        timeout: Seconds that this may take; None for no limit.
+        buffers: From `message_buffers`, if they are kept.
+
+    Raises:
+        Exception: What a task of this rank raised.
+        ExchangeError: If a rank died, or did not finish in time.
+    """
+    leaving, arriving = message_buffers(plan) if buffers is None else buffers
+    steps = _Steps(tasks.turn, plan.num_turns)
+    place = _place(index, plan.outgoing, destinations, leaving)
+
+    def read(count: Callable[[int], None]) -> None:
+        def work() -> None:
+            buffer = aligned_buffer(tasks.buffer_bytes)
+            while (task := steps.next()) is not None:
+                count(tasks.perform(task, buffer, place, reading.gate))
+                steps.done(task)
+
+        run_threads(min(tasks.num_threads, len(tasks.turn)), work, steps.fail)
+
+    reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
+    unpack = _unpacker(index, plan.incoming, destinations, reading.gate)
+    problems: list[BaseException | None] = []
+    with ThreadPoolExecutor(1, "remesh-unpack") as pool:
+        try:
+            reading.start()
+            unpacked: deque[Future[None]] = deque()
+            for turn in range(plan.num_turns):
+                problems.append(_wait(exchange.rank, steps, turn, plan.num_turns, reading))
+                if len(unpacked) == plan.num_arriving:
+                    problems.append(unpacked.popleft().exception())
+                buffer = arriving[turn % plan.num_arriving]
+                packed = leaving[turn % NUM_PACKED]
+                _swap(exchange, plan, turn, packed, buffer, are_good=steps.are_good)
+                steps.sent()
+                unpacked.append(pool.submit(unpack, turn, buffer))
+            problems += [future.exception() for future in unpacked]
+            reading.wait_for_all(exchange)
+        finally:
+            steps.fail()
+            reading.give_up()
+    for problem in (reading.error, *problems):
+        if problem is not None:
+            raise problem
+
+
+def _wait(
+    rank: int, steps: _Steps, turn: int, num_turns: int, reading: MonitoredRead
+) -> Exception | None:
+    """Wait until this rank's messages of a turn are packed; the error if that is too late."""
+    while not steps.wait(turn, reading.next_wait()):
+        if reading.is_late:
+            steps.fail()
+            return reading.too_late(f"rank {rank}")
+        _LOGGER.warning(
+            "reading for %.0f s; the others wait for rank %d, which reads for round %d of %d",
+            reading.seconds,
+            rank,
+            turn + 1,
+            num_turns,
+        )
+    return None
+
+
+def _swap(
+    exchange: Exchange,
+    plan: TransferPlan,
+    turn: int,
+    leaving: Buffer,
+    arriving: Buffer,
+    *,
+    are_good: bool,
+) -> None:
+    """Swap the messages of a turn."""
+    none = np.zeros(0, np.uint8)
+    outgoing, incoming = [none] * exchange.world_size, [none] * exchange.world_size
+    for messages, buffer, of_ranks in (
+        (plan.outgoing, leaving, outgoing),
+        (plan.incoming, arriving, incoming),
+    ):
+        for number in messages.in_turn(turn):
+            for rank in messages.peers[number]:
+                of_ranks[rank] = buffer[messages.start[number] : messages.stop[number]]
+    for message in outgoing:
+        message[:1] = _GOOD if are_good else _BAD
+    exchange.swap(outgoing, incoming)
+
+
+def _place(
+    index: Index, messages: Messages, destinations: Sequence[Destination], buffers: list[Buffer]
+) -> Place:
+    """Where what is taken goes: into this rank's memory or into messages."""
+    regions = _regions_in(index, messages)
+    turns = messages.turn_of_region.tolist()
+
+    def place(want: int) -> Destination:
+        if want < len(destinations):
+            return destinations[want]
+        row = want - len(destinations)
+        box, carrier, position = regions[row]
+        data = buffers[turns[row] % NUM_PACKED].data
+        return Destination(box.offset, HostMemory(np.ndarray(box.shape, carrier, data, position)))
+
+    return place
+
+
+def _unpacker(
+    index: Index, messages: Messages, destinations: Sequence[Destination], writing: Writing
+) -> Callable[[int, Buffer], None]:
+    """Fills this rank's memory from the messages of a turn, as far as they are good."""
+    regions, want = _regions_in(index, messages), messages.regions.want.tolist()
+    first, start = messages.first.tolist(), messages.start.tolist()
+
+    def unpack(turn: int, buffer: Buffer) -> None:
+        for number in messages.in_turn(turn):
+            if buffer[start[number]] != _GOOD:
+                continue
+            with writing:
+                for row in range(first[number], first[number + 1]):
+                    target, (box, carrier, position) = destinations[want[row]], regions[row]
+                    values = np.ndarray(box.shape, carrier, buffer.data, position)
+                    target.memory.copy_in(box.shift(target.offset, -1), values)
+
+    return unpack
+
+
+def _regions_in(index: Index, messages: Messages) -> list[tuple[Box, CarrierDType, int]]:
+    """Box, carrier and position of each region of some messages."""
+    tensors = index.boxes.tensor[messages.regions.piece]
+    carriers = [DTYPES[code].carrier for code in index.boxes.tensors.dtypes[tensors].tolist()]
+    boxes, positions = messages.regions.boxes(index), messages.position.tolist()
+    return list(zip(boxes, carriers, positions, strict=True))
+
+
+class _Steps:
+    """Hands out tasks, and keeps them and the turns in step.
+
+    A task for a turn is handed out when the turn `NUM_PACKED` before was sent; a turn is sent when
+    all its tasks are done.
+    """
+
+    def __init__(self, turn: IntArray, num_turns: int) -> None:
+        num_shared = int(np.searchsorted(turn, num_turns))
+        self._turn = turn[:num_shared].tolist()
+        self._left = np.bincount(turn[:num_shared], minlength=num_turns).tolist()
+        self._next = 0
+        self._for_this_rank = iter(range(num_shared, len(turn)))
+        self._num_sent = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def next(self) -> int | None:
+        """The next task, or None if there is none left or a failure has made them useless."""
+        with self._changed:
+            while not self._failed:
+                is_left = self._next < len(self._turn)
+                if is_left and self._turn[self._next] < self._num_sent + NUM_PACKED:
+                    self._next += 1
+                    return self._next - 1
+                task = next(self._for_this_rank, None)
+                if task is not None or not is_left:
+                    return task
+                self._changed.wait()
+            return None
+
+    def done(self, task: int) -> None:
+        """A task is done."""
+        if task < len(self._turn):
+            with self._changed:
+                self._left[self._turn[task]] -= 1
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """Hand out no more tasks, and let no turn wait for those that are not done."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def wait(self, turn: int, seconds: float) -> bool:
+        """Wait until the tasks of a turn are done or have failed; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._failed or not self._left[turn], seconds)
+
+    @property
+    def are_good(self) -> bool:
+        """Whether no task has failed."""
+        return not self._failed
+
+    def sent(self) -> None:
+        """The messages of a turn were sent; their buffer is free."""
+        with self._changed:
+            self._num_sent += 1
+            self._changed.notify_all()

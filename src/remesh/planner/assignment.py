@@ -1,0 +1,218 @@
+"""Which rank reads which window of the files, where several ranks need it. Pure.
+
+Every rank says which windows its plan touches, and how much it reads and needs of each
+(`touched_windows`). From that rank 0 sees what the group would read if each rank read alone, what
+it reads if every window is read once, and what must then travel between ranks. If the group shares
+reads, the windows that several ranks touch are assigned to those ranks in turn, and each rank gets
+its own part of the assignment; only rank 0 sees the windows of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from remesh.geometry import IntArray
+from remesh.index import Index
+from remesh.planner.loading import LoadPlan, windows_of
+
+MAX_SHARERS = 16
+"""Ranks that share a read at most; larger groups are divided, which bounds what a turn packs."""
+
+TURN_WINDOWS = 8
+"""Windows that a rank reads in a turn at most: enough for a turn to be worth its messages."""
+
+LOCAL_EXCHANGE_COST = 1.25
+"""What it costs to move a byte between ranks, in bytes read from a disk of this machine."""
+
+REMOTE_EXCHANGE_COST = 0.25
+"""The same for bytes that come over a network anyway: object stores, shared file systems."""
+
+SHARING_BYTES = 16 << 20
+"""What the messages that prepare a transfer cost, whatever it carries, in bytes read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadAssignment:
+    """One rank's part of the assignment of windows to readers.
+
+    Attributes:
+        windows: The windows that it shares with others, ascending.
+        reader: The rank that reads each.
+        turn: The turn in which that rank sends what others need of it.
+        asked_by: Ranks that need something of what this one reads.
+        num_turns: Turns of the whole group.
+    """
+
+    windows: IntArray
+    reader: IntArray
+    turn: IntArray
+    asked_by: IntArray
+    num_turns: int
+
+    def rows_of(self, windows: IntArray) -> IntArray:
+        """For each window its row here, or -1 if it is not shared."""
+        if not len(self.windows):
+            return np.full(len(windows), -1, dtype=np.int64)
+        row = np.minimum(np.searchsorted(self.windows, windows), len(self.windows) - 1)
+        return np.where(self.windows[row] == windows, row, -1)
+
+    def encode(self) -> bytes:
+        """As a message from rank 0."""
+        columns = (self.windows, self.reader, self.turn, self.asked_by)
+        encoded = [column.astype("<i8").tobytes() for column in columns]
+        return msgspec.msgpack.encode((encoded, self.num_turns))
+
+    @classmethod
+    def decode(cls, data: bytes) -> ReadAssignment:
+        """The assignment of what `encode` returned."""
+        encoded, num_turns = msgspec.msgpack.decode(data, type=tuple[list[bytes], int])
+        windows, reader, turn, asked_by = (np.frombuffer(one, dtype="<i8") for one in encoded)
+        return cls(windows, reader, turn, asked_by, num_turns)
+
+
+Assign = Callable[[Sequence[IntArray]], list[ReadAssignment] | None]
+"""Assigns windows to readers, given the `touched_windows` of each rank; None not to share reads."""
+
+
+def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
+    """The windows that a plan touches, a row each: its number, bytes read of it, bytes needed.
+
+    Args:
+        index: What is stored.
+        plan: What a rank reads.
+    """
+    windows = windows_of(index, plan.regions, plan.limits)
+    first = np.flatnonzero(np.diff(windows, prepend=-1))  # the plan is sorted by window
+    if not len(first):
+        return np.zeros((0, 3), dtype=np.int64)
+    needed = np.add.reduceat(plan.regions.num_bytes(index), first)
+    of_run = np.searchsorted(windows[first], windows[plan.run_first[:-1]])
+    num_read = np.zeros(len(first), dtype=np.int64)
+    np.add.at(num_read, of_run, plan.run_stop - plan.run_start)
+    return np.stack([windows[first], num_read, needed], axis=1)
+
+
+def is_sharing_cheaper(
+    read_alone: int, read_once: int, num_moved: int, *, exchange_cost: float
+) -> bool:
+    """Whether it is cheaper to read every window once and pass on what others need of it.
+
+    Args:
+        read_alone: Bytes that the group reads if each rank reads for itself.
+        read_once: Bytes that it reads if every window is read by one rank.
+        num_moved: Bytes that then travel between ranks.
+        exchange_cost: What moving a byte costs, in bytes read.
+    """
+    return read_alone - read_once > exchange_cost * num_moved + SHARING_BYTES
+
+
+def assign_readers_if_cheaper(
+    touched: Sequence[IntArray], *, exchange_cost: float
+) -> list[ReadAssignment] | None:
+    """Assign the windows that several ranks touch, if sharing them is cheaper than not to."""
+    windows, num_read, num_needed = np.concatenate(touched).T
+    if not len(windows):
+        return None
+    order = np.argsort(windows, kind="stable")
+    first = np.flatnonzero(np.diff(windows[order], prepend=-1))
+    num_sharers = np.diff(np.append(first, len(order)))
+    # The reader reads at least what the one reads that reads most.
+    read_once = np.maximum.reduceat(num_read[order], first)
+    needed = np.add.reduceat(num_needed[order], first)
+    moved = needed - needed // num_sharers
+    alone, once = int(num_read.sum()), int(read_once.sum())
+    if not is_sharing_cheaper(alone, once, int(moved.sum()), exchange_cost=exchange_cost):
+        return None
+    return assign_readers(touched)
+
+
+def assign_readers(touched: Sequence[IntArray]) -> list[ReadAssignment]:
+    """Assign the windows that several ranks touch to those ranks, in turn."""
+    rank, window, first, counts = _by_window(touched)
+    # Ranks that touch one window are divided into the fewest groups, of nearly equal size.
+    place = np.arange(len(window)) - np.repeat(first, counts)
+    group = place * np.repeat(-(-counts // MAX_SHARERS), counts) // np.repeat(counts, counts)
+    is_new = np.ones(len(window), dtype=np.bool_)
+    is_new[1:] = (window[1:] != window[:-1]) | (group[1:] != group[:-1])
+    start = np.flatnonzero(is_new)
+    size = np.diff(np.append(start, len(window)))
+    start, size = start[size > 1], size[size > 1]
+    reader = rank[start + np.arange(len(start)) % np.maximum(size, 1)]
+    return _assignments(window, rank, start, size, reader, world_size=len(touched))
+
+
+def assign_to_owners(
+    touched: Sequence[IntArray], owner_of: Callable[[IntArray], IntArray]
+) -> list[ReadAssignment]:
+    """Assign every window to the one rank that can read it.
+
+    Args:
+        touched: The windows that each rank touches.
+        owner_of: The rank that can read each window.
+    """
+    rank, window, first, counts = _by_window(touched)
+    owner = owner_of(window[first])
+    # An owner reads its window whether or not it needs something of it.
+    row = np.append(np.repeat(np.arange(len(first)), counts), np.arange(len(first)))
+    rank = np.append(rank, owner)
+    row, rank = np.unique(np.stack([row, rank]), axis=1)
+    start = np.searchsorted(row, np.arange(len(first)))
+    size = np.diff(np.append(start, len(row)))
+    return _assignments(window[first][row], rank, start, size, owner, world_size=len(touched))
+
+
+def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Pairs of rank and window, sorted by window; first pair and number of pairs of each."""
+    rank = np.repeat(np.arange(len(touched)), [len(rows) for rows in touched])
+    window = np.concatenate(touched)[:, 0]
+    order = np.argsort(window, kind="stable")
+    _, first, counts = np.unique(window[order], return_index=True, return_counts=True)
+    return rank[order], window[order], first, counts
+
+
+def _assignments(
+    window: IntArray,
+    rank: IntArray,
+    start: IntArray,
+    size: IntArray,
+    reader: IntArray,
+    *,
+    world_size: int,
+) -> list[ReadAssignment]:
+    """Each rank's part; the sharers of each window are `size` pairs from `start` on."""
+    # What a rank gets in a turn grows with the number of ranks that it gets it from.
+    windows_a_turn = max(1, min(TURN_WINDOWS, 2 * MAX_SHARERS // int(size.max(initial=1))))
+    turn = _num_earlier(reader) // windows_a_turn
+    num_turns = int(turn.max(initial=-1)) + 1
+    within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+    pair = np.repeat(start, size) + within
+    row = np.repeat(np.arange(len(start)), size)
+    order = np.argsort(rank[pair], kind="stable")
+    pair, row = pair[order], row[order]
+    bounds = np.searchsorted(rank[pair], np.arange(world_size + 1))
+    others = rank[pair] != reader[row]
+    asked = np.unique(reader[row][others] * world_size + rank[pair][others])
+    asked_bounds = np.searchsorted(asked, np.arange(world_size + 1) * world_size)
+    assignments = []
+    for one in range(world_size):
+        mine = slice(int(bounds[one]), int(bounds[one + 1]))
+        asking = asked[asked_bounds[one] : asked_bounds[one + 1]] - one * world_size
+        rows = row[mine]
+        assignments.append(
+            ReadAssignment(window[pair[mine]], reader[rows], turn[rows], asking, num_turns)
+        )
+    return assignments
+
+
+def _num_earlier(reader: IntArray) -> IntArray:
+    """How many earlier windows the reader of each was assigned."""
+    order = np.argsort(reader, kind="stable")
+    ranks = reader[order]
+    first = np.searchsorted(ranks, ranks)
+    earlier = np.empty(len(reader), dtype=np.int64)
+    earlier[order] = np.arange(len(reader)) - first
+    return earlier
