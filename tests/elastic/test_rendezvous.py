@@ -305,3 +305,16 @@ class Agents(RuleBasedStateMachine):
 
 TestAgents = Agents.TestCase
 TestAgents.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_clock_that_is_set_back_delays_no_world() -> None:
+    settings = rendezvous.Settings(min_nodes=2, max_nodes=3, last_call=5.0)
+    state = rendezvous.start(settings, 1000.0)
+    for number in range(2):
+        member = rendezvous.Node(
+            id=number, incarnation="a", name=str(number), address="x", num_processes=1
+        )
+        state = rendezvous.join(state, member, 0, 1000.0)
+    state = rendezvous.tick(state, 900.0)
+    assert not state.world
+    assert len(rendezvous.tick(state, 906.0).world) == 2

@@ -203,7 +203,19 @@ def tick(state: Rendezvous, now: float) -> Rendezvous:
     """Time has passed."""
     if state.outcome is not None:
         return state
-    return _form_world(_note_break(_note_absence(state, now)), now)
+    return _form_world(_note_break(_note_absence(_after_jump(state, now), now)), now)
+
+
+def _after_jump(state: Rendezvous, now: float) -> Rendezvous:
+    """Waits begin anew if the clock was set back; else they would last for as long as the jump."""
+    since = state.without_world_since
+    if state.changed_at <= now and (since is None or since <= now):
+        return state
+    return msgspec.structs.replace(
+        state,
+        changed_at=min(state.changed_at, now),
+        without_world_since=None if since is None else min(since, now),
+    )
 
 
 def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendezvous:
