@@ -18,7 +18,7 @@ import pytest
 from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.elastic import fsdp_job, numpy_job
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, kill
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -143,6 +143,51 @@ def test_a_hanging_rank_is_found_its_stack_shown_and_the_job_restarted(tmp_path:
 
 
 @slow
+def test_two_failures_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "3:3") as cluster:
+        cluster.start(0, 1, 2)
+        cluster.until_step(8)
+        pids = [cluster.pid_of(0), cluster.pid_of(2)]
+        # Stopped, the second cannot die of what happens to the first.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                kill(pid, number)
+        cluster.until_trained(0, 1, 2, round_after=1)
+        cluster.stop(0, 1, 2)
+        charged = {node.id for node in cluster.status().nodes if node.num_charged}
+        assert {0} <= charged <= {0, 2}
+        assert_same_run(cluster)
+
+
+@slow
+def test_a_flapping_node(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "2:3", silence=SILENCE_OF_THE_DEAD) as cluster:
+        cluster.start(0, 1, 2)
+        before = cluster.until_trained(0, 1, 2)
+        for _ in range(3):
+            cluster.kill_agent(2)
+            cluster.until_world(0, 1, round_after=before)
+            cluster.start(2)
+            before = cluster.until_trained(0, 1, 2, round_after=before + 1)
+        cluster.stop(0, 1, 2)
+        assert_same_run(cluster)
+
+
+@slow
+def test_a_node_that_keeps_failing_ends_the_job_with_its_error(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "2:2", agent=("--max-restarts", "1")) as cluster:
+        cluster.start(0, 1)
+        for number in (1, 2):
+            cluster.until_trained(0, 1, round_after=number - 1)
+            cluster.kill_worker(1)
+        assert cluster.exit_code(1) == 1
+        assert cluster.exit_code(0) == 1
+        status = cluster.status()
+        assert status.phase == "failed"
+        assert "no restart left: 1 of 1 restarts charged to its node" in status.reason
+
+
+@slow
 def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
     with Cluster(tmp_path, "1:2", master=("--save-grace", "300")) as cluster:
         cluster.start(0)
@@ -183,6 +228,22 @@ def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
         assert node.state == "excluded"
         assert "the test ended with exit code 3" in node.reason
         assert cluster.said() == []
+
+
+@pytest.mark.nightly
+def test_the_other_nodes_train_without_one_that_fails_the_check(tmp_path: Path) -> None:
+    # Nightly: on a machine that does much else, the test of healthy nodes may take too long.
+    broken = injected(tmp_path / "inject", "import os; os._exit(3)")
+    with Cluster(tmp_path, "2:3", master=("--check",)) as cluster:
+        cluster.start(0, 2)
+        cluster.start(1, environment=broken)
+        assert cluster.exit_code(1) == EXIT_REPLACE
+        cluster.until_trained(0, 2)
+        cluster.stop(0, 2)
+        excluded = [node for node in cluster.status().nodes if node.state == "excluded"]
+        assert [node.id for node in excluded] == [1]
+        assert {entry["size"] for entry in cluster.said()} == {2}
+        assert_same_run(cluster)
 
 
 @slow
