@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.elastic.checks import CheckResult, GroupResult, evaluate, plan_round
+from remesh.elastic.checks import (
+    CheckResult,
+    GroupResult,
+    advance,
+    begin,
+    evaluate,
+    plan_round,
+)
+from remesh.elastic.protocol import TestResult
 
 
 def run(
@@ -69,6 +78,39 @@ def test_a_connection_between_healthy_nodes_is_reported_and_nobody_thrown_out() 
 def test_a_node_that_did_not_take_part_is_suspected() -> None:
     verdict = evaluate([0, 1, 2], [GroupResult((0, 1), True)])
     assert verdict.suspects == {2: "did not take part"}
+
+
+LATE = TestResult(passed=False, broken=True, late=True, seconds=0.0, elapsed=90.0)
+
+
+def checked(elapsed: dict[int, float]) -> CheckResult:
+    """Check nodes whose tests take these seconds, with a time limit of 90 s."""
+    check = begin(1, elapsed, now=0.0)
+    for _ in range(4):
+        reports = {}
+        for group in check.groups:
+            passed = all(elapsed[node] < 90 for node in group)
+            for node in group:
+                own = TestResult(passed=passed, broken=False, seconds=1.0, elapsed=elapsed[node])
+                reports[node] = own if elapsed[node] < 90 else LATE
+        after = advance(msgspec.structs.replace(check, reports=reports), 100.0, timeout=200.0)
+        if isinstance(after, CheckResult):
+            return after
+        check = after
+    raise AssertionError("a check ends after three rounds")
+
+
+def test_a_node_that_hangs_while_others_need_seconds_is_faulty() -> None:
+    assert list(checked({0: 3.0, 1: 90.0}).faulty) == [1]
+    assert list(checked({0: 3.0, 1: 90.0, 2: 5.0, 3: 4.0}).faulty) == [1]
+
+
+def test_where_all_nodes_are_slow_none_is_faulty_for_being_late() -> None:
+    for elapsed in ({0: 40.0, 1: 90.0}, {0: 90.0, 1: 90.0}, {0: 50.0, 1: 90.0, 2: 60.0, 3: 90.0}):
+        verdict = checked(elapsed)
+        assert not verdict.faulty
+        late = {node for node, seconds in elapsed.items() if seconds >= 90}
+        assert late <= set(verdict.suspects)
 
 
 def test_stragglers_are_relative_to_the_median_and_slow_every_time() -> None:

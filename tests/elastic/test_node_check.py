@@ -92,7 +92,8 @@ def test_who_dies_while_the_group_meets_is_not_proven_broken() -> None:
 
 def test_who_hangs_is_broken() -> None:
     (outcome,) = take_part([HANGS], seconds=1.0)
-    assert (outcome.passed, outcome.broken) == (False, True)
+    assert (outcome.passed, outcome.broken, outcome.late) == (False, True, True)
+    assert outcome.elapsed >= 1.0
     assert outcome.message == "the test took more than 1 s"
 
 

@@ -11,6 +11,9 @@ node is still undecided. A node that passed with another one is healthy; if all 
 group are healthy, the remaining one is faulty. Where that decides nothing (two nodes whose only
 test failed), no node is excluded, and the suspicion is reported.
 
+A test that reaches its time limit proves nothing by itself: where all nodes are busy, the tests of
+healthy nodes are slow. The node is faulty if other nodes need far less, otherwise a suspect.
+
 The scheme of two rounds of pairs is DLRover's; it pairs by time and does not handle three nodes.
 """
 
@@ -28,6 +31,8 @@ from remesh.elastic.protocol import TestResult
 MAX_ROUNDS = 3
 STRAGGLER_FACTOR = 2.0
 """A node is a straggler if its own probe takes this many times the median."""
+LATE_FACTOR = 4.0
+"""A node whose test reached the time limit is faulty if that is this many times the median."""
 
 
 class GroupResult(msgspec.Struct, frozen=True):
@@ -37,6 +42,8 @@ class GroupResult(msgspec.Struct, frozen=True):
         members: Node ids.
         passed: Whether the collective worked on all of them.
         broken: Members whose own probe failed; the collective was not tried with them.
+        late: Members whose own probe reached the time limit where others were slow as well, so that
+            it proves nothing; the collective was not tried with them either.
         seconds: Duration of each member's own probe, by node id.
         message: What went wrong.
     """
@@ -44,6 +51,7 @@ class GroupResult(msgspec.Struct, frozen=True):
     members: tuple[int, ...]
     passed: bool
     broken: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
     seconds: dict[int, float] = {}
     message: str = ""
 
@@ -112,6 +120,7 @@ def advance(check: RunningCheck, now: float, timeout: float) -> RunningCheck | C
 
 def _result_of(group: tuple[int, ...], reports: Mapping[int, TestResult]) -> GroupResult:
     reported = {node: reports[node] for node in group if node in reports}
+    late = {node for node in reported if _is_busy(reported[node], reports.values())}
     messages = [
         f"node {node}: {report.message}" for node, report in reported.items() if report.message
     ]
@@ -119,10 +128,17 @@ def _result_of(group: tuple[int, ...], reports: Mapping[int, TestResult]) -> Gro
     return GroupResult(
         members=group,
         passed=len(reported) == len(group) and all(each.passed for each in reported.values()),
-        broken=frozenset(node for node, report in reported.items() if report.broken),
+        broken=frozenset(node for node, report in reported.items() if report.broken) - late,
+        late=frozenset(late),
         seconds={node: report.seconds for node, report in reported.items()},
         message="; ".join(messages),
     )
+
+
+def _is_busy(report: TestResult, others: Iterable[TestResult]) -> bool:
+    """Whether a test reached its time limit where those of other nodes were slow as well."""
+    passed = [other.elapsed for other in others if not other.broken]
+    return report.late and not (passed and report.elapsed > LATE_FACTOR * median(passed))
 
 
 def plan_round(
@@ -209,7 +225,9 @@ def evaluate(nodes: Iterable[int], results: Sequence[GroupResult]) -> CheckResul
         for node in result.members
     } - set(faulty)
     failed = [
-        result for result in results if not result.passed and not set(result.members) & set(faulty)
+        result
+        for result in results
+        if not (result.passed or result.late or set(result.members) & set(faulty))
     ]
     for result in failed:
         unproven = [node for node in result.members if node not in healthy]

@@ -123,6 +123,8 @@ class _Process:
             text=True,
         )
         self._seconds = seconds
+        self._started = time.monotonic()
+        self._elapsed = 0.0
         self._is_late = False
         self._alarm = threading.Timer(seconds, self._end)
         self._alarm.start()
@@ -143,12 +145,29 @@ class _Process:
         """The next report of the process; that of a failed probe if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
+        self._elapsed = self._elapsed or time.monotonic() - self._started
         try:
             return msgspec.json.decode(line, type=ProbeReport)
         except msgspec.MsgspecError:
             return ProbeReport(
                 stage="probe", passed=False, seconds=0.0, message=self._end_message()
             )
+
+    def result(self, probed: ProbeReport, failed: ProbeReport | None) -> TestResult:
+        """The result of the test.
+
+        Args:
+            probed: The first report that was read.
+            failed: The first report of a failure, if there is one.
+        """
+        return TestResult(
+            passed=failed is None,
+            broken=not probed.passed,
+            late=not probed.passed and self._is_late,
+            seconds=probed.seconds,
+            elapsed=self._elapsed,
+            message="" if failed is None else failed.message,
+        )
 
     def _end_message(self) -> str:
         self._process.kill()  # what it writes is no report, so nothing is lost
@@ -170,12 +189,7 @@ def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestR
     """Read the report of the probe, and let the process connect to the others, if there are any."""
     probed = process.read()
     if meet_at is None:
-        return TestResult(
-            passed=probed.passed,
-            broken=not probed.passed,
-            seconds=probed.seconds,
-            message=probed.message,
-        )
+        return process.result(probed, None if probed.passed else probed)
     try:
         address = meet_at(probed.passed, probed.address)
     except MasterError as error:
@@ -187,13 +201,7 @@ def _run(process: _Process, meet_at: Callable[[bool, str], str] | None) -> TestR
         else:
             process.write(address)
             met = process.read()
-    first_failed = met if probed.passed else probed
-    return TestResult(
-        passed=probed.passed and met.passed,
-        broken=not probed.passed,
-        seconds=probed.seconds,
-        message=first_failed.message,
-    )
+    return process.result(probed, next((each for each in (probed, met) if not each.passed), None))
 
 
 def probe_device(device: str) -> None:

@@ -271,7 +271,10 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         passed: Whether the collective worked.
         broken: Whether the node's own probe failed.
-        seconds: How long its own probe took.
+        late: Whether it failed by not ending within the time limit. A node that is merely busy, as
+            the others may be, is late too, so the master compares `elapsed` before it decides.
+        seconds: How long its own probe took at best.
+        elapsed: Seconds from the start of the test process until the probe had passed or failed.
         message: What went wrong.
     """
 
@@ -279,7 +282,9 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     passed: bool
     broken: bool
+    late: bool = False
     seconds: float
+    elapsed: float = 0.0
     message: str = ""
 
 

@@ -207,7 +207,7 @@ def tick(state: Rendezvous, now: float) -> Rendezvous:
 
 
 def _after_jump(state: Rendezvous, now: float) -> Rendezvous:
-    """Waits begin anew if the clock was set back; else they would last for as long as the jump."""
+    """Begin the waits anew if the clock was set back; they would last as long as the jump."""
     since = state.without_world_since
     if state.changed_at <= now and (since is None or since <= now):
         return state
