@@ -54,6 +54,10 @@ def test_a_script_runs_with_other_import_lines_alone(tmp_path: Path) -> None:
 
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # `install` on the page is undone, and another test's import of Megatron does not disturb it.
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) >= 4
     namespace: dict[str, object] = {}

@@ -1,9 +1,9 @@
 """Megatron's `dist_checkpointing` over remesh's engine: `from remesh.compat import megatron`.
 
-A drop-in for `megatron.core.dist_checkpointing`, with its names in the same submodules. Start
-reading at `serialization`. `mapping` has the classes that describe shards, `boxes` turns them into
-the engine's boxes, and `strategies` has the backends. Nothing here plans, moves bytes or knows a
-file format; the engine does.
+A drop-in for `megatron.core.dist_checkpointing`, with its names in the same submodules. `install`
+makes Megatron itself import it. Start reading at `serialization`. `mapping` has the classes that
+describe shards, `boxes` turns them into the engine's boxes, and `strategies` has the backends.
+Nothing here plans, moves bytes or knows a file format; the engine does.
 """
 
 from remesh.compat.megatron.core import (
@@ -18,6 +18,7 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from remesh.compat.megatron.redirect import install, uninstall
 from remesh.compat.megatron.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_common_strategy,
@@ -46,6 +47,7 @@ __all__ = [
     "get_default_load_sharded_strategy",
     "get_default_save_common_strategy",
     "get_default_save_sharded_strategy",
+    "install",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -54,4 +56,5 @@ __all__ = [
     "load_tensors_metadata",
     "remove_sharded_tensors",
     "save",
+    "uninstall",
 ]

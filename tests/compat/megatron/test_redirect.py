@@ -1,0 +1,102 @@
+"""Imports of Megatron's package give the drop-in, in Megatron and in scripts."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remesh.compat import megatron
+from remesh.compat.megatron.__main__ import main
+from remesh.errors import StateError
+
+NAME = "megatron.core.dist_checkpointing"
+
+
+@pytest.fixture
+def own_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that stands for Megatron: importing the true one takes seconds."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith("megatron")}
+    for name in before:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "megatron" / "core" / "dist_checkpointing"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("own = True\n")
+    (folder / "two_stage.py").write_text("")
+    (folder.parent / "__init__.py").write_text("")
+    (folder.parent / "layers.py").write_text(
+        "from .dist_checkpointing.mapping import ShardedTensor\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    megatron.uninstall()
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_every_import_gives_the_drop_in_until_it_is_uninstalled() -> None:
+    megatron.install()
+    megatron.install()
+    layers = importlib.import_module("megatron.core.layers")
+    assert layers.ShardedTensor is megatron.ShardedTensor
+    assert importlib.import_module(NAME) is megatron
+    core = importlib.import_module("megatron.core")
+    assert core.dist_checkpointing is megatron
+    strategies = importlib.import_module(f"{NAME}.strategies.torch")
+    assert strategies.__name__ == "remesh.compat.megatron.strategies.torch"
+    assert megatron.__spec__ is not None
+    assert megatron.__spec__.name == "remesh.compat.megatron"
+    # What the drop-in lacks is not taken from Megatron.
+    with pytest.raises(ModuleNotFoundError, match="two_stage"):
+        importlib.import_module(f"{NAME}.two_stage")
+    megatron.uninstall()
+    assert importlib.import_module(NAME).own
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_megatron_that_is_imported_already_is_an_error() -> None:
+    importlib.import_module(NAME)
+    with pytest.raises(StateError, match="before the first import of Megatron"):
+        megatron.install()
+    megatron.uninstall()
+    assert importlib.import_module(NAME).own
+
+
+JOB = """
+import sys
+from megatron.core import dist_checkpointing
+assert __name__ == "__main__"
+print(dist_checkpointing.__name__, sys.argv[1:])
+"""
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_a_script_runs_on_the_drop_in(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, "-m", "remesh.compat.megatron", "job.py", "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "remesh.compat.megatron ['--lr', '1']\n"
+
+
+@pytest.mark.usefixtures("own_megatron")
+def test_a_module_runs_on_the_drop_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    main(["-m", "job", "--lr", "1"])
+    assert capsys.readouterr().out == "remesh.compat.megatron ['--lr', '1']\n"
+    with pytest.raises(SystemExit, match="usage:"):
+        main(["-m"])
