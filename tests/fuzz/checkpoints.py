@@ -173,6 +173,41 @@ def _megatron_flattened(folder: Path) -> None:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
 
 
+def _huggingface(folder: Path) -> None:
+    """Weights in two files, and a training state beside them."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    places = {"weight": "model-1.safetensors", "bias": "model-2.safetensors"}
+    for name, path in places.items():
+        save_file({name: model.state_dict()[name]}, folder / path, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+def _diffusers(folder: Path) -> None:
+    (folder / "model_index.json").write_text("{}")
+    for part in ("unet", "vae"):
+        (folder / part).mkdir()
+    save_file(
+        {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
+        folder / "unet" / "diffusion_pytorch_model.safetensors",
+    )
+    torch.save({"w": torch.arange(4.0)}, folder / "vae" / "diffusion_pytorch_model.bin")
+
+
+def _safetensors(folder: Path) -> None:
+    """Parts of a tensor in two files, as DCP's Hugging Face writer leaves them."""
+    for rank in range(2):
+        parts = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
+        save_file(
+            {"w": torch.arange(6.0).reshape(2, 3) + rank},
+            folder / f"shard-{rank}.safetensors",
+            {"DCP_SHARDING_INFO": parts, "format": "pt"},
+        )
+
+
 def _paddle(name: str) -> Callable[[Path], None]:
     def copy(folder: Path) -> None:
         shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
@@ -190,6 +225,9 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "megatron zarr": _foreign("zarr"),
     "zarr by zarr": _zarr_itself,
     "torch.save": _torch_file,
+    "huggingface": _huggingface,
+    "diffusers": _diffusers,
+    "safetensors": _safetensors,
     "paddle": _paddle("two_rank"),
     "paddle flattened": _paddle("flat3d"),
     "atorch": _flat_param,

@@ -137,6 +137,10 @@ class IndexBuilder:
         self._tensors.append((name, dtype, tuple(shape)))
         return len(self._tensors) - 1
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether a tensor of this name was added."""
+        return name in self._names
+
     def size_of(self, path: str) -> int:
         """Bytes of a file of the checkpoint.
 

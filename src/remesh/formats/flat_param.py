@@ -25,14 +25,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remesh.dtypes import BY_NAME, DTYPES
+from remesh.dtypes import BY_NAME
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, exists
-from remesh.formats.checks import check_name, check_shape, damaged, decode_json, integers, shown
+from remesh.formats.checks import check_name, damaged, decode_json, integers, shown
 from remesh.formats.contents import Contents
+from remesh.formats.safetensors import StoredArray, read_arrays
 from remesh.geometry import boxes_of_flat_range
-from remesh.safetensors_file import decode_header, header_length
 from remesh.state import Path, name_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
@@ -45,9 +45,6 @@ BUFFERS = "buffers"
 VERSION = 1
 
 _FILE = re.compile(r"(flat_param|flat_meta|optim_param)\.([0-9]{5,9})-([0-9]{5,9})")
-_DTYPE_OF_CODE = {
-    dtype.safetensors: dtype.name for dtype in DTYPES if not (dtype.pairs or dtype.is_opaque)
-}
 _PICKLE = b"\x80"
 _NOT_OPTIONS = frozenset({"params_names", "params_ep_size"})
 
@@ -138,7 +135,8 @@ def _add_model(
     """Add parameters and buffers; returns the shapes of the parameters."""
     storage = builder.storage
     _check_version(storage, meta_files[0], allow)
-    units = [_arrays_of(storage, path) for path in files]
+    arrays = read_arrays(storage, files)
+    units = [arrays[path] for path in files]
     parts: dict[str, list[_Part]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, path in enumerate(meta_files):
@@ -151,13 +149,13 @@ def _add_model(
             if own.unit not in units[rank]:
                 raise CorruptCheckpointError(f"{where}: {files[rank]} has no unit {own.unit!r}")
             parts.setdefault(name, []).append(
-                units[rank][own.unit].part(own.start, own.stop, where)
+                _part(units[rank][own.unit], own.start, own.stop, where)
             )
     for name, shape in shapes.items():
         _add_parts(builder, ("model", name), shape, parts[name])
     if exists(storage, BUFFERS):
-        for name, array in _arrays_of(storage, BUFFERS).items():
-            whole = array.part(0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
+        for name, array in read_arrays(storage, [BUFFERS])[BUFFERS].items():
+            whole = _part(array, 0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
             _add_parts(builder, ("model", name), array.shape, [whole])
     return shapes
 
@@ -234,11 +232,12 @@ def _add_optimizer(
     """
     storage = builder.storage
     parts: dict[str, list[_Part]] = {}
-    wholes: dict[str, _Array] = {}
+    wholes: dict[str, StoredArray] = {}
+    arrays = read_arrays(storage, files)
     for path in files:
-        for key, array in _arrays_of(storage, path).items():
+        for key, array in arrays[path].items():
             if len(array.shape) == 1:
-                whole = array.part(0, array.shape[0], f"{storage.url}/{path}: {key}")
+                whole = _part(array, 0, array.shape[0], f"{storage.url}/{path}: {key}")
                 parts.setdefault(key, []).append(whole)
             else:
                 wholes.setdefault(key, array)
@@ -250,7 +249,7 @@ def _add_optimizer(
         _add_parts(builder, ("optimizer", "state", parameter, state), fitting, found)
     for key, array in wholes.items():
         parameter, _, state = key.rpartition("-")
-        whole = array.part(0, math.prod(array.shape), f"{storage.url}: {key}")
+        whole = _part(array, 0, math.prod(array.shape), f"{storage.url}: {key}")
         _add_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
     groups = _plain(storage, OPTIMIZER_META, allow)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -291,51 +290,18 @@ class _Part:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
-    """A tensor of a safetensors file."""
-
-    path: str
-    position: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    def part(self, start: int, stop: int, where: str) -> _Part:
-        """A range of its elements.
-
-        Raises:
-            CorruptCheckpointError: If it has no such range.
-        """
-        if not 0 <= start <= stop <= math.prod(self.shape):
-            raise CorruptCheckpointError(
-                f"{where}: the range [{start}, {stop}) is not in a tensor of shape {self.shape}"
-            )
-        position = self.position + start * BY_NAME[self.dtype].itemsize
-        return _Part(self.path, position, stop - start, self.dtype)
-
-
-def _arrays_of(storage: Storage, path: str) -> dict[str, _Array]:
-    """The tensors of a safetensors file, from its header alone.
+def _part(array: StoredArray, start: int, stop: int, where: str) -> _Part:
+    """A range of the elements of a tensor of a safetensors file.
 
     Raises:
-        CorruptCheckpointError: If it is no such file.
+        CorruptCheckpointError: If it has no such range.
     """
-    where = f"{storage.url}/{path}"
-    length = header_length(storage.read(path, 0, 8), where)
-    header = decode_header(storage.read(path, 0, 8 + length), where)
-    arrays = {}
-    for name, entry in header.entries.items():
-        if entry.dtype not in _DTYPE_OF_CODE:
-            raise FormatVersionError(f"{where}: {name}: element type {entry.dtype} is not known")
-        start, stop = entry.data_offsets
-        check_shape(entry.shape, BY_NAME[_DTYPE_OF_CODE[entry.dtype]].itemsize, f"{where}: {name}")
-        array = _Array(
-            path, header.data_start + start, tuple(entry.shape), _DTYPE_OF_CODE[entry.dtype]
+    if not 0 <= start <= stop <= math.prod(array.shape):
+        raise CorruptCheckpointError(
+            f"{where}: the range [{start}, {stop}) is not in a tensor of shape {array.shape}"
         )
-        if stop - start != math.prod(array.shape) * BY_NAME[array.dtype].itemsize:
-            raise CorruptCheckpointError(f"{where}: {name}: {stop - start} bytes of {array.shape}")
-        arrays[name] = array
-    return arrays
+    position = array.position + start * BY_NAME[array.dtype].itemsize
+    return _Part(array.path, position, stop - start, array.dtype)
 
 
 def _add_parts(

@@ -18,7 +18,16 @@ from typing import Any
 
 from remesh._repr import short_repr
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats import flat_param, native, paddle, torch_dcp, torch_file, zarr
+from remesh.formats import (
+    flat_param,
+    huggingface,
+    native,
+    paddle,
+    safetensors,
+    torch_dcp,
+    torch_file,
+    zarr,
+)
 from remesh.formats.building import exists
 from remesh.formats.contents import Contents
 from remesh.index import Index
@@ -102,9 +111,31 @@ FORMATS: tuple[Format, ...] = (
         lambda place: zarr.read(place.storage, allow=place.allow),
     ),
     Format(
+        huggingface.NAME,
+        huggingface.LOOKS_FOR,
+        lambda place: not place.file and huggingface.recognise(place.storage),
+        lambda place: huggingface.read(place.storage, allow=place.allow),
+        lists=True,
+    ),
+    Format(
+        safetensors.NAME,
+        safetensors.LOOKS_FOR,
+        lambda place: (
+            place.file.endswith(safetensors.SUFFIX)
+            if place.file
+            else safetensors.recognise(place.storage) and not huggingface.recognise(place.storage)
+        ),
+        lambda place: safetensors.read(place.storage, place.file),
+        lists=True,
+    ),
+    Format(
         torch_file.NAME,
         torch_file.LOOKS_FOR,
-        lambda place: bool(place.file) or torch_file.recognise(place.storage),
+        lambda place: (
+            place.file.endswith(torch_file.SUFFIXES)
+            if place.file
+            else torch_file.recognise(place.storage)
+        ),
         lambda place: torch_file.read(
             place.storage, place.file or place.storage.list()[0], allow=place.allow
         ),
@@ -127,6 +158,10 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
+_SINGLE_FILES = (*torch_file.SUFFIXES, safetensors.SUFFIX)
+"""How the names of files end that are a checkpoint by themselves."""
+
+
 def place_of(source: Any) -> Place:
     """Open what a caller named: a path, a URL, a storage or a `Source`.
 
@@ -144,7 +179,7 @@ def place_of(source: Any) -> Place:
         text = os.fspath(source)
         folder, _, name = text.rpartition("/")
         folder = folder or ("/" if text.startswith("/") else ".")
-        if name.endswith(torch_file.SUFFIXES) and not os.path.isdir(text):
+        if name.endswith(_SINGLE_FILES) and not os.path.isdir(text):
             return Place(open_storage(folder), file=name)
         if paddle.METADATA_NAME.fullmatch(name):
             return Place(open_storage(folder), format=paddle.NAME, file=name)

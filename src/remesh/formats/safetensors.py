@@ -1,0 +1,216 @@
+"""safetensors files, read as they lie: a single one, or those of a folder.
+
+A header says of each tensor which bytes of the file it is, so headers are all that is read. Files
+of a folder are one state: their tensors lie side by side under the names in the headers. A name
+that two files hold is an error, unless the files say which part of it each of them holds, as those
+of `torch.distributed.checkpoint`'s Hugging Face writer do: their metadata have the offset of each
+tensor in the whole one, whose shape follows from the parts.
+
+What else headers hold (`format`, comments of converters) describes the file, not the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from remesh import safetensors_file
+from remesh.dtypes import BY_NAME, DTYPES
+from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
+from remesh.formats.building import IndexBuilder, read_ranges
+from remesh.formats.checks import MALFORMED, check_shape, damaged, integers, shown
+from remesh.formats.contents import Contents
+from remesh.geometry import Box
+from remesh.safetensors_file import HeaderEntry
+from remesh.state import Path, name_of
+from remesh.storage import Storage
+
+NAME = "safetensors"
+SUFFIX = ".safetensors"
+LOOKS_FOR = "a file *.safetensors, or a folder with such files"
+SHARDED_FOLDER = "sharded"
+"""Where DCP's Hugging Face writer leaves the parts that it has joined."""
+HEAD_BYTES = 1 << 16
+"""Bytes of a file that are read at first; most headers are shorter."""
+
+_DTYPE_OF_CODE = {
+    dtype.safetensors: dtype.name for dtype in DTYPES if not (dtype.pairs or dtype.is_opaque)
+}
+_PACKED_PAIRS, _PACKED_DTYPE = "F4", "float4_e2m1fn_x2"
+_PARTS_KEY = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A tensor of a file, or a part of one.
+
+    Attributes:
+        path: The file.
+        position: Byte of the file at which its elements begin.
+        shape: Its shape.
+        dtype: Name of its element type.
+        offset: Where it lies in the tensor that it is a part of; None if it is whole.
+    """
+
+    path: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...] | None = None
+
+
+def recognise(storage: Storage) -> bool:
+    """Whether a folder holds such files; those of remesh's own data folders are none."""
+    names = [path for path in storage.list() if "/" not in path]
+    is_data_folder = any(name.startswith("index-") and name.endswith(SUFFIX) for name in names)
+    return bool(_files_of(names)) and not is_data_folder
+
+
+def read(storage: Storage, path: str = "") -> Contents:
+    """Read what a file or a folder holds; its tensors stay where they are.
+
+    Args:
+        storage: The folder.
+        path: The file in it; empty for all files.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        CorruptCheckpointError: If a file is damaged or cut short.
+        FormatVersionError: If a tensor has an element type that remesh does not know.
+        StateError: If several files hold a tensor of one name.
+    """
+    builder = IndexBuilder(storage)
+    paths = [path] if path else _files_of(storage.list())
+    if not paths:
+        raise CheckpointNotFoundError(f"{storage.url}: no file *{SUFFIX}")
+    arrays = read_arrays(storage, paths)
+    add_arrays(builder, (item for file in paths for item in arrays[file].items()))
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def _files_of(paths: Iterable[str]) -> list[str]:
+    return sorted(path for path in paths if path.endswith(SUFFIX) and "/" not in path)
+
+
+# ---------------------------------------------------------------------------------------------
+# Headers
+# ---------------------------------------------------------------------------------------------
+
+
+def read_arrays(storage: Storage, paths: Sequence[str]) -> dict[str, dict[str, StoredArray]]:
+    """The tensors of files, by file and name, from their headers alone.
+
+    Raises:
+        CheckpointNotFoundError: If a file is missing.
+        CorruptCheckpointError: If one is no such file, or is cut short.
+        FormatVersionError: If a tensor has an element type that remesh does not know.
+    """
+    sizes = {path: storage.size(path) for path in paths}
+    ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
+    heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
+    lengths = {}
+    for path, head in heads.items():
+        where = f"{storage.url}/{path}"
+        lengths[path] = 8 + safetensors_file.header_length(head, where)
+        if lengths[path] > sizes[path]:
+            raise damaged(where, "ends in its safetensors header: the file was cut short")
+    longer = [(path, 0, length) for path, length in lengths.items() if length > HEAD_BYTES]
+    heads.update(zip((path for path, *_ in longer), read_ranges(storage, longer), strict=True))
+    return {
+        path: _arrays_in(heads[path], path, sizes[path], f"{storage.url}/{path}") for path in sizes
+    }
+
+
+def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, StoredArray]:
+    """The tensors of a file, from its beginning."""
+    header = safetensors_file.decode_header(head, where)
+    num_bytes = max((entry.data_offsets[1] for entry in header.entries.values()), default=0)
+    if header.data_start + num_bytes != size:
+        raise damaged(
+            where, f"has {size} bytes, but its header says {header.data_start + num_bytes}"
+        )
+    offsets = _offsets_in(header.metadata, where)
+    arrays = {}
+    for name, entry in header.entries.items():
+        dtype, shape = _type_of(entry, f"{where}: {name}")
+        start, stop = entry.data_offsets
+        if stop - start != math.prod(shape) * BY_NAME[dtype].itemsize:
+            raise damaged(f"{where}: {name}", f"{stop - start} bytes for shape {shape} of {dtype}")
+        offset = offsets.get(name)
+        if offset is not None and len(offset) != len(shape):
+            raise damaged(f"{where}: {name}", f"a part of shape {shape} at {shown(offset)}")
+        arrays[name] = StoredArray(path, header.data_start + start, shape, dtype, offset)
+    return arrays
+
+
+def _type_of(entry: HeaderEntry, where: str) -> tuple[str, tuple[int, ...]]:
+    """Element type and shape, as torch has them."""
+    shape = tuple(entry.shape)
+    if entry.dtype == _PACKED_PAIRS and shape and shape[-1] % 2 == 0:
+        # The header counts numbers of 4 bits, torch counts bytes with two of them.
+        return _PACKED_DTYPE, (*shape[:-1], shape[-1] // 2)
+    if entry.dtype not in _DTYPE_OF_CODE:
+        raise FormatVersionError(
+            f"{where}: elements of type {shown(entry.dtype)}, which remesh does not know; convert "
+            "the tensor with the program that wrote it"
+        )
+    dtype = _DTYPE_OF_CODE[entry.dtype]
+    check_shape(shape, BY_NAME[dtype].itemsize, where)
+    return dtype, shape
+
+
+class _Part(msgspec.Struct):
+    saved_offsets: list[int]
+
+
+def _offsets_in(metadata: Mapping[str, str], where: str) -> dict[str, tuple[int, ...]]:
+    """Where each tensor of a file lies in the one that it is a part of."""
+    text = metadata.get(_PARTS_KEY)
+    if text is None:
+        return {}
+    try:
+        parts = msgspec.json.decode(text, type=dict[str, _Part])
+    except MALFORMED as error:
+        raise damaged(where, f"its {_PARTS_KEY} cannot be read ({error})") from error
+    return {
+        name: integers(part.saved_offsets, f"{where}: {name}", "the offset of a part")
+        for name, part in parts.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors
+# ---------------------------------------------------------------------------------------------
+
+
+def add_arrays(
+    builder: IndexBuilder, arrays: Iterable[tuple[str, StoredArray]], prefix: Path = ()
+) -> None:
+    """Add tensors of files, with the keys of `prefix` before their names.
+
+    Raises:
+        CorruptCheckpointError: If parts do not fit each other.
+        StateError: If two files hold a tensor of one name.
+    """
+    found: dict[str, list[StoredArray]] = {}
+    for name, array in arrays:
+        found.setdefault(name, []).append(array)
+    for name, parts in found.items():
+        first, *others = parts
+        if others and any(part.offset is None for part in parts):
+            raise StateError(
+                f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}; name "
+                f"one file, such as {builder.storage.url}/{first.path}"
+            )
+        where = f"{builder.storage.url}/{first.path}: {name}"
+        if any((p.dtype, len(p.shape)) != (first.dtype, len(first.shape)) for p in others):
+            raise damaged(where, "its parts in several files differ in dtype or number of dims")
+        boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
+        whole = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
+        row = builder.add_tensor(name_of((*prefix, name)), first.dtype, whole)
+        builder.set_path(name_of((*prefix, name)), (*prefix, name))
+        for part, box in zip(parts, boxes, strict=True):
+            builder.add_piece(row, box, part.path, part.position)

@@ -1,0 +1,302 @@
+"""Hugging Face folders and safetensors files, written by the libraries that define them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import remesh
+from remesh.checkpoint import RestoreReport
+from remesh.cli import cli
+from remesh.errors import FormatVersionError, StateError
+from remesh.exchange import Exchange
+from remesh.formats import Source
+from remesh.testing import run_processes
+from remesh.training import export_weights
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(8)[None]
+
+
+def llama(*, tied: bool, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of two models: `plain` and `tied`, in one file and in several; one by torch.save."""
+    root = tmp_path_factory.mktemp("huggingface")
+    for name, tied in {"plain": False, "tied": True}.items():
+        model = llama(tied=tied)
+        model.save_pretrained(root / name)
+        model.save_pretrained(root / f"{name}-sharded", max_shard_size="4KB")
+    state = llama(tied=False).state_dict()
+    half = len(state) // 2
+    for folder in ("bin", "bin-sharded"):
+        (root / folder).mkdir()
+        shutil.copy(root / "plain" / "config.json", root / folder)
+    torch.save(state, root / "bin" / "pytorch_model.bin")
+    files = [f"pytorch_model-{n:05d}-of-00002.bin" for n in (1, 2)]
+    for file, part in zip(files, (list(state)[:half], list(state)[half:]), strict=True):
+        torch.save({name: state[name] for name in part}, root / "bin-sharded" / file)
+    places = {name: files[number >= half] for number, name in enumerate(state)}
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+    (root / "bin-sharded" / "pytorch_model.bin.index.json").write_text(index)
+    return root
+
+
+KINDS = ("plain", "plain-sharded", "tied", "tied-sharded", "bin", "bin-sharded")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_save_pretrained_writes_loads_into_the_model(kind: str, saved: Path) -> None:
+    tied = kind.startswith("tied")
+    model = llama(tied=tied, seed=1)
+    reports: list[RestoreReport] = []
+    remesh.load(model, saved / kind, on_report=reports.append, unexpected="error")
+    assert torch.equal(logits_of(model), logits_of(llama(tied=tied)))
+    (report,) = reports
+    assert report.derived == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    checkpoint = remesh.Checkpoint(saved / kind)
+    assert checkpoint.format == "huggingface"
+    assert ("lm_head.weight" in checkpoint) is not tied
+    norm = checkpoint.read("model.norm.weight")
+    assert torch.equal(norm, llama(tied=tied).model.norm.weight)
+
+
+def test_a_model_that_is_not_tied_misses_what_a_tied_one_left_out(saved: Path) -> None:
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load(llama(tied=False), saved / "tied")
+    assert caught.value.missing == ("lm_head.weight",)
+
+
+def in_ranks(_exchange: Exchange, saved: Path) -> list[torch.Tensor]:
+    """Logits of each folder loaded into FSDP2; also writes what DCP's Hugging Face writer makes."""
+    found = []
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in KINDS:
+        model = llama(tied=kind.startswith("tied"), seed=1)
+        fully_shard(model.model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        remesh.load(model, saved / kind, unexpected="error")
+        found.append(logits_of(model))
+    state = {
+        "rows": distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.arange(8.0).reshape(2, 4), mesh, [Shard(1)]),
+    }
+    for name, joined in {"parts": False, "joined": True}.items():
+        writer = HuggingFaceStorageWriter(
+            str(saved / name), save_distributed=True, enable_consolidation=joined
+        )
+        dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(saved: Path) -> list[list[torch.Tensor]]:
+    return run_processes(2, in_ranks, saved)
+
+
+def test_they_load_into_fsdp2_with_equal_logits(ranks: list[list[torch.Tensor]]) -> None:
+    for found in ranks:
+        for kind, logits in zip(KINDS, found, strict=True):
+            expected = logits_of(llama(tied=kind.startswith("tied")))
+            assert torch.equal(logits, expected), kind
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("place", ["parts", "joined", "joined/sharded"])
+def test_what_dcp_writes_for_hugging_face(place: str, saved: Path) -> None:
+    whole = {"rows": torch.arange(20.0).reshape(5, 4), "columns": torch.arange(8.0).reshape(2, 4)}
+    checkpoint = remesh.Checkpoint(saved / place)
+    assert set(checkpoint) == set(whole)
+    assert all(torch.equal(checkpoint.read(name), whole[name]) for name in whole)
+
+
+def test_own_exports_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    export_weights(model, tmp_path / "one", dtype=None)
+    export_weights(model, tmp_path / "many", dtype=None, name="other", max_file_bytes=64)
+    export_weights(model, tmp_path / "pth", dtype=None, format="pth")
+    for place, format_name in {
+        "one": "huggingface",
+        "one/model.safetensors": "safetensors",
+        "many": "safetensors",
+        "pth/model.pth": "torch_file",
+    }.items():
+        other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        remesh.load(other, tmp_path / place, unexpected="error")
+        assert all(map(torch.equal, other.parameters(), model.parameters())), place
+        assert remesh.Checkpoint(tmp_path / place).format == format_name
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+def test_every_element_type_of_safetensors(tmp_path: Path) -> None:
+    state = {str(dtype): torch.arange(2, 14).reshape(3, 4).to(dtype) for dtype in DTYPES}
+    state |= {"empty": torch.zeros(0, 3), "number": torch.tensor(3.0)}
+    packed = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2)
+    save_file({**state, "packed": packed}, tmp_path / "x.safetensors", {"format": "pt", "a": "b"})
+    checkpoint = remesh.Checkpoint(tmp_path / "x.safetensors")
+    assert set(checkpoint) == {*state, "packed"}
+    for name, tensor in state.items():
+        found = checkpoint.read(name)
+        assert found.dtype == tensor.dtype
+        assert found.shape == tensor.shape
+        # safetensors' own reader agrees, and numpy compares bits of every type.
+        assert found.reshape(-1).view(torch.uint8).tolist() == (
+            tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+        )
+    found = checkpoint.read("packed")
+    assert found.dtype == packed.dtype
+    assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
+
+
+def test_adapters_and_pipelines(tmp_path: Path) -> None:
+    """In the layouts that PEFT and diffusers document; neither is needed to read them."""
+    lora = {"base_model.model.q.lora_A.weight": torch.ones(2, 3)}
+    (tmp_path / "adapter").mkdir()
+    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert list(remesh.Checkpoint(tmp_path / "adapter")) == list(lora)
+
+    pipeline = tmp_path / "pipeline"
+    parts = {
+        "unet": "diffusion_pytorch_model.safetensors",
+        "text_encoder": "model.safetensors",
+        "vae": "diffusion_pytorch_model.fp16.safetensors",
+    }
+    for number, (part, file) in enumerate(parts.items()):
+        (pipeline / part).mkdir(parents=True)
+        save_file({"w.x": torch.full((2,), float(number))}, pipeline / part / file)
+    (pipeline / "scheduler").mkdir()
+    (pipeline / "scheduler" / "scheduler_config.json").write_text("{}")
+    (pipeline / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    checkpoint = remesh.Checkpoint(pipeline)
+    assert {name: checkpoint.read(name)[0].item() for name in checkpoint} == {
+        "text_encoder.w.x": 1, "unet.w.x": 0, "vae.w.x": 2,
+    }  # fmt: skip
+    state = {"unet": {"w.x": torch.zeros(2)}, "vae": {"w.x": torch.zeros(2)}}
+    remesh.load(state, pipeline)
+    assert state["vae"]["w.x"].tolist() == [2, 2]
+
+
+def test_what_is_chosen_where_there_are_several(tmp_path: Path) -> None:
+    def write(name: str, number: float) -> None:
+        save_file({"w": torch.tensor([number])}, tmp_path / name)
+
+    write("model.fp16.safetensors", 1)
+    assert remesh.Checkpoint(tmp_path).read("w") == 1
+    write("model.bf16.safetensors", 2)
+    with pytest.raises(StateError, match=r"several variants.*model\.bf16\.safetensors"):
+        remesh.Checkpoint(tmp_path)
+    torch.save({"w": torch.tensor([3.0])}, tmp_path / "pytorch_model.bin")
+    write("model.safetensors", 4)
+    write("consolidated.safetensors", 5)
+    assert remesh.Checkpoint(tmp_path).read("w") == 4
+    assert remesh.Checkpoint(tmp_path / "consolidated.safetensors").read("w") == 5
+    assert remesh.Checkpoint(Source(tmp_path / "pytorch_model.bin")).read("w") == 3
+    with pytest.raises(StateError, match=r"both hold w; name one file"):
+        remesh.Checkpoint(Source(tmp_path, format="safetensors"))
+
+
+def _with_header(text: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut": (lambda whole: whole[:-1], "its header says"),
+    "longer": (lambda whole: whole + b"x", "its header says"),
+    "cut in the header": (lambda whole: whole[:20], "cut short"),
+    "empty": (lambda _: b"", "too short"),
+    "absurd length": (lambda _: b"\xff" * 9, "not a safetensors file"),
+    "length beyond the file": (lambda _: struct.pack("<Q", 1 << 29) + b"{}", "cut short"),
+    "no JSON": (lambda _: _with_header(b"{" * 100), "not a safetensors header"),
+    "nested": (lambda _: _with_header(b'{"a":' + b"[" * 9999), "not a safetensors header"),
+    "huge shape": (
+        lambda _: _with_header(
+            b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'
+        ),
+        "too large",
+    ),
+    "wrong size": (
+        lambda _: _with_header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', bytes(4)),
+        "4 bytes for shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_files_are_named(kind: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    change, message = DAMAGES[kind]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(remesh.CorruptCheckpointError, match=message) as caught:
+        remesh.Checkpoint(tmp_path)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_what_an_index_says_must_be_there(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    shutil.copytree(saved / "plain-sharded", folder)
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    lost = document["weight_map"].pop("lm_head.weight")
+    index.write_text(json.dumps({"weight_map": document["weight_map"] | {"other": lost}}))
+    with pytest.raises(remesh.CorruptCheckpointError, match=r"1 tensors that are not in .* other"):
+        remesh.Checkpoint(folder)
+    (folder / lost).unlink()
+    with pytest.raises(remesh.CorruptCheckpointError, match=f"{lost}: missing"):
+        remesh.Checkpoint(folder)
+    index.write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
+    with pytest.raises(remesh.StorageError, match="not a path inside a storage"):
+        remesh.Checkpoint(folder)
+
+
+def test_an_unknown_element_type_is_named(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F6_E3M2","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "x.safetensors").write_bytes(_with_header(header, bytes(3)))
+    with pytest.raises(FormatVersionError, match="a: elements of type 'F6_E3M2'"):
+        remesh.Checkpoint(tmp_path)
+
+
+def test_the_command_line(saved: Path) -> None:
+    for place in (saved / "plain-sharded", saved / "tied" / "model.safetensors"):
+        listed = CliRunner().invoke(cli, ["ls", str(place), "--json"])
+        names = {tensor["name"] for tensor in json.loads(listed.output)["tensors"]}
+        assert "model.norm.weight" in names
+        shown = CliRunner().invoke(cli, ["show", str(place), "model.norm.weight", "--json"])
+        assert json.loads(shown.output)["statistics"]["maximum"] == 1
+        assert CliRunner().invoke(cli, ["verify", str(place)]).exit_code == 0
