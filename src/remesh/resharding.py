@@ -25,14 +25,13 @@ from typing import Any, Literal
 import msgspec
 
 from remesh._repr import short_repr
-from remesh.checkpoint.comparing import Wanted, source_in_target
-from remesh.checkpoint.loading import load_into
+from remesh.checkpoint.comparing import RankReads
+from remesh.checkpoint.load_plan import LoadOptions
+from remesh.checkpoint.loading import OnRead, load_into
 from remesh.checkpoint.local import LocalTensors, exchange_of
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import LoadOptions, Target
-from remesh.errors import StateError
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
@@ -40,6 +39,7 @@ from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import MemoryTransfer, plan_between_memories
 from remesh.storage import MemoryStorage
+from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
 __all__ = ["ReshardReport"]
@@ -162,8 +162,9 @@ class Resharder:
     ) -> None:
         self.target_state = target_state
         self._source_state = source_state
-        self._options = LoadOptions(missing == "keep", unexpected == "error", cast)
-        self._transform = as_transform(transform)
+        self._options = LoadOptions(
+            missing == "keep", unexpected == "error", cast, as_transform(transform)
+        )
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
         self._cache = PlanCache()
@@ -186,29 +187,25 @@ class Resharder:
         stored, mine = self._agree_on_source()
         # What was compared, if anything, before what is filled.
         used: list[tuple[bytes, MemoryTransfer]] = []
-        reports: list[RestoreReport] = []
 
-        def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
-            used.append(self._planned(len(used), wanted, mine.tensors))
+        def read(reads: RankReads, on_read: OnRead) -> bool:
+            used.append(self._planned(len(used), reads, mine.tensors))
             _, transfer = used[-1]
-            transfer.execute(self._exchange, mine.tensors.memories, wanted.destinations, on_read)
+            transfer.execute(self._exchange, mine.tensors.memories, reads.destinations, on_read)
             return False
 
-        self.target_state = load_into(
+        self.target_state, restored = load_into(
             self.target_state,
             stored,
-            "the source state",
             self._exchange,
             self._options,
-            transform=self._transform,
             read=read,
-            check=lambda target: _refuse_overlap(mine.tensors, target),
+            reserved=_layouts_of(mine.tensors),
             emit=self._emit,
-            on_report=reports.append,
         )
         reused = used[-1] in self._transfers
         self._transfers = used
-        (_, transfer), [restored] = used[-1], reports
+        _, transfer = used[-1]
         seconds = time.monotonic() - started
         return ReshardReport(
             dataclasses.replace(restored, seconds=seconds),
@@ -242,10 +239,10 @@ class Resharder:
         if values.aliases != index.aliases:
             index = dataclasses.replace(index, aliases=values.aliases)
         self._index = index
-        return StoredState(index, values), mine
+        return StoredState("the source state", index, values), mine
 
     def _planned(
-        self, number: int, wanted: Wanted, tensors: LocalTensors
+        self, number: int, reads: RankReads, tensors: LocalTensors
     ) -> tuple[bytes, MemoryTransfer]:
         """How this rank gets what it wants: as in the last push, if no rank wants anything else.
 
@@ -254,24 +251,23 @@ class Resharder:
         Args:
             number: How many transfers came before in this push: equal on all ranks, so that these
                 take up again what they have planned together.
-            wanted: What this rank wants.
+            reads: What this rank wants.
             tensors: What it holds.
 
         Returns:
             A fingerprint of what it wants, and the transfer.
         """
-        assert wanted.plan is not None
-        key = _fingerprint(wanted)
+        key = _fingerprint(reads)
         kept = self._transfers[number] if number < len(self._transfers) else None
         is_kept = b"y" if kept is not None and kept[0] == key else b""
         if all(run_on_all(self._exchange, lambda: is_kept)) and kept is not None:
             return kept
         return key, plan_between_memories(
             self._exchange,
-            wanted.index,
+            reads.index,
             self._owners,
-            wanted.plan.regions,
-            len(wanted.destinations),
+            reads.plan.regions,
+            len(reads.destinations),
             tensors.boxes,
         )
 
@@ -299,31 +295,20 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
     return Index.decode(encoded, "the source state"), document, owners
 
 
-def _refuse_overlap(tensors: LocalTensors, target: Target) -> None:
-    """Refuse a target in the memory of the source.
-
-    Raises:
-        StateError: If a tensor of one shares an element with a tensor of the other.
-    """
+def _layouts_of(tensors: LocalTensors) -> list[tuple[str, Layout]]:
+    """Name and layout of each tensor that has one."""
     table = tensors.boxes
     names = [table.tensors.names[row] for row in table.tensor.tolist()]
-    sources = [
+    return [
         (name, layout)
         for name, memory in zip(names, tensors.memories, strict=True)
         if (layout := memory.layout) is not None
     ]
-    found = source_in_target(sources, target.filled)
-    if found is not None:
-        raise StateError(
-            f"{found[0]} of the source and {found[1]} of the target state share memory\n"
-            "The source is read while the target is filled; give the target tensors of its own."
-        )
 
 
-def _fingerprint(wanted: Wanted) -> bytes:
+def _fingerprint(reads: RankReads) -> bytes:
     """A fingerprint of what is wanted, and where it goes."""
-    assert wanted.plan is not None
-    regions = wanted.plan.regions
+    regions = reads.plan.regions
     columns = (regions.want, regions.piece, regions.offsets, regions.extents)
-    places = msgspec.msgpack.encode([one.offset for one in wanted.destinations])
+    places = msgspec.msgpack.encode([one.offset for one in reads.destinations])
     return raw_digest(b"".join([places, *(column.tobytes() for column in columns)]))

@@ -13,39 +13,50 @@ All else is an error that names the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from remesh.dtypes import BY_NAME
-from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index
-from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline import Destination, read_together
-from remesh.planner import Assign, LoadPlan, ReadLimits, plan_load
-from remesh.storage import Storage
+from remesh.memory import CarrierArray, HostMemory, Memory
+from remesh.pipeline import Destination
+from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.strided import Layout, contents_agree, shared_pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankReads:
+    """What one rank reads, and where it goes.
+
+    Attributes:
+        index: What is stored.
+        plan: How it is read.
+        destinations: Where each wanted box of the plan goes.
+        num_bytes: Bytes of all wanted boxes, in stored dtypes.
+    """
+
+    index: Index
+    plan: LoadPlan
+    destinations: Sequence[Destination]
+    num_bytes: int
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Boxes of stored tensors, with where they go.
+    """Boxes of stored tensors, with where they go, while they are collected.
 
     Attributes:
         index: What is stored.
         boxes: Row of the stored tensor, and box, of each.
         destinations: Where each goes.
-        num_bytes: Bytes of all of them, in stored dtypes.
-        plan: How they are read; None until it is made.
     """
 
     index: Index
     boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
     destinations: list[Destination] = field(default_factory=list, init=False)
-    num_bytes: int = field(default=0, init=False)
-    plan: LoadPlan | None = field(default=None, init=False)
 
     def add(self, source: str, box: Box, destination: Destination) -> None:
         """Want a box of a stored tensor."""
@@ -58,69 +69,24 @@ class Wanted:
         self.add(source, box, Destination(box.offset, HostMemory(array)))
         return array
 
-    def make_plan(self) -> None:
-        """Plan the reads of what is wanted by now."""
-        table = BoxTable.of(self.index.boxes.tensors, self.boxes)
-        self.num_bytes = int(table.num_bytes.sum())
-        self.plan = plan_load(self.index, table, ReadLimits())
+    def planned(self) -> RankReads:
+        """Plan the reads of what is wanted.
 
-    def read(
-        self,
-        exchange: Exchange,
-        storage: Storage,
-        *,
-        assign: Assign | None,
-        on_read: Callable[[int], None],
-        timeout: float | None = None,
-    ) -> bool:
-        """Read what is wanted, while the others read what they want. Collective.
-
-        Args and errors are those of `remesh.pipeline.read_together`.
-
-        Returns:
-            Whether ranks read for each other.
+        Raises:
+            CoverageError: If no piece holds a part of it.
         """
-        assert self.plan is not None
-        return read_together(
-            exchange,
-            storage,
-            self.index,
-            self.plan,
-            self.destinations,
-            assign=assign,
-            on_read=on_read,
-            timeout=timeout,
-        )
+        table = BoxTable.of(self.index.boxes.tensors, self.boxes)
+        plan = plan_load(self.index, table, ReadLimits())
+        return RankReads(self.index, plan, self.destinations, int(table.num_bytes.sum()))
 
 
-@dataclass(slots=True)
-class Comparisons:
-    """Stored values that have to be equal.
+Check = tuple[str, Callable[[], bool]]
+"""What to say if two stored values differ, and whether they are equal, once both are read."""
 
-    Attributes:
-        index: What is stored.
-        wanted: What is read for the comparisons.
-        checks: What to say if values differ, and whether they are equal, once all is read.
-    """
 
-    index: Index
-    wanted: Wanted = field(init=False)
-    checks: list[tuple[str, Callable[[], bool]]] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.wanted = Wanted(self.index)
-
-    def add_equal(self, problem: str, names: tuple[str, str], box: Box) -> None:
-        """Compare a box of two stored tensors of one shape and dtype."""
-        self.add(problem, *(self.wanted.array(name, box) for name in names))
-
-    def add(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
-        """Compare two arrays of one shape, once they are read."""
-        self.checks.append((problem, lambda: first.tobytes() == other.tobytes()))
-
-    def differences(self) -> list[str]:
-        """What to say about the values that differ."""
-        return list(dict.fromkeys(problem for problem, is_equal in self.checks if not is_equal()))
+def differences(checks: Iterable[Check]) -> list[str]:
+    """What to say about the values that differ."""
+    return list(dict.fromkeys(problem for problem, is_equal in checks if not is_equal()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,16 +110,45 @@ class Filled:
     source: str | None
 
 
-def compare_shared(
-    filled: Sequence[Filled], comparisons: Comparisons, conflicts: list[str]
-) -> None:
+@dataclass(slots=True)
+class Draft:
+    """The reads of a load, while they are collected.
+
+    Attributes:
+        filling: What is read into the state.
+        filled: The parts of the state that are filled.
+        zeros: Memory, with its shape, that is filled with zeros before.
+        comparing: What is read to be compared.
+        checks: What has to be equal then.
+    """
+
+    filling: Wanted
+    comparing: Wanted
+    filled: list[Filled] = field(default_factory=list, init=False)
+    zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
+    checks: list[Check] = field(default_factory=list, init=False)
+
+    def fill(
+        self, name: str, box: Box, memory: Memory, content: object, source: str | None
+    ) -> None:
+        """Note that memory is filled; see `Filled`."""
+        layout = memory.layout
+        if layout is not None:
+            self.filled.append(Filled(name, box, layout, content, source))
+
+    def compare(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
+        """Compare two arrays of one shape, once they are read."""
+        self.checks.append((problem, lambda: first.tobytes() == other.tobytes()))
+
+
+def compare_shared(draft: Draft, conflicts: list[str]) -> None:
     """Find parts that share memory and could be filled with different values.
 
     Args:
-        filled: All parts that are filled.
-        comparisons: Gets what has to be compared for that.
+        draft: The parts that are filled; gets what has to be compared for that.
         conflicts: Gets what cannot be compared.
     """
+    filled = draft.filled
     for one, other in shared_pairs([part.layout for part in filled]):
         first, second = filled[one], filled[other]
         if _same_elements(first, second):
@@ -168,11 +163,11 @@ def compare_shared(
             continue
         problem = f"{shared}, but other values are stored for each; clone() one of them"
         arrays = [
-            comparisons.wanted.array(part.source, part.box)
+            draft.comparing.array(part.source, part.box)
             for part in (first, second)
             if part.source is not None
         ]
-        comparisons.checks.append((problem, _agreement(first.layout, second.layout, *arrays)))
+        draft.checks.append((problem, _agreement(first.layout, second.layout, *arrays)))
 
 
 def _agreement(

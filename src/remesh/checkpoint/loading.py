@@ -21,27 +21,39 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from remesh.checkpoint.arguments import check_order
-from remesh.checkpoint.buffers import without_buffers_of_ranks
-from remesh.checkpoint.comparing import Wanted
-from remesh.checkpoint.local import exchange_of, finish_device_work
-from remesh.checkpoint.report import RestoreReport
+from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
+from remesh.checkpoint.comparing import RankReads, differences
+from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
+from remesh.checkpoint.local import (
+    collector_rests,
+    describe_local,
+    exchange_of,
+    finish_device_work,
+)
+from remesh.checkpoint.mismatch import listed, refuse
+from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import MAX_LISTED, LoadOptions, Target
-from remesh.checkpoint.transformed import TransformedTarget
+from remesh.checkpoint.transformed import (
+    TransformedState,
+    describe_transformed,
+    resolve_among,
+)
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
+from remesh.geometry import Box
 from remesh.index import Index
+from remesh.pipeline import read_together
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
@@ -49,7 +61,9 @@ from remesh.planner import (
     assign_readers,
     assign_readers_if_cheaper,
 )
+from remesh.state import Description
 from remesh.storage import Storage, is_remote
+from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
 _LOGGER = logging.getLogger("remesh")
@@ -114,163 +128,179 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     """
     check_order("load", state, path)
     started = time.monotonic()
-    rules = as_transform(transform)
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
+    rules = as_transform(transform)
+    options = LoadOptions(missing == "keep", unexpected == "error", cast, rules)
     assign = _assign_for(share_reads, exchange, storage)
 
-    def load_once() -> Any:
+    def load_once() -> tuple[Any, RestoreReport]:
         stored = open_shared(exchange, place)
         emit("load.opened")
 
-        def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
+        def read(reads: RankReads, on_read: OnRead) -> bool:
+            todo = reads.index, reads.plan, reads.destinations
             with unless_replaced(storage, stored.identity):
-                return wanted.read(
-                    exchange, storage, assign=assign, on_read=on_read, timeout=timeout
+                return read_together(
+                    exchange, storage, *todo, assign=assign, on_read=on_read, timeout=timeout
                 )
 
-        return load_into(
-            state,
-            stored,
-            storage.url,
-            exchange,
-            LoadOptions(missing == "keep", unexpected == "error", cast),
-            transform=rules,
-            read=read,
-            emit=emit,
-            on_report=lambda report: (
-                on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
-                if on_report is not None
-                else None
-            ),
-        )
+        return load_into(state, stored, exchange, options, read=read, emit=emit)
 
-    return begin_anew(load_once)
+    result, report = begin_anew(load_once)
+    if on_report is not None:
+        on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
+    return result
 
 
-Read = Callable[[Wanted, Callable[[int], None]], bool]
-"""Reads what is wanted, while the other ranks read what they want; calls a function
-after each run with its size in bytes. Returns whether ranks read for each other. Collective."""
+OnRead = Callable[[int], None]
+"""Called after each read of a rank with its size in bytes."""
+
+Read = Callable[[RankReads, OnRead], bool]
+"""Reads what this rank wants, while the others read what they want. Collective. Returns whether
+ranks read for each other."""
 
 
 def load_into(
     state: Any,
     stored: StoredState,
-    url: str,
     exchange: Exchange,
     options: LoadOptions,
     *,
-    transform: Transform | None,
     read: Read,
-    check: Callable[[Target], None] = lambda _target: None,
     emit: Emit,
-    on_report: Callable[[RestoreReport], None],
-) -> Any:
+    reserved: Sequence[tuple[str, Layout]] = (),
+) -> tuple[Any, RestoreReport]:
     """Steps 2 to 4 of a load: from what is stored into a state. Collective.
 
     Args:
         state: The target.
         stored: What is stored.
-        url: Where it is, for messages.
         exchange: The ranks that load.
         options: What the caller allows.
-        transform: What the stored tensors become.
-        read: Reads what a target that is planned wants.
-        check: Raises what speaks against filling it.
+        read: Reads what a rank wants.
         emit: Told of the moments from `load.planned` on.
-        on_report: Is given this rank's report.
-    """
-    target, extra = _match(
-        state, stored, url, exchange, options, transform=transform, read=read, check=check
-    )
-    emit("load.planned")
-    result = state
+        reserved: See `match`.
 
-    def fill() -> bytes:
-        finish_device_work(to.memory for to in target.filling.destinations)
-        target.fill_zeros()
-        target.reads_shared = read(target.filling, count)
-        emit("load.read")
-        return msgspec.msgpack.encode((target.filling.num_bytes, sum(target.reads)))
+    Returns:
+        The state, and this rank's report, without the time that the load took.
+    """
+    plan, replies = _match_on_all(state, stored, exchange, options, reserved)
+    if any(compares for compares, _ in replies):
+        run_on_all(exchange, lambda: _compare(plan, read))
+    unexpected = _unexpected_names(stored, [asked for _, asked in replies])
+    if unexpected and options.refuse_unexpected:
+        raise MismatchError(
+            f"{stored.url} holds {len(unexpected)} names that no rank asks for: "
+            f"{listed(unexpected)}",
+            unexpected=tuple(unexpected),
+        )
+    unproven = set(stored.document.unchecked_names).difference(unexpected)
+    report = dataclasses.replace(
+        plan.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))
+    )
+    if exchange.rank == 0:
+        _warn(report, stored.url)
+    emit("load.planned")
+    return _finish(plan, report, exchange, read, emit)
+
+
+def _match_on_all(
+    state: Any,
+    stored: StoredState,
+    exchange: Exchange,
+    options: LoadOptions,
+    reserved: Sequence[tuple[str, Layout]],
+) -> tuple[RankLoadPlan, list[tuple[bool, bytes]]]:
+    """Plan the load of every rank. Collective; raises on all ranks if any cannot load.
+
+    Returns:
+        The plan of this rank; and of each rank, whether it compares, and `RankLoadPlan.asked`.
+    """
+    transform, cast = options.transform, options.cast
+    if transform is not None:
+        made, outputs, tables = describe_transformed(exchange, state, stored, transform, cast=cast)
+    plans: list[RankLoadPlan] = []
+
+    def plan() -> bytes:
+        names: Names = stored
+        with collector_rests():
+            if transform is None:
+                description = _describe_target(state, stored)
+            else:
+                description = made
+                resolved = resolve_among(tables, stored, transform, cast=cast)
+                names = TransformedState(stored, outputs, resolved)
+            plans.append(match(description, names, options, reserved))
+        return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked))
+
+    replies = run_on_all(exchange, plan)
+    return plans[0], [msgspec.msgpack.decode(reply, type=tuple[bool, bytes]) for reply in replies]
+
+
+def _describe_target(state: Any, stored: StoredState) -> Description:
+    """Describe the state of this rank as the target of a load of what is stored."""
+    description = describe_local(state, stored)
+    if stored.rank is not None:
+        description.tensors = own_buffers(description.tensors, stored.index, stored.rank)
+    return description
+
+
+def _compare(plan: RankLoadPlan, read: Read) -> bytes:
+    """Read and compare what a plan needs to have equal. Collective.
+
+    Raises:
+        MismatchError: If tensors that share memory are stored with different values.
+    """
+    read(plan.comparing, lambda _size: None)
+    refuse(plan.stored, Findings(conflicts=differences(plan.checks)))
+    return b""
+
+
+def _finish(
+    plan: RankLoadPlan, report: RestoreReport, exchange: Exchange, read: Read, emit: Emit
+) -> tuple[Any, RestoreReport]:
+    """Fill the tensors of the state and put everything else back. Collective."""
+    sizes: list[int] = []
+    shared, result = False, None
 
     def count(size: int) -> None:
-        target.reads.append(size)
+        sizes.append(size)
         emit("load.run_read", size)
+
+    def fill() -> bytes:
+        nonlocal shared
+        finish_device_work(to.memory for to in plan.filling.destinations)
+        for memory, shape in plan.zeros:
+            zero = np.zeros((), memory.carrier)
+            memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
+        shared = read(plan.filling, count)
+        emit("load.read")
+        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
 
     def put_back() -> bytes:
         nonlocal result
-        result = target.rebuild()
+        result = plan.description.rebuild(plan)
         return b""
 
     try:
-        totals = run_on_all(exchange, fill)
+        replies = run_on_all(exchange, fill)
         run_on_all(exchange, put_back)
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    unchecked = _unchecked(stored, extra, url, exchange.rank)
-    report = dataclasses.replace(target.report(extra), unchecked=unchecked)
-    on_report(_with_totals(report, totals))
+    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
     emit("load.done")
-    return result
-
-
-def _match(
-    state: Any,
-    stored: StoredState,
-    url: str,
-    exchange: Exchange,
-    options: LoadOptions,
-    *,
-    transform: Transform | None,
-    read: Read,
-    check: Callable[[Target], None],
-) -> tuple[Target, list[str]]:
-    """Plan a target; the target, and the stored names that no rank asks for. Collective.
-
-    Args and errors are those of `load_into`.
-    """
-    target = Target(stored, url, options)
-
-    def checked(bits: bytes) -> bytes:
-        check(target)
-        return (_COMPARES if target.comparisons.checks else _COMPARES_NOT) + bits
-
-    if transform is None:
-        replies = run_on_all(exchange, lambda: checked(target.prepare(state)))
-    else:
-        target = changed = TransformedTarget(stored, url, options, transform)
-        first = run_on_all(exchange, lambda: changed.describe(state))
-        tables = run_on_all(exchange, lambda: changed.describe_again(state, first))
-        replies = run_on_all(exchange, lambda: checked(changed.prepare_among(tables)))
-    if any(reply.startswith(_COMPARES) for reply in replies):
-        run_on_all(exchange, lambda: _compare(target, read))
-    extra = _unexpected_names(stored, [reply[1:] for reply in replies])
-    if extra and options.refuse_unexpected:
-        raise MismatchError(
-            f"{url} holds {len(extra)} names that no rank asks for: {_listed(extra)}",
-            unexpected=tuple(extra),
-        )
-    if target.description.dropped and exchange.rank == 0:
-        _LOGGER.warning(
-            "%d entries of plain dicts are not in %s and go, for such a dict is replaced whole: %s",
-            len(target.description.dropped),
-            url,
-            _listed(target.description.dropped),
-        )
-    return target, extra
-
-
-_COMPARES, _COMPARES_NOT = b"c", b"-"
-
-
-def _compare(target: Target, read: Read) -> bytes:
-    """Read and compare what a target needs to have equal. Collective."""
-    read(target.comparisons.wanted, lambda _size: None)
-    target.refuse_unequal()
-    return b""
+    return result, dataclasses.replace(
+        report,
+        bytes_read=sum(sizes),
+        num_reads=len(sizes),
+        reads_shared=shared,
+        group_bytes_needed=sum(needed for needed, _ in totals),
+        group_bytes_read=sum(num_read for _, num_read in totals),
+    )
 
 
 def open_shared(exchange: Exchange, source: Any) -> StoredState:
@@ -291,6 +321,7 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
     where = place.storage.url
     return StoredState(
+        where,
         Index.decode(index, where),
         ValuesDocument.decode(document, where),
         identity,
@@ -298,25 +329,18 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
 
 
-def _with_totals(report: RestoreReport, replies: list[bytes]) -> RestoreReport:
-    """A report that also says what all ranks needed and read."""
-    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
-    return dataclasses.replace(
-        report,
-        group_bytes_needed=sum(needed for needed, _ in totals),
-        group_bytes_read=sum(num_read for _, num_read in totals),
-    )
-
-
-def _unchecked(
-    stored: StoredState, not_asked: Iterable[str], url: str, rank: int
-) -> tuple[str, ...]:
-    """The names which ranks have asked for that no digest proves; rank 0 warns of them."""
-    found = tuple(sorted(set(stored.document.unchecked_names).difference(not_asked)))
-    if found and rank == 0:
+def _warn(report: RestoreReport, url: str) -> None:
+    """Warn of what a load does that its caller may not expect."""
+    if report.dropped:
+        _LOGGER.warning(
+            "%d entries of plain dicts are not in %s and go, for such a dict is replaced whole: %s",
+            len(report.dropped),
+            url,
+            listed(report.dropped),
+        )
+    if report.unchecked:
         text = "%s was repaired, and no digest proves that these are what was saved: %s"
-        _LOGGER.warning(text, url, _listed(found))
-    return found
+        _LOGGER.warning(text, url, listed(report.unchecked))
 
 
 def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Assign | None:
@@ -338,9 +362,3 @@ def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:
         asked |= bits.astype(np.bool_)
     extra = [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
     return without_buffers_of_ranks(names, extra)
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f", ... and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else ""
-    return ", ".join(shown[:MAX_LISTED]) + more

@@ -103,6 +103,7 @@ class Checkpoint:
         self._contents = read_contents(place)
         record = self._contents.record
         self._stored = StoredState(
+            self._storage.url,
             self._contents.index,
             self._contents.document,
             "" if record is None else native.identity_of(record),

@@ -42,9 +42,9 @@ class RestoreReport:
     kept: tuple[str, ...]
     unexpected: tuple[str, ...]
     bytes_needed: int
-    bytes_read: int
-    num_reads: int
-    seconds: float
+    bytes_read: int = 0
+    num_reads: int = 0
+    seconds: float = 0.0
     dropped: tuple[str, ...] = ()
     reads_shared: bool = False
     group_bytes_needed: int = 0
@@ -95,4 +95,24 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    others: tuple[str, ...] = ()
     new_parameters: bool = False
+
+    def is_another(self, tensor: str, why: str) -> None:
+        """Note that something other than this kind of tensor is stored under its name."""
+        self.others = (*self.others, f"{tensor}.")
+        self.conflicts.append(f"{tensor}: {why}")
+
+    def report(self, dropped: tuple[str, ...], num_bytes: int) -> RestoreReport:
+        """What will have been done, before anything is read."""
+        return RestoreReport(
+            tuple(self.restored),
+            self.cast,
+            self.resized,
+            self.derived,
+            tuple(self.missing),
+            tuple(self.kept),
+            (),
+            num_bytes,
+            dropped=dropped,
+        )

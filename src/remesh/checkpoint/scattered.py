@@ -31,13 +31,13 @@ import numpy as np
 
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import small_files_of
-from remesh.checkpoint.comparing import Wanted
-from remesh.checkpoint.loading import load_into
+from remesh.checkpoint.comparing import RankReads
+from remesh.checkpoint.load_plan import LoadOptions
+from remesh.checkpoint.loading import OnRead, load_into
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import part_of
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import LoadOptions
 from remesh.dtypes import CarrierDType
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -52,7 +52,7 @@ from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
 from remesh.maintenance.orphans import remove_files
 from remesh.memory import CarrierArray
-from remesh.pipeline import Destination, plan_between_memories, write_file
+from remesh.pipeline import Destination, plan_between_memories, read_together, write_file
 from remesh.planner import (
     ReadAssignment,
     ReadLimits,
@@ -62,7 +62,6 @@ from remesh.planner import (
 )
 from remesh.storage import Storage, Writer
 from remesh.strided import Layout
-from remesh.transform import Transform
 
 ROOT_NAME = "root"
 """A file beside the checkpoints of a place that says where else the job saves to, for agents."""
@@ -399,10 +398,8 @@ def load_scattered(
     exchange: Exchange,
     *,
     options: LoadOptions,
-    transform: Transform | None,
-    on_report: Callable[[RestoreReport], None],
     emit: Emit,
-) -> Any:
+) -> tuple[Any, RestoreReport]:
     """Load a checkpoint out of the places of the nodes into any layout. Collective.
 
     Args:
@@ -412,9 +409,10 @@ def load_scattered(
         nodes: Which ranks share a place; as it was found with.
         exchange: The ranks.
         options: What the caller allows.
-        transform: See `remesh.load`.
-        on_report: See `remesh.load`.
         emit: Told of the moments in `remesh.events.LOAD_POINTS`.
+
+    Returns:
+        The state, and this rank's report, without the time that the load took.
 
     Raises:
         CheckpointNotFoundError: If there are files that no node has.
@@ -437,21 +435,12 @@ def load_scattered(
             touched, lambda windows: owners[files_of_windows(stored.index, windows, ReadLimits())]
         )
 
-    def read(wanted: Wanted, on_read: Callable[[int], None]) -> bool:
+    def read(reads: RankReads, on_read: OnRead) -> bool:
         who = None if all_have_all else assign
-        return wanted.read(exchange, storage, assign=who, on_read=on_read)
+        todo = reads.index, reads.plan, reads.destinations
+        return read_together(exchange, storage, *todo, assign=who, on_read=on_read)
 
-    return load_into(
-        state,
-        stored,
-        storage.url,
-        exchange,
-        options,
-        transform=transform,
-        read=read,
-        emit=emit,
-        on_report=on_report,
-    )
+    return load_into(state, stored, exchange, options, read=read, emit=emit)
 
 
 def _open(storage: Storage, found: Scattered, nodes: Nodes, exchange: Exchange) -> StoredState:
@@ -467,6 +456,7 @@ def _open(storage: Storage, found: Scattered, nodes: Nodes, exchange: Exchange) 
     reply = run_joined(exchange, give, lambda replies: [replies[giver]] * len(replies))
     index, values = msgspec.msgpack.decode(reply, type=tuple[bytes, bytes])
     return StoredState(
+        storage.url,
         Index.decode(index, found.name),
         native.ValuesDocument.decode(values, found.name),
         rank=exchange.rank,

@@ -25,6 +25,7 @@ class StoredState:
     """Index and values of a checkpoint; what `remesh.state.Stored` asks for.
 
     Attributes:
+        url: Where it is stored, for messages.
         index: The tensors.
         document: Everything else.
         identity: The commit record that refers to them (`native.identity_of`); "" if none does.
@@ -32,6 +33,7 @@ class StoredState:
         sequences: Paths of stored containers that were a `list` or a `tuple`.
     """
 
+    url: str
     index: Index
     document: native.ValuesDocument
     identity: str = ""
@@ -77,6 +79,10 @@ class StoredState:
             raise KeyError(name)
         root, leaves = parts
         return assemble({path: self.value(leaf) for path, leaf in leaves}, self.sequences, root)
+
+    def object(self, unique_name: str) -> object:
+        """An element of a sharded object."""
+        return values.decode(bytes(self.document.objects[unique_name].value))
 
     def _parts_of(self, name: str) -> tuple[Path, list[tuple[Path, str]]] | None:
         """A list or tuple that is stored item by item, as other systems do, and its items.

@@ -4,7 +4,7 @@ The state is compared with what the stored tensors become, not with what they ar
 that work:
 
 * The state is walked twice. First as it is, which tells the parameters; then it is shown the
-  outputs of the transformation as if they were stored (`TransformedNames`), from which an
+  outputs of the transformation as if they were stored (`TransformedState`), from which an
   optimizer without state learns which states there will be.
 * The transformation is resolved against the targets of all ranks, for wildcards and fused layouts
   depend on all of them. For each box that this rank holds it names regions of stored tensors. Those
@@ -17,24 +17,25 @@ statement touches are treated as without a transformation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of, with_all_names
+from remesh.checkpoint.comparing import Draft, Wanted
+from remesh.checkpoint.local import casting_memory_of, describe_local, memory_of
+from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.target import Target
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import MismatchError
+from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box
 from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
-from remesh.sharded import ArrayLike
 from remesh.state import Description, Path, TensorEntry, name_of
 from remesh.strided import Layout
 from remesh.transform import Region, Resolved, TensorInfo, Transform, arranged, num_pieces_of
@@ -42,22 +43,25 @@ from remesh.transform import Region, Resolved, TensorInfo, Transform, arranged, 
 Infos = Mapping[str, TensorInfo | None]
 
 
-@dataclass(slots=True, eq=False)
-class TransformedNames:
-    """What is stored, as the walk of a target state sees it: by the names of the outputs.
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformedState:
+    """What is stored, as a transformation makes it: by the names of its outputs.
 
     Attributes:
         stored: What is really stored.
         outputs: What the transformation makes and leaves over.
+        resolved: The transformation, resolved against the targets of all ranks.
     """
 
     stored: StoredState
     outputs: Resolved
+    resolved: Resolved
     _made: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         untouched = self.outputs.untouched
-        self._made = sorted(name for name in self.outputs.targets if name not in untouched)
+        made = sorted(name for name in self.outputs.targets if name not in untouched)
+        object.__setattr__(self, "_made", made)
 
     @property
     def sequences(self) -> Mapping[Path, str]:
@@ -72,6 +76,28 @@ class TransformedNames:
     def has_value(self, name: str) -> bool:
         """See `Stored.has_value`."""
         return name in self.outputs.targets and self.outputs.targets[name] is None
+
+    def value(self, name: str) -> object:
+        """The value that is made or stored under a name.
+
+        Raises:
+            MismatchError: If several must agree and do not.
+        """
+        sources = self.resolved.sources_of(name) or (name,)
+        found = [self.stored.value(source) for source in sources]
+        if any(value != found[0] for value in found[1:]):
+            raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
+        return found[0]
+
+    def is_untouched(self, names: Iterable[str]) -> bool:
+        """Whether no statement touches any of the names."""
+        return self.resolved.untouched.issuperset(names)
+
+    def read_for(self, names: Iterable[str]) -> set[str]:
+        """The stored names that some names of a state are made of, and those that are deleted."""
+        targets = self.resolved.targets
+        read = {s for name in names if name in targets for s in self.resolved.sources_of(name)}
+        return read.union(self.resolved.deleted)
 
     def merged_list(self, name: str) -> list[str] | None:
         """See `Stored.merged_list`; a made parameter is in the group of what it is made of."""
@@ -137,195 +163,154 @@ class RegionMemory:
             self.part.copy_in(place, arranged(block, piece))
 
 
-@dataclass(slots=True)
-class TransformedTarget(Target):
-    """One rank's state as the target of a load through a transformation."""
+def describe_transformed(
+    exchange: Exchange, state: Any, stored: StoredState, transform: Transform, *, cast: bool
+) -> tuple[Description, Resolved, list[bytes]]:
+    """Describe the state of this rank as the target of a load through a transformation. Collective.
 
-    transform: Transform
-    names: TransformedNames = field(init=False)
-    resolved: Resolved | None = field(default=None, init=False)
+    Args:
+        exchange: The ranks that load.
+        state: The state.
+        stored: What is stored.
+        transform: What it becomes.
+        cast: See `Transform.resolve`.
 
-    def describe(self, state: Any) -> bytes:
-        """Describe what the state has, whatever is stored; for the other ranks to know."""
+    Returns:
+        The description, what the transformation makes and leaves over, and the targets of all
+        ranks, for `resolve_among`.
+
+    Raises:
+        TransformError: If a statement does not fit the stored tensors or the targets.
+    """
+    described: list[tuple[Description, Resolved]] = []
+
+    def describe() -> bytes:
         return _table_of(describe_local(state))
 
-    def describe_again(self, state: Any, replies: list[bytes]) -> bytes:
-        """Describe what the state will have: optimizers get the states that are made for them.
+    def describe_again() -> bytes:
+        """Optimizers now get the states that are made for them."""
+        outputs = resolve_among(replies, stored, transform, cast=cast, with_outputs=True)
+        description = describe_local(state, TransformedState(stored, outputs, outputs))
+        described.append((description, outputs))
+        return _table_of(description)
 
-        Args:
-            state: The state.
-            replies: What `describe` returned on each rank.
+    replies = run_on_all(exchange, describe)
+    tables = run_on_all(exchange, describe_again)
+    return *described[0], tables
 
-        Raises:
-            TransformError: If a statement does not fit the stored tensors or the targets.
-        """
-        outputs = self.transform.resolve(
-            self._sources(),
-            _targets(replies),
-            aliases=self.stored.index.aliases,
-            cast=self.options.cast,
-            with_outputs=True,
-        )
-        self.names = TransformedNames(self.stored, outputs)
-        self.description = describe_local(state, self.names)
-        return _table_of(self.description)
 
-    def prepare_among(self, replies: list[bytes]) -> bytes:
-        """Like `prepare`, knowing the targets of all ranks.
+def resolve_among(
+    tables: list[bytes],
+    stored: StoredState,
+    transform: Transform,
+    *,
+    cast: bool,
+    with_outputs: bool = False,
+) -> Resolved:
+    """Resolve a transformation against the targets of all ranks.
 
-        Args:
-            replies: What `describe_again` returned on each rank.
+    Raises:
+        TransformError: If a statement does not fit the stored tensors or the targets.
+    """
+    return transform.resolve(
+        _sources(stored),
+        _targets(tables),
+        aliases=stored.index.aliases,
+        cast=cast,
+        with_outputs=with_outputs,
+    )
 
-        Raises:
-            TransformError: If the transformation does not fit the targets.
-            MismatchError: If state and checkpoint do not fit.
-        """
-        self.resolved = self.transform.resolve(
-            self._sources(),
-            _targets(replies),
-            aliases=self.stored.index.aliases,
-            cast=self.options.cast,
-        )
-        untouched = self.resolved.untouched
-        plain: list[tuple[TensorEntry, list[str]]] = []
-        changed: list[tuple[TensorEntry, list[str]]] = []
-        for entry, names in with_all_names(self.description.tensors):
-            (plain if untouched.issuperset(names) else changed).append((entry, names))
-        fills = [
-            (entry, stored)
-            for entry, names in plain
-            if (stored := self._match_tensor(entry, names)) is not None
-        ]
-        made = [
-            (entry, name)
-            for entry, names in changed
-            if (name := self._match_made(entry, names)) is not None
-        ]
-        self._match_values()
-        self._refuse_mismatch()
-        for entry, stored in fills:
-            self._want(entry, stored)
-        for entry, name in made:
-            self._want_regions(entry, name)
-        self._plan()
-        asked = self._asked_names()
-        for name in tuple(asked):
-            asked.update(self.resolved.sources_of(name) if name in self.resolved.targets else ())
-        asked.update(self.resolved.deleted)
-        return self._asked_bits(asked)
 
-    def has_value(self, name: str) -> bool:
-        """Whether a plain value of this name is made or stored."""
-        return self.names.has_value(name)
+def _sources(stored: StoredState) -> Infos:
+    """The stored tensors and values."""
+    index = stored.index
+    cuts = num_pieces_of(index.boxes)
+    infos: dict[str, TensorInfo | None] = {
+        name: TensorInfo(index[name].dtype, index[name].shape, cuts[index.row(name)])
+        for name in index
+    }
+    infos.update(dict.fromkeys(stored.document.values))
+    return infos
 
-    def stored_tensor(self, name: str) -> bool:
-        """Whether a tensor of this name is made or stored."""
-        return self.names.tensor(name) is not None
 
-    def merged_list(self, name: str) -> list[str] | None:
-        """The list of names that is made or stored under a name."""
-        return self.names.merged_list(name)
+def match_made(
+    names: TransformedState, entry: TensorEntry, own: list[str], found: Findings
+) -> str | None:
+    """The name under which a tensor is made; None if it is not, which is then filed.
 
-    def stored_value(self, name: str) -> object:
-        """The value that is made or stored under a name.
-
-        Raises:
-            MismatchError: If several must agree and do not.
-        """
-        assert self.resolved is not None
-        sources = self.resolved.sources_of(name) or (name,)
-        found = [self.stored.value(source) for source in sources]
-        if any(value != found[0] for value in found[1:]):
-            raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
-        return found[0]
-
-    def _sources(self) -> Infos:
-        """The stored tensors and values."""
-        index = self.stored.index
-        cuts = num_pieces_of(index.boxes)
-        infos: dict[str, TensorInfo | None] = {
-            name: TensorInfo(index[name].dtype, index[name].shape, cuts[index.row(name)])
-            for name in index
-        }
-        infos.update(dict.fromkeys(self.stored.document.values))
-        return infos
-
-    def _match_made(self, entry: TensorEntry, names: list[str]) -> str | None:
-        """The name under which an entry is made; None if it is not, which is then reported."""
-        assert self.resolved is not None
-        found, resolved = self.findings, self.resolved
-        if any(name in resolved.kept for name in names):
-            found.kept.extend(names)
-            return None
-        made = [name for name in names if name in resolved.plans]
-        problems = [
-            f"{name}: {resolved.conflicts[name]}" for name in names if name in resolved.conflicts
-        ]
-        if problems:
-            found.conflicts.extend(problems)
-        elif not made:
-            found.missing.append(entry.name)
-        elif len({resolved.sources_of(name) for name in made}) > 1:
-            found.conflicts.append(
-                f"{' and '.join(made)} are tied in the state, but made of different tensors"
-            )
-        else:
-            found.derived.update({name: ", ".join(resolved.sources_of(made[0])) for name in names})
-            return made[0]
+    Args:
+        names: What the transformation makes.
+        entry: A tensor of the state.
+        own: Its names: several if it is tied.
+        found: Where findings go.
+    """
+    resolved = names.resolved
+    if any(name in resolved.kept for name in own):
+        found.kept.extend(own)
         return None
+    made = [name for name in own if name in resolved.plans]
+    problems = [f"{name}: {resolved.conflicts[name]}" for name in own if name in resolved.conflicts]
+    if problems:
+        found.conflicts.extend(problems)
+    elif not made:
+        found.missing.append(entry.name)
+    elif len({resolved.sources_of(name) for name in made}) > 1:
+        found.conflicts.append(
+            f"{' and '.join(made)} are tied in the state, but made of different tensors"
+        )
+    else:
+        found.derived.update({name: ", ".join(resolved.sources_of(made[0])) for name in own})
+        return made[0]
+    return None
 
-    def _want_regions(self, entry: TensorEntry, name: str) -> None:
-        """Want this rank's part of a tensor that is made of stored ones."""
-        assert self.resolved is not None
-        index = self.stored.index
-        for part in entry.parts:
-            regions = self.resolved.regions(name, part.box)
-            for region in regions:
-                dtype = index[region.source].dtype
-                memory = self._converting(part.data, dtype, region, entry)
-                into = RegionMemory(region, BY_NAME[dtype].carrier, part.box.offset, memory)
-                destination = Destination(region.source_box.offset, into)
-                self.filling.add(region.source, region.source_box, destination)
-            if regions:
-                self._note(entry.name, part.box, memory, ("made", name), None)
-            self._compare_made(name, part.box)
 
-    def _converting(
-        self, data: ArrayLike, dtype: str, region: Region, entry: TensorEntry
-    ) -> Memory:
-        """The memory of a part, for elements of a stored dtype."""
-        if not region.dtypes:
-            return memory_of(data, entry.name, writable=True)
-        return casting_memory_of(data, dtype, entry.name, through=region.dtypes[:-1])
-
-    def _compare_made(self, name: str, box: Box) -> None:
-        """Compare what must agree: other sources of the same place."""
-        assert self.resolved is not None
-        checks = self.resolved.checks(name, box)
-        if not checks:
-            return
-        expected = self._made(self.resolved.regions(name, box), box)
-        for region in checks:
-            problem = (
-                f"{name}: {region.source} must hold the same values as "
-                f"{', '.join(self.resolved.sources_of(name))}, but differs in {region.source_box}"
-            )
-            # The dots keep it a view, also without dims.
-            place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
-            same_place = expected[place]
-            found = self._made((region,), region.target_box)
-            self.comparisons.add(problem, same_place, found)
-
-    def _made(self, regions: tuple[Region, ...], box: Box) -> CarrierArray:
-        """Want a box of a target in its stored dtype; returns where it is going to be."""
-        index = self.stored.index
-        carrier = BY_NAME[index[regions[0].source].dtype].carrier
-        made = np.zeros(box.shape, carrier)
+def want_made(names: TransformedState, entry: TensorEntry, name: str, draft: Draft) -> None:
+    """Want this rank's part of a tensor that is made of stored ones."""
+    for part in entry.parts:
+        regions = names.resolved.regions(name, part.box)
         for region in regions:
-            memory = RegionMemory(region, carrier, box.offset, HostMemory(made))
-            destination = Destination(region.source_box.offset, memory)
-            self.comparisons.wanted.add(region.source, region.source_box, destination)
-        return made
+            dtype = draft.filling.index[region.source].dtype
+            memory = (
+                casting_memory_of(part.data, dtype, entry.name, through=region.dtypes[:-1])
+                if region.dtypes
+                else memory_of(part.data, entry.name, writable=True)
+            )
+            _want_region(region, part.box, memory, draft.filling)
+        if regions:
+            draft.fill(entry.name, part.box, memory, ("made", name), None)
+        _compare_made(names.resolved, name, part.box, draft)
+
+
+def _want_region(region: Region, box: Box, memory: Memory, wanted: Wanted) -> None:
+    """Want a region of a stored tensor in the memory of a box of the target."""
+    carrier = BY_NAME[wanted.index[region.source].dtype].carrier
+    into = RegionMemory(region, carrier, box.offset, memory)
+    wanted.add(region.source, region.source_box, Destination(region.source_box.offset, into))
+
+
+def _compare_made(resolved: Resolved, name: str, box: Box, draft: Draft) -> None:
+    """Compare what must agree: other sources of the same place."""
+    checks = resolved.checks(name, box)
+    if not checks:
+        return
+    expected = _array_of(resolved.regions(name, box), box, draft.comparing)
+    for region in checks:
+        problem = (
+            f"{name}: {region.source} must hold the same values as "
+            f"{', '.join(resolved.sources_of(name))}, but differs in {region.source_box}"
+        )
+        # The dots keep it a view, also without dims.
+        place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
+        found = _array_of((region,), region.target_box, draft.comparing)
+        draft.compare(problem, expected[place], found)
+
+
+def _array_of(regions: tuple[Region, ...], box: Box, wanted: Wanted) -> CarrierArray:
+    """Want a box of a target in its stored dtype; returns where it is going to be."""
+    made = np.zeros(box.shape, BY_NAME[wanted.index[regions[0].source].dtype].carrier)
+    for region in regions:
+        _want_region(region, box, HostMemory(made), wanted)
+    return made
 
 
 def _table_of(description: Description) -> bytes:

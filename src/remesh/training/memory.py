@@ -19,6 +19,7 @@ from typing import Any
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
 from remesh.checkpoint.buffers import Buffers
+from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.scattered import (
     ROOT_NAME,
@@ -28,7 +29,6 @@ from remesh.checkpoint.scattered import (
     nodes_of,
     save_scattered,
 )
-from remesh.checkpoint.target import LoadOptions
 from remesh.errors import StorageError
 from remesh.events import OnEvent, emitter
 from remesh.exchange import Exchange, run_on_all
@@ -176,7 +176,7 @@ class Memory:
         )
 
         def load(state: Any, **options: Any) -> Any:
-            return load_scattered(
+            result, report = load_scattered(
                 state,
                 self._place(found.name),
                 found,
@@ -186,11 +186,12 @@ class Memory:
                     keep_missing=options["missing"] == "keep",
                     refuse_unexpected=False,
                     cast=options["cast"],
+                    transform=options["transform"],
                 ),
-                transform=options["transform"],
-                on_report=options["on_report"],
                 emit=self._emit,
             )
+            options["on_report"](report)
+            return result
 
         return Source(info, load, from_memory=True)
 

@@ -1,0 +1,337 @@
+"""What a load does on one rank: a description of its state, matched with what is stored.
+
+`match` is pure: it compares the two, refuses what does not fit, and gives a frozen plan. Nothing in
+the state is touched for it. `checkpoint.loading` executes the plan: it reads, and puts values back.
+
+Memory that is the target of two stored tensors, tied weights above all, can be filled only if both
+have the same values there. Names alone cannot tell that for tensors that are stored apart, so they
+are read first, into memory of their own, and compared (`checkpoint.comparing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remesh import values
+from remesh.checkpoint import mismatch
+from remesh.checkpoint.comparing import (
+    Check,
+    Draft,
+    Filled,
+    RankReads,
+    Wanted,
+    compare_shared,
+    source_in_target,
+)
+from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
+from remesh.checkpoint.report import Findings, RestoreReport
+from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.transformed import TransformedState, match_made, want_made
+from remesh.dtypes import BY_NAME
+from remesh.errors import StateError
+from remesh.geometry import Box
+from remesh.index import Index, StoredTensor
+from remesh.memory import Memory
+from remesh.pipeline import Destination
+from remesh.state import TENSOR_RECORD, Description, TensorEntry
+from remesh.strided import Layout
+from remesh.transform import Transform
+
+Names = StoredState | TransformedState
+"""What is stored, by the names that a state has for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the caller of a load allows.
+
+    Attributes:
+        keep_missing: Leave what is not stored as it is.
+        refuse_unexpected: Refuse a checkpoint with names that no rank asks for.
+        cast: Convert dtypes.
+        transform: What stored tensors become; None if they stay what they are.
+    """
+
+    keep_missing: bool
+    refuse_unexpected: bool
+    cast: bool
+    transform: Transform | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLoadPlan:
+    """What a load does on one rank.
+
+    Attributes:
+        description: The state.
+        stored: What is stored.
+        names: The same by the names of the state.
+        filling: What is read into the tensors of the state.
+        zeros: Memory, with its shape, that is filled with zeros before.
+        comparing: What is read to be compared, before anything in the state is touched.
+        checks: What has to be equal then.
+        asked: One bit for each stored name, set if this rank asks for it.
+        report: What is done, but for what depends on other ranks and on the reading.
+    """
+
+    description: Description
+    stored: StoredState
+    names: Names
+    filling: RankReads
+    zeros: Sequence[tuple[Memory, tuple[int, ...]]]
+    comparing: RankReads
+    checks: Sequence[Check]
+    asked: bytes
+    report: RestoreReport
+
+    def value(self, name: str) -> object:
+        """A loaded value, or what the state had if the checkpoint lacks it."""
+        has = self.names.has_value(name)
+        return self.names.value(name) if has else self.description.values[name]
+
+    def object(self, unique_name: str) -> object:
+        """A loaded element of a sharded object, or what the state had."""
+        if unique_name in self.stored.document.objects:
+            return self.stored.object(unique_name)
+        return next(e.data for e in self.description.objects if e.unique_name == unique_name)
+
+
+def match(
+    description: Description,
+    names: Names,
+    options: LoadOptions,
+    reserved: Sequence[tuple[str, Layout]] = (),
+) -> RankLoadPlan:
+    """Compare a state with what is stored, and plan the reads.
+
+    Args:
+        description: The state, described with `names` as what is stored.
+        names: What is stored, as it is or transformed.
+        options: What the caller allows.
+        reserved: Names and layouts of memory that must not be filled.
+
+    Raises:
+        MismatchError: If they do not fit.
+        StateError: If reserved memory would be filled.
+    """
+    stored = names.stored if isinstance(names, TransformedState) else names
+    found, draft = Findings(), Draft(Wanted(stored.index), Wanted(stored.index))
+    _match_values(description, names, stored, found)
+    plain: list[tuple[TensorEntry, StoredTensor]] = []
+    made: list[tuple[TensorEntry, str]] = []
+    for entry, own in with_all_names(description.tensors):
+        if isinstance(names, TransformedState) and not names.is_untouched(own):
+            target = match_made(names, entry, own, found)
+            made += [] if target is None else [(entry, target)]
+        elif sources := [name for name in own if name in stored.index]:
+            tensor = _match_stored(entry, own, sources, stored.index, options.cast, found)
+            if tensor is not None:
+                plain.append((entry, tensor))
+                _compare_tied(entry, sources, stored.index, found, draft)
+        else:
+            _file_absent(entry.name, description, names, stored, found)
+    mismatch.refuse(stored, found, keep_missing=options.keep_missing)
+    for entry, tensor in plain:
+        _want(entry, tensor, draft)
+    for entry, target in made:
+        assert isinstance(names, TransformedState)
+        want_made(names, entry, target, draft)
+    compare_shared(draft, found.conflicts)
+    mismatch.refuse(stored, found, keep_missing=options.keep_missing)
+    _refuse_reserved(reserved, draft.filled)
+    filling = draft.filling.planned()
+    return RankLoadPlan(
+        description,
+        stored,
+        names,
+        filling,
+        draft.zeros,
+        draft.comparing.planned(),
+        draft.checks,
+        _asked_bits(description, names, stored),
+        found.report(tuple(description.dropped), filling.num_bytes),
+    )
+
+
+def _match_values(
+    description: Description, names: Names, stored: StoredState, found: Findings
+) -> None:
+    """Find values and objects that are missing or stored as something else."""
+    for name, value in description.values.items():
+        if name in description.fixed:
+            _match_fixed(name, value, names, found)
+        elif names.has_value(name):
+            _match_known(name, names.value(name), found)
+        elif name in stored.index:
+            found.conflicts.append(f"{name}: a tensor is stored where a plain value is wanted")
+        elif name not in description.optional:
+            found.missing.append(name)
+    for name, items in description.merged_lists.items():
+        known = names.merged_list(name)
+        found.new_parameters |= not set(items).issubset(known or ())
+        if known is None:
+            found.missing.append(name)
+        else:
+            absent = sorted(set(items).difference(known))
+            found.missing.extend(f"{name} ({item})" for item in absent)
+    for element in description.objects:
+        name = element.unique_name
+        if name in stored.document.objects:
+            _match_known(name, stored.object(name), found)
+        else:
+            found.missing.append(name)
+
+
+def _match_fixed(name: str, wanted: object, names: Names, found: Findings) -> None:
+    """Compare the record of a tensor that is made of others with the stored one."""
+    tensor = name.removesuffix(f".{TENSOR_RECORD}")
+    if names.has_value(name):
+        known = names.value(name)
+        if values.encode(known) == values.encode(wanted):
+            found.restored.append(name)
+        else:
+            found.is_another(tensor, mismatch.difference(known, wanted))
+    elif names.tensor(tensor) is not None:
+        kind = mismatch.kind_of(wanted)
+        found.is_another(tensor, f"a plain tensor is stored, a {kind} is wanted")
+    else:
+        found.missing.append(name)
+
+
+def _match_known(name: str, value: object, found: Findings) -> None:
+    """File a stored value under what it is: one that this program can have, or not."""
+    unknown = next(values.unresolved(value), None)
+    if unknown is None:
+        found.restored.append(name)
+    elif unknown.kind == "pickle":
+        found.conflicts.append(f"{name}: {unknown.payload}")
+    else:
+        found.conflicts.append(
+            f"{name}: the stored value is a {unknown.type_name}, which this program does not "
+            "know; import the module that defines it before loading"
+        )
+
+
+def _match_stored(
+    entry: TensorEntry,
+    own: list[str],
+    sources: list[str],
+    index: Index,
+    cast: bool,
+    found: Findings,
+) -> StoredTensor | None:
+    """The stored tensor that fills an entry; None if it does not fit, which is then filed.
+
+    Args:
+        entry: A tensor of the state.
+        own: Its names: several if it is tied.
+        sources: Those that are stored.
+        index: What is stored.
+        cast: Whether dtypes are converted.
+        found: Where findings go.
+    """
+    found.derived.update({name: sources[0] for name in own if name not in sources})
+    stored, name = index[sources[0]], entry.name
+    differ = f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted"
+    is_opaque = BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque
+    can_resize = entry.allow_shape_mismatch and len(stored.shape) == len(entry.global_shape)
+    if stored.shape != entry.global_shape and not can_resize:
+        found.conflicts.append(
+            f"{name}: shape {stored.shape} is stored, {entry.global_shape} is wanted"
+        )
+    elif stored.dtype != entry.dtype and not cast:
+        found.conflicts.append(f"{differ} (cast=True converts)")
+    elif stored.dtype != entry.dtype and is_opaque:
+        found.conflicts.append(f"{differ}, and torch does not convert between them")
+    else:
+        if stored.shape != entry.global_shape:
+            found.resized[name] = f"{stored.shape} → {entry.global_shape}"
+        if stored.dtype != entry.dtype:
+            found.cast[name] = f"{stored.dtype} → {entry.dtype}"
+        if name not in found.cast and name not in found.resized and name not in found.derived:
+            found.restored.append(name)
+        return stored
+    return None
+
+
+def _file_absent(
+    name: str, description: Description, names: Names, stored: StoredState, found: Findings
+) -> None:
+    """File a tensor that is not stored under what is stored in its place, if anything is."""
+    record = f"{name}.{TENSOR_RECORD}"
+    if names.has_value(record):
+        kind = mismatch.kind_of(names.value(record))
+        found.is_another(name, f"a {kind} is stored, a plain tensor is wanted")
+    elif stored.has_value(name):
+        found.conflicts.append(f"{name}: a plain value is stored where a tensor is wanted")
+    elif name not in description.optional:
+        found.missing.append(name)
+
+
+def _compare_tied(
+    entry: TensorEntry,
+    sources: list[str],
+    index: Index,
+    found: Findings,
+    draft: Draft,
+) -> None:
+    """Compare stored tensors that are to fill one tied tensor, if they are stored apart."""
+    first, *others = {index.row(name): name for name in reversed(sources)}.values()
+    shape = index[first].shape
+    for other in others:
+        if (index[other].shape, index[other].dtype) != (shape, index[first].dtype):
+            found.conflicts.append(mismatch.untied(other, first, "shape or dtype"))
+            continue
+        for part in entry.parts:
+            box = part.box.intersect(Box.whole(shape))
+            if box is not None:
+                problem = mismatch.untied(other, first, "values")
+                arrays = [draft.comparing.array(name, box) for name in (first, other)]
+                draft.compare(problem, *arrays)
+
+
+def _want(entry: TensorEntry, stored: StoredTensor, draft: Draft) -> None:
+    """Want this rank's part of a tensor from a stored one."""
+    is_exact = stored.shape == entry.global_shape
+    is_copied = is_exact and stored.dtype == entry.dtype
+    source = stored.name if is_copied else None
+    content = ("stored", draft.filling.index.row(stored.name))
+    for part in entry.parts:
+        if 0 in part.box.shape:
+            continue
+        memory = (
+            memory_of(part.data, entry.name, writable=True)
+            if stored.dtype == entry.dtype
+            else casting_memory_of(part.data, stored.dtype, entry.name)
+        )
+        box = part.box if is_exact else part.box.intersect(Box.whole(stored.shape))
+        if box != part.box:
+            draft.zeros.append((memory, part.box.shape))
+        if box is not None:
+            draft.filling.add(stored.name, box, Destination(part.box.offset, memory))
+        draft.fill(entry.name, part.box, memory, content, source)
+
+
+def _refuse_reserved(reserved: Sequence[tuple[str, Layout]], filled: Sequence[Filled]) -> None:
+    shared = source_in_target(reserved, filled) if reserved else None
+    if shared is not None:
+        raise StateError(
+            f"{shared[0]} of the source and {shared[1]} of the target state share memory\n"
+            "The source is read while the target is filled; give the target tensors of its own."
+        )
+
+
+def _asked_bits(description: Description, names: Names, stored: StoredState) -> bytes:
+    """A bit for each stored name: is it, or a name that it is tied to, asked for?"""
+    asked = {entry.name for entry in description.tensors}
+    asked.update(description.values, description.merged_lists)
+    asked.update(element.unique_name for element in description.objects)
+    if isinstance(names, TransformedState):
+        asked.update(names.read_for(asked))
+    index = stored.index
+    rows = {index.row(name) for name in asked if name in index}
+    bits = [name in asked or (name in index and index.row(name) in rows) for name in stored.names()]
+    return np.packbits(np.array(bits, dtype=np.bool_)).tobytes()
