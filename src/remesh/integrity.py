@@ -8,6 +8,7 @@ chain leads from the record to every byte. xxh3 finds damage, not forgery.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -103,7 +104,13 @@ class Damage:
     def __str__(self) -> str:
         shown = ", ".join(self.tensors[:8]) + (", ..." if len(self.tensors) > 8 else "")
         what = f"tensors {shown}" if self.tensors else "no tensor, only the file's header"
-        return (
-            f"{self.path}: bytes {self.start}:{self.stop} are not what was written ({what}). "
-            "Load another checkpoint, or restore this file from a copy"
-        )
+        return f"{self.path}: bytes {self.start}:{self.stop} are not what was written ({what})"
+
+
+def repair_advice(place: str) -> str:
+    """The command that shows what can be saved of a damaged checkpoint, as a sentence.
+
+    Args:
+        place: Directory of the checkpoint, as a path or URL.
+    """
+    return f"To see what can be saved: remesh repair {shlex.quote(place)} --dry-run"

@@ -23,7 +23,7 @@ import torch
 from click.testing import Result
 
 import remesh
-from remesh.cli import inspect, places
+from remesh.cli import inspect
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer
 
@@ -151,7 +151,7 @@ def test_a_fault_of_remesh_has_a_code_of_its_own(
     def fail(_place: str) -> remesh.Checkpoint:
         raise error
 
-    monkeypatch.setattr(places, "open_checkpoint", fail)
+    monkeypatch.setattr(inspect, "Checkpoint", fail)
     result = run("show", checkpoint, "step")
 
     assert (result.exit_code, result.stdout) == (70, "")

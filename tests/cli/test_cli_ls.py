@@ -244,7 +244,15 @@ def test_missing_file_is_reported_after_the_listing(
     document = run_json("ls", checkpoint, exit_code=1)
     assert document["status"] == "damaged"
     assert document["damages"] == [
-        {"file": file, "problem": "missing", "start": 0, "stop": size, "tensors": []}
+        {
+            "file": file,
+            "problem": "missing",
+            "start": 0,
+            "stop": size,
+            "tensors": [],
+            "num_bytes": None,
+            "num_written": None,
+        }
     ]
 
 
@@ -262,9 +270,10 @@ def test_directory_in_order_of_numbers(run: Run, runs: Path) -> None:
         ("committed", "step_100 *"),
         ("unfinished", "step_200"),
     ]
-    assert result.stdout.endswith(
-        "step_200: no commit record: a save is running or was interrupted\n"
-    )
+    assert result.stdout.splitlines()[-2:] == [
+        "step_200: no commit record: a save is running, was interrupted, or the record was lost",
+        f"To see what can be saved: remesh repair {runs / 'step_200'} --dry-run",
+    ]
 
 
 def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
@@ -282,17 +291,21 @@ def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
         "created": "2026-01-31T12:00:00+00:00",
         "world_size": 1,
         "step": 9,
+        "format": "remesh",
+        "repaired_from": "",
         "newest": False,
     }
     assert last == {
         "name": "step_200",
         "path": str(runs / "step_200"),
         "status": "unfinished",
-        "reason": "no commit record: a save is running or was interrupted",
+        "reason": "no commit record: a save is running, was interrupted, or the record was lost",
         "num_bytes": sum(file.stat().st_size for file in (runs / "step_200").glob("data-*/*")),
         "created": None,
         "world_size": None,
         "step": None,
+        "format": "remesh",
+        "repaired_from": "",
         "newest": False,
     }
 
@@ -327,8 +340,10 @@ def test_damaged_checkpoints_are_never_the_newest(
         data.unlink()
         reason = f"{data.relative_to(runs / 'step_100')} is missing"
     else:
-        os.truncate(data, data.stat().st_size - 1)
-        reason = f"{data.relative_to(runs / 'step_100')} has another size than was written"
+        size = data.stat().st_size
+        os.truncate(data, size - 1)
+        file = data.relative_to(runs / "step_100")
+        reason = f"{file} has {size - 1} bytes, {size} were written"
 
     steps = {step["name"]: step for step in run_json("ls", runs)["checkpoints"]}
 
@@ -385,22 +400,23 @@ def test_patterns_choose_checkpoints(run: Run, run_json: RunJson, runs: Path) ->
 def test_nothing_there(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "model.safetensors").touch()
+    (tmp_path / "foreign" / "model.gguf").touch()
     (tmp_path / "file").touch()
 
     for name, message in {
         "nowhere": "no such directory",
         "empty": "no checkpoint there, the directory is empty",
-        "foreign": "not a remesh checkpoint (no remesh.json); it holds model.safetensors",
+        "foreign": "not a checkpoint (no remesh.json); it holds model.gguf. Looked for: ",
         "file": "a file; give the directory of a checkpoint, which holds remesh.json",
     }.items():
         result = run("ls", tmp_path / name)
         assert (result.exit_code, result.stdout) == (2, ""), name
-        assert result.stderr == f"error: {tmp_path / name}: {message}\n"
+        assert result.stderr.startswith(f"error: {tmp_path / name}: {message}")
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(run: Run, runs: Path) -> None:
     result = run("ls", runs / "step_200")
 
     assert result.exit_code == 2
-    assert "only files of a save that was not finished" in result.stderr
+    assert "but files of a save that was interrupted" in result.stderr
+    assert f"remesh repair {runs / 'step_200'} --dry-run" in result.stderr

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from remesh.catalog import natural_key
 from remesh.cli import output
-from remesh.cli.places import natural_key
 from remesh.values import UnresolvedValue
 
 

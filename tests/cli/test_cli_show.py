@@ -340,8 +340,8 @@ def test_a_directory_of_checkpoints_is_not_one(run: Run, runs: Path) -> None:
 
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {runs}: not a checkpoint itself, but it holds 3; name one of them, "
-        f"such as {runs / 'step_100'}\n"
+        f"error: {runs}: not a checkpoint itself; it holds 3 checkpoints; name one of them, "
+        f"the newest is {runs / 'step_100'}\n"
     )
 
 

@@ -53,6 +53,7 @@ def test_sound(run: Run, run_json: RunJson, checkpoint: Path) -> None:
                 "has_digests": True,
                 "unchecked": [],
                 "incomplete": [],
+                "advice": "",
             }
         ]
     }
@@ -67,7 +68,8 @@ def test_a_flipped_byte(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     (damage,) = damages_of(run_json, checkpoint)
     tensors = damage.pop("tensors")
 
-    assert damage == {"file": name, "problem": "content", "start": 0, "stop": size}
+    sizes = {"num_bytes": None, "num_written": None}
+    assert damage == {"file": name, "problem": "content", "start": 0, "stop": size, **sizes}
     assert "model.embed" in tensors
 
     result = run("verify", checkpoint)
@@ -170,6 +172,8 @@ def test_damaged_small_files(
         "start": start,
         "stop": size,
         "tensors": [],
+        "num_bytes": size - 3 if problem == "size" else None,
+        "num_written": size if problem == "size" else None,
     }
     assert name in run("verify", checkpoint).stdout
 
@@ -186,6 +190,8 @@ def test_a_damaged_record(run: Run, run_json: RunJson, checkpoint: Path) -> None
             "start": 0,
             "stop": len(text),
             "tensors": [],
+            "num_bytes": None,
+            "num_written": None,
         }
     ]
     assert "the commit record was changed after it was written" in run("verify", checkpoint).stdout

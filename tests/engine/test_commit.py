@@ -118,9 +118,9 @@ def test_a_killed_first_save_does_not_exist_for_any_reader(tmp_path: Path) -> No
     outcomes = run_processes_outcomes(WORLD_SIZE, save_value, path, 2.0, faults)
     assert [type(outcome) for outcome in outcomes] == [Raised, Died, Raised]
     assert list(path.rglob("*.safetensors"))
-    with pytest.raises(remesh.CheckpointNotFoundError, match="not finished"):
+    with pytest.raises(remesh.CheckpointNotFoundError, match="remesh repair"):
         remesh.Checkpoint(path)
-    with pytest.raises(remesh.CheckpointNotFoundError, match="not finished"):
+    with pytest.raises(remesh.CheckpointNotFoundError, match="remesh repair"):
         remesh.load(state_of(0, 0.0), path)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh import catalog
 from remesh.checkpoint.loading import load
-from remesh.cli import places
 from remesh.cli.checking import check
 from remesh.errors import (
     CheckpointReplacedError,
@@ -188,7 +188,7 @@ def test_verifying_is_never_wrong_about_an_intact_checkpoint(place: Storage) -> 
 COMMANDS: dict[str, Callable[[Path], bool]] = {
     "verify": lambda path: check(str(path)).status == "sound",
     "ls": lambda path: (
-        [step.status for step in places.scan(LocalStorage(path.parent))] == ["committed"]
+        [step.status for step in catalog.scan(LocalStorage(path.parent))] == ["committed"]
     ),
     "repair": lambda path: not plan_repair(path).report.lost,
 }

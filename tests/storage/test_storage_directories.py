@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from obstore.store import MemoryStore
 
 import remesh
-from remesh.cli import cli, places
+from remesh import catalog
+from remesh.cli import cli
 from remesh.maintenance import orphans
 from remesh.storage import DirectoryListing, Storage, open_storage
 from remesh.storage.fsspec_store import FsspecStorage
@@ -149,6 +150,6 @@ def test_ls_does_not_list_what_is_no_checkpoint(
         return list_sizes(self, prefix)
 
     monkeypatch.setattr(kind, "list_sizes", spy)
-    (step,) = places.scan(storage)
+    (step,) = catalog.scan(storage)
     assert (step.name, step.status, step.num_bytes) == ("step_1", "unfinished", 2)
     assert listed == [f"step_1/{DEAD}/"]

@@ -759,3 +759,15 @@ def test_this_machines_mounts_parse() -> None:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         major, minor = line.split()[2].split(":")
         network_mount(line, os.makedev(int(major), int(minor)))
+
+
+def test_a_place_that_takes_no_files_is_not_called_full(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="a part of the path is a file"):
+        LocalStorage(tmp_path / "file" / "step_1").space()
+    monkeypatch.setattr(os, "access", lambda *_args, **_options: False)
+    with pytest.raises(StorageError, match="Permission denied; give the user") as caught:
+        storage.space()
+    assert not isinstance(caught.value, NoSpaceError)

@@ -319,10 +319,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("below", "message"),
         [
-            ("", "holds 1; name one of them, such as .*/step_1"),
+            ("", "it holds 1 checkpoint, .*/step_1; name that"),
             ("/nothing", "no file has a name that begins so"),
-            ("/step_2", "a save that was not finished"),
-            ("/notes", "not a remesh checkpoint .* it holds today"),
+            ("/step_2", "remesh repair .*/step_2 --dry-run"),
+            ("/notes", "not a checkpoint .* it holds today"),
         ],
     )
     def test_places_without_a_checkpoint(self, root: str, below: str, message: str) -> None:

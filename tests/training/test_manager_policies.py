@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remesh.catalog import CheckpointInfo
+from remesh.catalog import CheckpointInfo, newest_of
 from remesh.training.policies import (
     MAX_GAP,
     EverySeconds,
@@ -28,7 +28,6 @@ from remesh.training.retention import (
     KeepPolicy,
     decide,
     keep_policies,
-    newest_of,
 )
 
 # ---------------------------------------------------------------------------------------------

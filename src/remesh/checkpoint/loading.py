@@ -27,6 +27,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
 from remesh.checkpoint.comparing import RankReads, differences
@@ -315,8 +316,13 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
         StateError: If it is not clear which format it has.
     """
     place = source if isinstance(source, Place) else place_of(source)
+
+    def read() -> bytes:
+        with explained_absence(place):
+            return msgspec.msgpack.encode(read_encoded(place))
+
     index, document, identity = msgspec.msgpack.decode(
-        run_on_one(exchange, lambda: msgspec.msgpack.encode(read_encoded(place))),
+        run_on_one(exchange, read),
         type=tuple[bytes, bytes, str],
     )
     where = place.storage.url

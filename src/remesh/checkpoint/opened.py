@@ -12,6 +12,7 @@ import numpy as np
 
 from remesh import values
 from remesh._repr import short_repr
+from remesh.catalog import explained_absence
 from remesh.checkpoint.stored import StoredState, read_box
 from remesh.coverage import tensors_with_holes
 from remesh.dtypes import BY_NAME
@@ -100,7 +101,8 @@ class Checkpoint:
     def __init__(self, path: Any) -> None:
         place = place_of(path)
         self._storage = place.storage
-        self._contents = read_contents(place)
+        with explained_absence(place):
+            self._contents = read_contents(place)
         record = self._contents.record
         self._stored = StoredState(
             self._storage.url,

@@ -12,6 +12,7 @@ from save to save; rank 0's copy is taken if the fingerprints say that all ranks
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -515,10 +516,22 @@ def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, 
             free[space.identity] = min(space.free_bytes, free.get(space.identity, space.free_bytes))
     for identity, size in needed.items():
         if size > free[identity]:
+            existing = next(one.existing for one in spaces if one and one.identity == identity)
             raise NoSpaceError(
                 f"{url}: the state needs {size / 1e9:.3f} GB, {free[identity] / 1e9:.3f} GB are "
-                "free there. Nothing was written. Free some space, or save elsewhere."
+                f"free there. Nothing was written. {_space_advice(url, existing)}"
             )
+
+
+def _space_advice(url: str, existing: str) -> str:
+    """What to do where there is too little room; a directory that is missing may be a mount."""
+    missing = os.path.relpath(url, existing).split("/") if existing else []
+    if len(missing) > 1:
+        return (
+            f"{existing}/{missing[0]} does not exist: if it is a mount point, mount it; otherwise "
+            f"free some space in {existing}, or save elsewhere."
+        )
+    return "Free some space, or save elsewhere."
 
 
 def _check_options(options: Sequence[tuple[str | None, str]]) -> None:

@@ -11,15 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from remesh import catalog
+from remesh.catalog import Finding
+from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.cli.places import Finding
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     RemeshError,
 )
 from remesh.formats import native
-from remesh.integrity import Damage, hex_digest
+from remesh.integrity import Damage, hex_digest, repair_advice
 from remesh.storage import Storage, open_storage, shown_url
 
 
@@ -39,6 +41,7 @@ class Verdict:
             `sound` then only says that everything could be read.
         unchecked: Names that a repair has taken over without a digest that proves them.
         incomplete: Names of tensors of which some elements are stored nowhere.
+        advice: The command that shows what can be saved of a damaged checkpoint of remesh.
     """
 
     path: str
@@ -50,6 +53,7 @@ class Verdict:
     has_digests: bool = True
     unchecked: tuple[str, ...] = ()
     incomplete: tuple[str, ...] = ()
+    advice: str = ""
 
 
 def check(path: str) -> Verdict:
@@ -71,13 +75,17 @@ def _check(path: str) -> Verdict:
     """
     storage = open_storage(path)
     try:
-        checkpoint = places.open_checkpoint(path)
+        checkpoint = Checkpoint(path)
         num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
         with output.progress(path, num_bytes) as on_read:
             report = checkpoint.verify(on_read)
     except CorruptCheckpointError as error:
         return Verdict(
-            shown_url(path), "damaged", damages=tuple(_check_files(storage)), error=str(error)
+            shown_url(path),
+            "damaged",
+            damages=tuple(_check_files(storage)),
+            error=str(error),
+            advice=_advice(path, storage),
         )
     # Sizes once more, by the record: they tell a short file from one with other bytes.
     findings = places.findings_of(storage, checkpoint)
@@ -93,7 +101,13 @@ def _check(path: str) -> Verdict:
         has_digests=report.has_digests,
         unchecked=report.unchecked,
         incomplete=report.incomplete,
+        advice=_advice(path, storage) if is_damaged else "",
     )
+
+
+def _advice(path: str, storage: Storage) -> str:
+    """What to do about a damaged checkpoint; repair knows those of remesh alone."""
+    return repair_advice(shown_url(path)) if catalog.holds_record(storage) else ""
 
 
 def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Finding]:
@@ -122,13 +136,13 @@ def merge(damages: Iterable[Damage], findings: Iterable[Finding]) -> list[Findin
 
 def _check_files(storage: Storage) -> list[Finding]:
     """What can be said of a checkpoint that cannot be opened."""
-    if not places.holds_record(storage):
+    if not catalog.holds_record(storage):
         return []
     try:
         record = native.read_record(storage)
     except CorruptCheckpointError:
         return [Finding(native.RECORD_NAME, "content", 0, storage.size(native.RECORD_NAME))]
-    findings = places.check_sizes(storage, record)
+    findings = catalog.check_sizes(storage, record)
     wrong = {finding.file for finding in findings}
     with native.unless_replaced(storage, native.identity_of(record)):
         for file in (record.index, record.values):

@@ -10,6 +10,7 @@ import click
 import numpy as np
 from rich.console import Console
 
+from remesh import catalog
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.boxes import BoxText, parse_box
@@ -19,6 +20,7 @@ from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Piece
+from remesh.integrity import repair_advice
 from remesh.state import TENSOR_RECORD
 from remesh.storage import open_storage, shown_url
 
@@ -58,13 +60,13 @@ def ls(
         listing = native.begin_anew(lambda: _Listing.of(path, patterns))
         _list_checkpoint(listing, with_values, with_pieces, as_json)
         return
-    steps = places.scan(storage)
+    steps = catalog.scan(storage)
     if not steps:
-        raise places.nothing_at(storage)
+        raise catalog.nothing_at(storage)
     found = [step for step in steps if _matches(step.name, patterns)]
     if not found:
         raise StateError(f"no checkpoint in {shown_url(path)} matches {' '.join(patterns)}")
-    newest = places.newest_of(steps)
+    newest = catalog.newest_entry(steps)
     if as_json:
         checkpoints = [{**asdict(step), "newest": step is newest} for step in found]
         output.print_json(
@@ -78,7 +80,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _print_steps(steps: Sequence[places.Step], newest: places.Step | None) -> None:
+def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -> None:
     console = output.stdout_console()
     columns = ("<status", "<committed", ">ranks", ">size", "<name")
     rows = [
@@ -102,6 +104,9 @@ def _print_steps(steps: Sequence[places.Step], newest: places.Step | None) -> No
         console.out("")
     for step in reasons:
         console.out(output.printable(f"{step.name}: {step.reason}"), highlight=False)
+    broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
+    if broken:
+        console.out(output.printable(repair_advice(broken[-1].path)), highlight=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +127,7 @@ class _Listing:
     path: str
     patterns: tuple[str, ...]
     checkpoint: Checkpoint
-    findings: list[places.Finding]
+    findings: list[catalog.Finding]
     totals: dict[str, int]
     tensors: list[str]
     values: dict[str, object]
@@ -136,7 +141,7 @@ class _Listing:
             StateError: If no name matches.
             CheckpointError: If there is no sound checkpoint, or it was replaced meanwhile.
         """
-        checkpoint = places.open_checkpoint(path)
+        checkpoint = Checkpoint(path)
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         listing = cls(
             shown_url(path),
@@ -174,12 +179,12 @@ def _num_file_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of all files that a checkpoint is known to have."""
     if checkpoint.format != native.FORMAT_NAME:
         return sum(file.num_bytes for file in checkpoint.index.files)
-    return sum(file.num_bytes for file in places.files_of(checkpoint.record))
+    return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
 
 
 def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """The names that match, in natural order."""
-    return sorted((name for name in names if _matches(name, patterns)), key=places.natural_key)
+    return sorted((name for name in names if _matches(name, patterns)), key=catalog.natural_key)
 
 
 def _list_checkpoint(
@@ -203,8 +208,8 @@ def _list_checkpoint(
             _print_values(console, "object", listing.objects)
     if listing.findings:
         raise CorruptCheckpointError(
-            f"{listing.path}: damaged: {places.describe_findings(listing.findings)}. Load another "
-            "checkpoint, or restore the files from a copy."
+            f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
+            f"{repair_advice(listing.path)}"
         )
 
 
@@ -410,7 +415,7 @@ def _open_and_look(
     path: str, name: str, box_text: BoxText | None
 ) -> tuple[Checkpoint, _Looked | None]:
     """A checkpoint, and what is found in it if the name is that of a tensor."""
-    checkpoint = places.open_checkpoint(path)
+    checkpoint = Checkpoint(path)
     is_tensor = name in checkpoint.index
     return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
 
@@ -588,5 +593,7 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
     if rows:
         output.print_table(console, ("<problem", "<bytes", "<file", "<tensors"), rows, "  ")
     texts = [f"incomplete: elements of {name} are stored nowhere" for name in verdict.incomplete]
-    for text in [*texts, *filter(None, [verdict.error])]:
+    # An error may say the same.
+    advice = "" if "remesh repair" in verdict.error else verdict.advice
+    for text in [*texts, *filter(None, [verdict.error, advice])]:
         console.out(f"  {output.printable(text)}", highlight=False)

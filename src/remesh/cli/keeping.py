@@ -13,7 +13,8 @@ import msgspec
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
-from remesh.cli import output, places
+from remesh.checkpoint import Checkpoint
+from remesh.cli import output
 from remesh.errors import RemeshError
 from remesh.storage import open_storage
 from remesh.training import retention
@@ -33,7 +34,7 @@ def latest(*, root: str, as_json: bool) -> None:
     from_newest = reversed(catalog.look(storage))
     newest = next((info for info in from_newest if not _checked(info).problem), None)
     if newest is None:
-        raise places.nothing_at(storage)
+        raise catalog.nothing_at(storage)
     if as_json:
         output.print_json(_facts(newest))
     else:
@@ -44,7 +45,7 @@ def latest(*, root: str, as_json: bool) -> None:
 @click.argument("checkpoint")
 def pin(*, checkpoint: str) -> None:
     """Keep a checkpoint, whatever retention policies say."""
-    places.open_checkpoint(checkpoint)
+    Checkpoint(checkpoint)
     catalog.pin(checkpoint)
     click.echo(f"{output.printable(checkpoint)}: pinned")
 
@@ -53,7 +54,7 @@ def pin(*, checkpoint: str) -> None:
 @click.argument("checkpoint")
 def unpin(*, checkpoint: str) -> None:
     """Let retention policies decide about a checkpoint again."""
-    places.open_checkpoint(checkpoint)
+    Checkpoint(checkpoint)
     catalog.unpin(checkpoint)
     click.echo(f"{output.printable(checkpoint)}: not pinned")
 
@@ -100,8 +101,8 @@ def prune_checkpoints(
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.look(storage)]
     if not infos:
-        raise places.nothing_at(storage)
-    newest = retention.newest_of([info for info in infos if not info.problem])
+        raise catalog.nothing_at(storage)
+    newest = catalog.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
     fates = retention.decide(infos, policies, run=whose, now=time.time())
     removed: set[str] = set()
@@ -125,10 +126,10 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         return info
     below = open_storage(info.path)
     try:
-        _, findings = places.read_record_and_sizes(below)
+        _, findings = catalog.read_record_and_sizes(below)
     except RemeshError as error:
         return msgspec.structs.replace(info, problem=str(error))
-    return msgspec.structs.replace(info, problem=places.describe_findings(findings))
+    return msgspec.structs.replace(info, problem=catalog.describe_findings(findings))
 
 
 def _facts(info: CheckpointInfo) -> dict[str, object]:

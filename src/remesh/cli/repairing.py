@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 
 import click
@@ -99,10 +100,10 @@ def _print_report(console: Console, report: RepairReport) -> None:
         line(f"  of which no digest proves: {', '.join(report.unchecked)}", "yellow")
     if report.left_out:
         line(
-            f"left out, because no digest proves them: {', '.join(report.left_out)}\n"
-            "  they may be right or wrong; --keep-unchecked saves them, too",
+            f"left out, because no digest proves them: {', '.join(report.left_out)}",
             "yellow",
         )
+        line("  they may be right or wrong; --keep-unchecked saves them, too", "yellow")
     if report.lost or report.lost_aliases:
         line(f"lost: {output.plural(len(report.lost) + len(report.lost_aliases), 'tensor')}", "red")
         for tensor in report.lost:
@@ -115,6 +116,17 @@ def _print_report(console: Console, report: RepairReport) -> None:
         line(f"note: {note}")
     if report.target:
         line(f"written to {report.target}")
+    elif not report.is_empty:
+        line(f"To save it: {_next_command(report)}")
+
+
+def _next_command(report: RepairReport) -> str:
+    """The command that writes what a dry run found."""
+    source = report.source.rstrip("/")
+    words = ["remesh", "repair", source, "--to", f"{source}-repaired"]
+    if report.left_out:
+        words.append("--keep-unchecked")
+    return shlex.join(words)
 
 
 def _holes(holes: tuple[Box, ...]) -> str:

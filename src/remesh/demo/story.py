@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from remesh import catalog
 from remesh.catalog import step_name
 from remesh.checkpoint import Checkpoint
 from remesh.demo import launch, report
@@ -35,6 +36,7 @@ from remesh.demo.result import (
     compare,
 )
 from remesh.errors import CheckpointNotFoundError
+from remesh.storage import open_storage
 
 MARKER = ".remesh-demo"
 PICTURE_NAME = "layout.html"
@@ -217,13 +219,10 @@ def newest_committed(root: Path) -> Path:
     Raises:
         DemoError: If there is none.
     """
-    for path in sorted(root.glob("step_*"), reverse=True):
-        try:
-            Checkpoint(path)
-        except CheckpointNotFoundError:
-            continue
-        return path
-    raise DemoError(f"{root}: there is no committed checkpoint")
+    newest = catalog.newest_of(catalog.look(open_storage(root)))
+    if newest is None:
+        raise DemoError(f"{root}: there is no committed checkpoint")
+    return Path(newest.path)
 
 
 def examine_half_written(path: Path) -> HalfWritten:

@@ -53,6 +53,7 @@ from remesh.integrity import (
     digest_of_digests,
     hex_digest,
     names_in_range,
+    repair_advice,
 )
 from remesh.state import MAX_PATH, Path, cut_name
 from remesh.storage import Storage
@@ -152,13 +153,12 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
         head = msgspec.json.decode(body, type=_Version)
     except _MALFORMED as error:
         raise CorruptCheckpointError(
-            f"{where}: not a commit record ({error}). If a save was interrupted here, delete the "
-            "directory; otherwise load another checkpoint."
+            f"{where}: not a commit record ({error}). {_record_advice(where)}"
         ) from error
     if hex_digest(body) != file.digest:
         raise CorruptCheckpointError(
             f"{where}: the commit record was changed after it was written (its digest differs). "
-            "Load another checkpoint, or restore this file from a copy."
+            f"{_record_advice(where)}"
         )
     if head.format != FORMAT_NAME or head.version > FORMAT_VERSION:
         raise FormatVersionError(
@@ -168,7 +168,13 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
     try:
         return msgspec.json.decode(body, type=CommitRecord)
     except _MALFORMED as error:
-        raise CorruptCheckpointError(f"{where}: incomplete commit record: {error}") from error
+        raise CorruptCheckpointError(
+            f"{where}: incomplete commit record: {error}. {_record_advice(where)}"
+        ) from error
+
+
+def _record_advice(where: str) -> str:
+    return repair_advice(where.removesuffix(f"/{RECORD_NAME}"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -412,7 +418,7 @@ def read_record(storage: Storage) -> CommitRecord:
     """Read the commit record.
 
     Raises:
-        CheckpointNotFoundError: If there is none, saying what is there instead.
+        CheckpointNotFoundError: If there is none.
         CorruptCheckpointError: If it was damaged.
         FormatVersionError: If it is of a newer version.
     """
@@ -420,22 +426,10 @@ def read_record(storage: Storage) -> CommitRecord:
     try:
         text = storage.read(RECORD_NAME)
     except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(what_is_there(storage)) from None
+        raise CheckpointNotFoundError(
+            f"{storage.url}: no checkpoint there (no {RECORD_NAME})"
+        ) from None
     return decode_record(text, where)
-
-
-def what_is_there(storage: Storage) -> str:
-    """What to say about a place without a commit record."""
-    found = storage.list()
-    if not found:
-        return f"{storage.url}: no checkpoint there (no such directory, an empty one, or a file)"
-    if any(path.startswith("data-") for path in found):
-        return (
-            f"{storage.url}: no checkpoint there, only files of a save that was not finished "
-            f"(no {RECORD_NAME}). Load an earlier checkpoint; this directory may be deleted."
-        )
-    shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-    return f"{storage.url}: not a remesh checkpoint (no {RECORD_NAME}); it holds {shown}"
 
 
 def read_small_files(storage: Storage) -> NativeFiles:
@@ -552,13 +546,13 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
         data = storage.read(file.path)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
-            f"{storage.url}/{file.path}: missing, though {RECORD_NAME} names it. Load another "
-            "checkpoint, or restore this file from a copy."
+            f"{storage.url}/{file.path}: missing, though {RECORD_NAME} names it. "
+            f"{repair_advice(storage.url)}"
         ) from None
     if len(data) != file.num_bytes or hex_digest(data) != file.digest:
         raise CorruptCheckpointError(
             f"{storage.url}/{file.path}: not what was written ({len(data)} of {file.num_bytes} "
-            "bytes, or another digest). Load another checkpoint, or restore this file from a copy."
+            f"bytes, or another digest). {repair_advice(storage.url)}"
         )
     return data
 
@@ -576,7 +570,7 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
     if indexed != recorded:
         raise CorruptCheckpointError(
             f"{storage.url}: the index and {RECORD_NAME} disagree about the data files; they "
-            "belong to different saves. Load another checkpoint."
+            f"belong to different saves. {repair_advice(storage.url)}"
         )
     for number, file in enumerate(record.files):
         try:

@@ -200,7 +200,7 @@ def format_at(place: Place) -> Format:
     if not found:
         looked = "; ".join(row.looks_for for row in FORMATS)
         raise CheckpointNotFoundError(
-            f"{native.what_is_there(place.storage)}. Looked for: {looked}."
+            f"{place.storage.url}: no checkpoint there. Looked for: {looked}."
         )
     if len(found) > 1:
         marks = " and ".join(row.looks_for for row in found)

@@ -36,7 +36,6 @@ from remesh.formats import native
 from remesh.storage import (
     Directory,
     DirectoryListing,
-    LocalStorage,
     Storage,
     is_local,
     open_storage,
@@ -205,7 +204,7 @@ def _scan_directory(directory: Path) -> ScannedDirectory:
             seen.append(ScannedEntry(entry.path, "put", status.st_mtime, status.st_size))
     # The record is read after the folders: a save that commits meanwhile is then seen.
     nothing: tuple[RecordState, frozenset[str]] = ("missing", frozenset())
-    record, referred = _read_record(LocalStorage(directory), "") if seen else nothing
+    record, referred = _read_record(open_storage(directory), "") if seen else nothing
     # Hidden files in a folder count for themselves only if the folder belongs to a checkpoint.
     inside = tuple(
         one

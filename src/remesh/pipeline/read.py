@@ -19,11 +19,13 @@ from remesh.dtypes import DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.geometry import Box, row_strides
 from remesh.index import Index
-from remesh.integrity import find_damage
+from remesh.integrity import find_damage, repair_advice
 from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan
 from remesh.storage import Buffer, Storage, is_remote
+
+_OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 
 NUM_THREADS = 8
 """Readers: enough to keep a disk's queue filled while others copy."""
@@ -140,19 +142,19 @@ def _read_checked(storage: Storage, index: Index, file: int, start: int, data: B
     """Fill a buffer with bytes of a data file that are as they were written."""
     path = index.files[file].path
     where = f"{storage.url}/{path}"
+    # What another system wrote has no digests, and nothing can be proven to be whole.
+    advice = repair_advice(storage.url) if index.block_size else _OTHERS_ADVICE
     try:
         num_read = storage.read_into(path, start, data)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
-            f"{where}: missing, though the commit record names it. Load another checkpoint, or "
-            "restore this file from a copy."
+            f"{where}: missing, though the checkpoint names it. {advice}"
         ) from None
     if num_read < len(data):
         raise CorruptCheckpointError(
             f"{where}: ends at byte {start + num_read}, but its index has bytes up to "
-            f"{start + len(data)}; the file was cut short. Load another checkpoint, or restore "
-            "this file from a copy."
+            f"{start + len(data)}; the file was cut short. {advice}"
         )
     damages = find_damage(index, file, start, data)
     if damages:
-        raise CorruptCheckpointError(f"{storage.url}/{damages[0]}")
+        raise CorruptCheckpointError(f"{storage.url}/{damages[0]}. {advice}")

@@ -34,6 +34,7 @@ from remesh.storage.sizes import Directory as Directory
 from remesh.storage.sizes import DirectoryListing as DirectoryListing
 from remesh.storage.sizes import FileFacts as FileFacts
 from remesh.storage.sizes import SizedListing as SizedListing
+from remesh.storage.sizes import list_directory as list_directory
 from remesh.storage.sizes import list_sizes as list_sizes
 
 __all__ = [

@@ -45,6 +45,7 @@ from remesh.storage.local_io import (
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
 from remesh.storage.room import is_in_memory, room_identity
+from remesh.storage.sizes import Directory, FileFacts
 
 _HIDDEN = ".remesh-put-"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -89,6 +90,25 @@ class LocalStorage:
             below = Path(directory).relative_to(self._root)
             found += [str(below / name) for name in names if not name.startswith(_HIDDEN)]
         return sorted(path for path in found if path.startswith(prefix))
+
+    def list_directory(self, path: str = "") -> Directory:
+        """See `DirectoryListing.list_directory`; links that lead nowhere are left out."""
+        directory = self._file(path) if path else self._root
+        directories, files = [], {}
+        try:
+            with os.scandir(directory) as found:
+                for entry in found:
+                    with suppress(OSError):  # it has just gone, or is a link that leads nowhere
+                        if entry.is_dir():
+                            directories.append(entry.name)
+                        else:
+                            status = entry.stat()
+                            files[entry.name] = FileFacts(status.st_size, status.st_mtime)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return Directory((), {})
+            raise explain("list", directory, error) from error
+        return Directory(tuple(sorted(directories)), files)
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""
@@ -186,8 +206,12 @@ class LocalStorage:
                 directory = directory.parent
             room = os.statvfs(directory)
             status = directory.stat()
+            if problem := _not_writable(directory, room):
+                raise OSError(problem, os.strerror(problem))
         except OSError as error:
-            raise explain("look at", directory, error) from error
+            raise explain("write in", directory, error) from error
+        if not room.f_blocks:
+            return None  # a file system of the kernel's, such as /proc, which has no room to count
         free_bytes = room.f_bavail * room.f_frsize
         # What is written there counts as memory of the container, which may be limited to less.
         available = available_memory() if is_in_memory(status.st_dev) else None
@@ -195,7 +219,7 @@ class LocalStorage:
             free_bytes = min(free_bytes, available)
         room_name = room_identity(status.st_dev)
         place = f"{room_name}:{status.st_ino}:{self._root.relative_to(directory)}"
-        return FileSystemSpace(room_name, free_bytes, place)
+        return FileSystemSpace(room_name, free_bytes, place, str(directory))
 
     def _file(self, path: str) -> Path:
         return self._root / check_path(path)
@@ -236,6 +260,15 @@ class LocalStorage:
             if not os.access(directory, os.R_OK | os.W_OK):
                 return
             yield directory
+
+
+def _not_writable(directory: Path, room: os.statvfs_result) -> int:
+    """The error number of why no file can be made in a directory; 0 if one can."""
+    if not directory.is_dir():
+        return errno.ENOTDIR
+    if os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        return 0
+    return errno.EROFS if room.f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _cannot_read(file: Path, error: OSError) -> RemeshError:

@@ -23,11 +23,14 @@ class FileSystemSpace:
         free_bytes: What may still be written.
         directory: Equal on ranks that reach the same directory under the name of the root; empty
             if that is not known.
+        existing: The nearest directory that exists at or above the root; empty if that is not
+            known.
     """
 
     identity: str
     free_bytes: int
     directory: str = ""
+    existing: str = ""
 
     __repr__ = short_repr
 

@@ -8,9 +8,11 @@ names: to look at one of them, nothing below it need be listed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from remesh.errors import CheckpointNotFoundError
 from remesh.storage.protocol import Storage
 
 
@@ -68,4 +70,27 @@ def list_sizes(storage: Storage, prefix: str = "") -> dict[str, int]:
     """
     if isinstance(storage, SizedListing):
         return storage.list_sizes(prefix)
-    return {path: storage.size(path) for path in storage.list(prefix)}
+    sizes = {}
+    for path in storage.list(prefix):
+        with suppress(CheckpointNotFoundError):  # it was removed after it was listed
+            sizes[path] = storage.size(path)
+    return sizes
+
+
+def list_directory(storage: Storage, path: str = "") -> Directory:
+    """What lies directly in a directory of any storage; nothing if there is none.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    if isinstance(storage, DirectoryListing):
+        return storage.list_directory(path)
+    directories, files = set(), {}
+    prefix = f"{path}/" if path else ""
+    for file, size in list_sizes(storage, prefix).items():
+        name, slash, _ = file.removeprefix(prefix).partition("/")
+        if slash:
+            directories.add(name)
+        else:
+            files[name] = FileFacts(size, None)
+    return Directory(tuple(sorted(directories)), files)

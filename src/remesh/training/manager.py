@@ -193,7 +193,7 @@ class Manager:
     @property
     def latest(self) -> CheckpointInfo | None:
         """The newest that is not known to be damaged, or None. Not collective."""
-        return retention.newest_of([info for info in self.checkpoints if not info.problem])
+        return catalog.newest_of([info for info in self.checkpoints if not info.problem])
 
     def fates(self) -> list[Fate]:
         """What retention would do with each checkpoint now; nothing is touched. Not collective."""

@@ -121,8 +121,8 @@ def decide(
     """
     counted = [info for info in infos if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
-    newest = newest_of([info for info in infos if not info.problem])
-    own_newest = newest_of(counted)
+    newest = catalog.newest_of([info for info in infos if not info.problem])
+    own_newest = catalog.newest_of(counted)
     for info in {one.name: one for one in (newest, own_newest) if one is not None}.values():
         reasons[info.name].append("the newest good one")
     if not policies:
@@ -151,15 +151,6 @@ def remove_unkept(storage: Storage, fates: Sequence[Fate], *, now: float) -> lis
     return [info for info in infos if catalog.remove(storage, info.name, now=now)]
 
 
-def newest_of(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The one with the highest step; of equal steps the one that was committed later."""
-    return max(infos, key=_age_key, default=None)
-
-
-def _age_key(info: CheckpointInfo) -> tuple[int, str, str]:
-    return info.step, info.created, info.name
-
-
 def _protections(info: CheckpointInfo, run: str, now: float) -> list[str]:
     facts = (
         (info.is_pinned, "pinned"),
@@ -173,14 +164,14 @@ def _protections(info: CheckpointInfo, run: str, now: float) -> list[str]:
 def _kept_by(policy: KeepPolicy, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     match policy:
         case KeepLast(count):
-            return sorted(infos, key=_age_key)[-count:]
+            return sorted(infos, key=catalog.age_key)[-count:]
         case KeepEvery(num_steps):
             return [info for info in infos if info.step % num_steps == 0]
         case KeepBest(metric, mode, count):
             sign = 1 if mode == "max" else -1
             value = _metric(metric)
             known = [info for info in infos if not math.isnan(value(info))]
-            ranked = sorted(known, key=lambda info: (sign * value(info), _age_key(info)))
+            ranked = sorted(known, key=lambda info: (sign * value(info), catalog.age_key(info)))
             return ranked[-count:]
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from remesh import catalog
 from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.local import exchange_of
@@ -27,10 +27,8 @@ from remesh.compat.flex_checkpoint.shards import engine_state
 from remesh.compat.flex_checkpoint.weights import is_sharded_state_dict
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Exchange, run_on_one
-from remesh.formats import native, paddle
-from remesh.storage import open_storage
-
-_NUMBERED = re.compile(rf"(\d+)/{re.escape(native.RECORD_NAME)}")
+from remesh.formats import paddle
+from remesh.storage import Storage, open_storage
 
 
 def save_state_dict(
@@ -154,15 +152,14 @@ def _next_number(exchange: Exchange, path: str | os.PathLike[str]) -> int:
     """The number after the last, as rank 0 sees it."""
 
     def look() -> bytes:
-        return str(max(_numbers(open_storage(path).list()), default=-1) + 1).encode()
+        return str(max(_numbers(open_storage(path)), default=-1) + 1).encode()
 
     return int(run_on_one(exchange, look))
 
 
-def _numbers(files: Iterable[str]) -> list[int]:
-    """Numbers of the committed checkpoints among the files below a directory."""
-    found = map(_NUMBERED.fullmatch, files)
-    return [int(name[1]) for name in found if name is not None]
+def _numbers(storage: Storage) -> list[int]:
+    """Numbers of the committed checkpoints in a directory."""
+    return [int(name) for name in catalog.committed_names(storage) if name.isdecimal()]
 
 
 def _find(
@@ -180,9 +177,9 @@ def _find(
     def look() -> bytes:
         storage = open_storage(path)
         files = storage.list()
-        if unique_id is None and native.RECORD_NAME in files:
+        if unique_id is None and catalog.holds_record(storage):
             return msgspec.msgpack.encode((os.fspath(path), ()))
-        numbers, of_paddle = _numbers(files), paddle.checkpoint_numbers(files)
+        numbers, of_paddle = _numbers(storage), paddle.checkpoint_numbers(files)
         if unique_id in numbers or (unique_id is None and numbers):
             number = max(numbers) if unique_id is None else unique_id
             return msgspec.msgpack.encode((_place(path, number), ()))

@@ -24,11 +24,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 
@@ -41,8 +41,6 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.storage import Storage, open_storage
-
-__all__ = ["CheckpointInfo", "ManagerNote", "Provenance", "lease", "pin", "unpin"]
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -213,14 +211,56 @@ def look(storage: Storage) -> list[CheckpointInfo]:
     """
     infos = []
     for name, files in _directories(storage).items():
-        number = _NAME.fullmatch(name)
+        number = number_in(name)
         if number is None or native.RECORD_NAME not in files:
             continue
         try:
-            infos.append(_info(storage, name, int(number[1]), files))
+            infos.append(_info(storage, name, number, files))
         except CheckpointNotFoundError:
             continue  # it is being removed just now
-    return sorted(infos, key=lambda info: (info.step, info.created, info.name))
+    return sorted(infos, key=age_key)
+
+
+def committed_names(storage: Storage) -> list[str]:
+    """Names of the directories directly below a root that have a commit record. None is read.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    found = _directories(storage)
+    return sorted(name for name, files in found.items() if native.RECORD_NAME in files)
+
+
+class _Dated(Protocol):
+    """What the newest can be told of."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    @property
+    def created(self) -> str | None: ...
+
+
+_AnyDated = TypeVar("_AnyDated", bound=_Dated)
+
+
+def age_key(checkpoint: _Dated) -> tuple[int, str, str]:
+    """A key that sorts checkpoints by age: by step, and those of one step by time of commit."""
+    return checkpoint.step or 0, checkpoint.created or "", checkpoint.name
+
+
+def newest_of(checkpoints: Iterable[_AnyDated]) -> _AnyDated | None:
+    """The one with the highest step; of equal steps the one that was committed later."""
+    return max(checkpoints, key=age_key, default=None)
+
+
+def number_in(name: str) -> int | None:
+    """The number with which a name ends; None if it does not end with one."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def _directories(storage: Storage) -> dict[str, set[str]]:
@@ -277,11 +317,8 @@ def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
     Raises:
         CorruptCheckpointError: If its metadata is not a manager's.
     """
-    number = _NAME.fullmatch(name)
-    note = note_of(record, path)
-    if number is None:
-        return None
-    return int(number[1]) if note is None else note.step
+    number, note = number_in(name), note_of(record, path)
+    return number if number is None or note is None else note.step
 
 
 def known_problem(storage: Storage, name: str) -> str:

@@ -1,0 +1,118 @@
+"""Whether the files that a commit record names are there and have their sizes.
+
+Nothing is read but the record. `Checkpoint.verify` finds damage inside of files, which it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from remesh.errors import CheckpointNotFoundError
+from remesh.formats import native
+from remesh.storage import SizedListing, Storage
+
+Problem = Literal["missing", "size", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A stretch of a file that is not as it was written.
+
+    Attributes:
+        file: The file, relative to the checkpoint.
+        problem: The file is `missing`, has another `size`, or other `content`.
+        start: First byte that is wrong, missing or too much.
+        stop: One past the last.
+        tensors: Names of the tensors that lie there, as far as they are known.
+        num_bytes: Size of the file, if it has another than was written.
+        num_written: The size that was written, likewise.
+    """
+
+    file: str
+    problem: Problem
+    start: int
+    stop: int
+    tensors: tuple[str, ...] = ()
+    num_bytes: int | None = None
+    num_written: int | None = None
+
+
+def files_of(record: native.CommitRecord) -> tuple[native.FileRecord, ...]:
+    """Every file that a record names."""
+    return (record.index, record.values, *record.files)
+
+
+def read_record_and_sizes(storage: Storage) -> tuple[native.CommitRecord, list[Finding]]:
+    """The commit record, and what `check_sizes` finds of it.
+
+    Raises:
+        CheckpointError: If there is no record, or it is damaged.
+        StorageError: If the storage fails.
+    """
+
+    def read() -> tuple[native.CommitRecord, list[Finding]]:
+        record = native.read_record(storage)
+        return record, check_sizes(storage, record)
+
+    return native.begin_anew(read)
+
+
+def check_sizes(storage: Storage, record: native.CommitRecord) -> list[Finding]:
+    """Compare the files with the record, without reading them.
+
+    Raises:
+        CheckpointReplacedError: If files are missing because the record has been replaced.
+        StorageError: If the storage fails.
+    """
+
+    def size_of(path: str) -> int | None:
+        try:
+            return storage.size(path)
+        except CheckpointNotFoundError:
+            return None
+
+    if isinstance(storage, SizedListing):
+        findings = compare_sizes(record, storage.list_sizes().get)
+    else:
+        findings = compare_sizes(record, size_of)
+    if findings:
+        native.check_current(storage, native.identity_of(record))
+    return findings
+
+
+def compare_sizes(
+    record: native.CommitRecord, size_of: Callable[[str], int | None]
+) -> list[Finding]:
+    """The files whose sizes are not those of the record.
+
+    Args:
+        record: The commit record.
+        size_of: Gives the size of a file, None if it is missing.
+    """
+    findings = []
+    for file in files_of(record):
+        size = size_of(file.path)
+        if size is None:
+            findings.append(Finding(file.path, "missing", 0, file.num_bytes))
+        elif size != file.num_bytes:
+            start, stop = sorted((size, file.num_bytes))
+            findings.append(
+                Finding(file.path, "size", start, stop, num_bytes=size, num_written=file.num_bytes)
+            )
+    return findings
+
+
+def describe_findings(findings: Sequence[Finding]) -> str:
+    """The first finding in words, and how many more there are."""
+    if not findings:
+        return ""
+    first, num_files = findings[0], len({finding.file for finding in findings})
+    words = {
+        "missing": "is missing",
+        "size": f"has {first.num_bytes} bytes, {first.num_written} were written",
+        "content": "is not what was written",
+    }
+    rest = f", and {num_files - 1} more" if num_files > 1 else ""
+    return f"{first.file} {words[first.problem]}{rest}"
