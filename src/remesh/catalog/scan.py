@@ -165,12 +165,16 @@ def _committed(name: str, path: str, record: native.CommitRecord, problem: str) 
 
 
 def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
-    """A checkpoint of another system. Formats whose mark is only found by listing do not count."""
+    """A checkpoint of another system.
+
+    Formats that are recognised by a listing are looked for in directories without directories, so
+    that no tree is walked.
+    """
     if not here.files and not here.directories:
         return None
     place = Place(open_storage(path))
     for row in FORMATS:
-        if not row.lists and row.recognise(place):
+        if not (row.lists and here.directories) and row.recognise(place):
             num_bytes = sum(list_sizes(place.storage).values())
             return Entry(
                 name,
