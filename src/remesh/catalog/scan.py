@@ -170,7 +170,7 @@ def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
     Formats that are recognised by a listing are looked for in directories without directories, so
     that no tree is walked.
     """
-    if not here.files and not here.directories:
+    if name.startswith("data-") or not (here.files or here.directories):
         return None
     place = Place(open_storage(path))
     for row in FORMATS:
