@@ -17,7 +17,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # that it imports, and each worker all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-slow test-nightly test-all stress check format bench clean
+.PHONY: help demo test test-slow test-nightly test-all stress check docs format bench clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,9 @@ check: $(VENV)/.ready-dev  ## Style, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(VENV)/.ready-dev  ## Make the site of the documentation, in site/; warnings are errors
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs site
+
 format: $(VENV)/.ready-dev  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -82,5 +85,5 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.master
 
 clean:  ## Remove what the commands above made
-	rm -rf $(VENV) demo-output bench-output build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks docs examples src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ MODULES = {
     "remesh.storage": "[guide](guide.md#where-and-how)",
     "remesh.exchange": "[guide](guide.md#where-and-how)",
     "remesh.exchange.torch_group": "[guide](guide.md#where-and-how)",
-    "remesh.testing": "[contributing](../CONTRIBUTING.md#tests)",
+    "remesh.testing": "CONTRIBUTING.md in the repository",
 }
 """The public modules, and the pages that explain them."""
 

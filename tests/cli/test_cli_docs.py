@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import click
@@ -16,6 +17,9 @@ PAGE = (DOCS / "cli.md").read_text()
 COMMANDS = cli.list_commands(click.Context(cli))
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="argparse of Python 3.13 lists the options of torchrun anew"
+)
 def test_outputs_are_current() -> None:
     updated = runpy.run_path(str(DOCS / "update_cli.py"))["updated"](PAGE)
 

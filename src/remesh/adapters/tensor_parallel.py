@@ -206,8 +206,8 @@ def build_sharded_state_dict(
 
     Args:
         state_dict: The layer's state dict.
-        splits: For each entry that is cut the dim, or one or more `Split`s. Entries that are not
-            named are whole; names without an entry (a bias that is off) are passed over.
+        splits: For each entry that is cut: the dim, a `Split`, or several. Entries that are not
+            named are whole. A name without an entry, such as a bias that is off, is ignored.
         prefix: Put before every key and name; ends with a dot unless empty.
         shard: This rank's number in the tensor-parallel group.
         num_shards: Size of that group.
