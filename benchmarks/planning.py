@@ -25,6 +25,8 @@ import numpy as np
 from benchmarks.report import print_table, write_json
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.formats import native
+from remesh.formats.framing import Part
+from remesh.formats.native_writer import build_index
 from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, TensorTable
 from remesh.integrity import BLOCK_SIZE
@@ -61,7 +63,7 @@ def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
     return encode_local_boxes(boxes, np.full(len(boxes), int(Role.EQUAL), dtype=np.int64))
 
 
-def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[native.Part]:
+def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[Part]:
     """What ranks would say of their files."""
     parts = []
     num_bytes = plan.boxes.num_bytes
@@ -71,7 +73,7 @@ def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[native.Part]:
         size = int(ends[-1])
         digests = np.zeros((-(-size // BLOCK_SIZE), 2), dtype=np.uint64)
         path = native.data_path("0" * 12, rank)
-        parts.append(native.Part(path, size, positions.tobytes(), digests.tobytes()))
+        parts.append(Part(path, size, positions.tobytes(), digests.tobytes()))
     return parts
 
 
@@ -94,7 +96,7 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     local_boxes.clear()
     assign_seconds, assignments = timed(lambda: plan.assignments(world_size))
     parts = parts_of(plan, assignments)
-    index_seconds, index = timed(lambda: native.build_index(plan.boxes, assignments, parts, {}))
+    index_seconds, index = timed(lambda: build_index(plan.boxes, assignments, parts, {}))
     encode_seconds, encoded = timed(index.encode)
     open_seconds, _ = timed(lambda: Index.decode(encoded, "index"))
     # The last column is where most pieces are cut by the ends of windows.

@@ -17,7 +17,8 @@ import torch
 
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.formats import native
+from remesh.formats import native, native_writer
+from remesh.formats.framing import part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
@@ -57,7 +58,7 @@ def write(
         numbers = np.array([rows.index(row) for row in held], dtype=np.int64)
         order = np.argsort(-table.itemsizes[boxes.tensor[numbers]], kind="stable")
         numbers = numbers[order]
-        header, positions, num_bytes = native.data_header(boxes, numbers)
+        header, positions, num_bytes = native_writer.data_header(boxes, numbers)
         content = bytearray(header)
         for number, position in zip(numbers.tolist(), positions.tolist(), strict=True):
             _, dtype, shape = tensors[boxes.tensor[number]]
@@ -66,19 +67,12 @@ def write(
         assert len(content) == num_bytes
         assignments.append(numbers)
         if not held:
-            parts.append(native.NO_PART)
+            parts.append(native_writer.NO_PART)
             continue
         files.append(bytes(content))
         digests = block_digests(np.frombuffer(content, np.uint8))
-        parts.append(
-            native.Part(
-                native.data_path("id", rank),
-                num_bytes,
-                native.encode_positions(positions.tolist()),
-                native.encode_digests(digests),
-            )
-        )
-    return Written(files, native.build_index(boxes, assignments, parts, {}))
+        parts.append(part_of(native.data_path("id", rank), num_bytes, positions, digests))
+    return Written(files, native_writer.build_index(boxes, assignments, parts, {}))
 
 
 def written_by_three_ranks() -> Written:

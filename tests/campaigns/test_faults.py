@@ -17,9 +17,9 @@ from typing import Any, Literal
 import pytest
 
 import remesh
-from remesh.checkpoint import commit
 from remesh.events import Event
 from remesh.exchange import Exchange
+from remesh.formats import native_writer
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.testing import (
     Fail,
@@ -204,7 +204,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 return dt.datetime.fromtimestamp(jumping(), zone)
 
     monkeypatch.setattr(time, "time", jumping)
-    monkeypatch.setattr(commit, "dt", JumpingDates)
+    monkeypatch.setattr(native_writer, "dt", JumpingDates)
     for step in range(1, 13):
         state = {"state": part_of_state(step, 0, 1)}
         with remesh.Manager(tmp_path, every=1, keep=2) as manager:

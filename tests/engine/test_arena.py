@@ -15,7 +15,7 @@ import pytest
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.geometry import Box
 from remesh.memory import CarrierArray
-from remesh.pipeline import FileLayout, FilePiece
+from remesh.pipeline import FileLayout, FilePiece, one_file
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import Filled, StagedWriter, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
@@ -160,7 +160,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
 
     def write() -> None:
         writer.write(
-            lambda: ChunkWriter(storage, "file", num_bytes),
+            lambda: ChunkWriter(storage, one_file("file", num_bytes), num_bytes),
             lambda _size: None,
             stager.cancel,
             lambda: None,

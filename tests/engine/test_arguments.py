@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import remesh
-from remesh.checkpoint import save_as
 from remesh.errors import StateError
 from remesh.formats import Source
 from remesh.storage import MemoryStorage
@@ -25,7 +24,6 @@ STATE = {"step": 1}
         (remesh.save_async, "save_async"),
         (remesh.Saver().save, "save"),
         (remesh.Saver().save_async, "save_async"),
-        (lambda state, path: save_as(state, path, format="torch_dcp"), "save_as"),
     ],
 )
 @pytest.mark.parametrize("place", [str, Path])

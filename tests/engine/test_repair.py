@@ -16,7 +16,7 @@ import pytest
 import remesh
 from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from remesh.exchange import Exchange
-from remesh.formats import native
+from remesh.formats import native, native_writer
 from remesh.geometry import Box, subtract
 from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance.repair import RepairReport, plan_repair, repair
@@ -569,7 +569,7 @@ def test_a_failure_leaves_nothing_at_the_target(
     def fail(*_args: object) -> None:
         raise remesh.StorageError("no")
 
-    monkeypatch.setattr(native, "build_index", fail)
+    monkeypatch.setattr(native_writer, "build_index", fail)
     target = damaged.with_name("repaired")
     with pytest.raises(remesh.StorageError):
         repair(damaged, target)

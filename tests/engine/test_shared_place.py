@@ -11,13 +11,11 @@ import torch
 
 import remesh
 from remesh.checkpoint import sharing
-from remesh.checkpoint.foreign import prepare, save_as, writer_of
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
-from remesh.compat.megatron.strategies.foreign import _PreparedSave
 from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
-from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage, Storage
+from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
 from remesh.testing import (
     FaultyStorage,
     Raised,
@@ -66,22 +64,16 @@ def save_beside(exchange: Exchange, place: Any) -> None:
 
 
 def save_foreign(exchange: Exchange, place: Any) -> None:
-    save_as(state_of(exchange.rank), place, format="torch_dcp", group=exchange)
+    remesh.save(state_of(exchange.rank), place, format="torch_dcp", group=exchange)
 
 
 def save_zarr(exchange: Exchange, place: Any) -> None:
-    save_as(state_of(exchange.rank), place, format="zarr", group=exchange)
+    remesh.save(state_of(exchange.rank), place, format="zarr", group=exchange)
 
 
-def save_megatron(exchange: Exchange, place: Storage) -> None:
-    """What the strategies do that write the formats of Megatron."""
-    emit, writer = emitter(ignore, exchange.rank), writer_of("torch_dcp")
-    state = state_of(exchange.rank)
-    save = _PreparedSave(
-        exchange, prepare(exchange, place, state, writer, SaveOptions(True, {}), emit=emit)
-    )
-    save.write()
-    save.finalize()
+def save_foreign_beside(exchange: Exchange, place: Any) -> None:
+    with remesh.Saver(group=exchange, format="torch_dcp") as saver:
+        saver.save_async(state_of(exchange.rank), place).result()
 
 
 def export(exchange: Exchange, place: Any) -> None:
@@ -89,7 +81,7 @@ def export(exchange: Exchange, place: Any) -> None:
     export_weights(state, place, max_file_bytes=256, group=exchange)
 
 
-SAVES = [save_now, save_beside, save_foreign, save_zarr, save_megatron, export]
+SAVES = [save_now, save_beside, save_foreign, save_zarr, save_foreign_beside, export]
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +126,9 @@ def test_disks_of_nodes_under_one_path_are_an_error_and_are_left_clean(
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("save", [save_now, save_beside, save_foreign, save_zarr, save_megatron])
+@pytest.mark.parametrize(
+    "save", [save_now, save_beside, save_foreign, save_zarr, save_foreign_beside]
+)
 def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(save: Any) -> None:
     inner = MemoryStorage()
     faults = [Truncate(pattern, 10) for pattern in ("*/00002.safetensors", "__2_*.distcp", "w/2.0")]

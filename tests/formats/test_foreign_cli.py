@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from remesh.checkpoint.foreign import save_as
+import remesh
 from remesh.cli import cli
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/foreign-formats.md"
@@ -24,7 +24,7 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("name", ["torch_dcp", "torch_dist", "zarr"])
 def test_ls_show_and_verify(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    save_as({"w": torch.arange(6.0).reshape(2, 3), "step": 7}, folder, format=name)
+    remesh.save({"w": torch.arange(6.0).reshape(2, 3), "step": 7}, folder, format=name)
     status, text = run("ls", folder, "--values")
     assert status == 0
     assert "without digests" in text
@@ -41,7 +41,7 @@ def test_ls_show_and_verify(name: str, tmp_path: Path) -> None:
 
 
 def test_verify_finds_a_short_file(tmp_path: Path) -> None:
-    save_as({"w": torch.arange(6.0)}, tmp_path, format="torch_dcp")
+    remesh.save({"w": torch.arange(6.0)}, tmp_path, format="torch_dcp")
     (data,) = tmp_path.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
     status, text = run("verify", str(tmp_path))

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import remesh
-from remesh.checkpoint.foreign import save_as
 from remesh.exchange import Exchange
 from remesh.testing import run_processes, run_ranks
 
@@ -74,7 +73,7 @@ def remesh_load(exchange: Exchange, folder: Path) -> tuple[Contents, Any]:
 
 def remesh_save(exchange: Exchange, folder: Path) -> Contents:
     state = make_dcp_state(exchange, 1)
-    save_as(state, folder, format="torch_dcp")
+    remesh.save(state, folder, format="torch_dcp")
     return contents(state)
 
 
@@ -224,7 +223,7 @@ def load_from_megatron(exchange: Exchange, folder: Path) -> Any:
 
 def save_for_megatron(exchange: Exchange, folder: Path, name: str) -> None:
     state = our_state(exchange, empty=False)
-    save_as(state, folder, format=name, group=exchange)
+    remesh.save(state, folder, format=name, group=exchange)
 
 
 RNG = ([0, 1, 2, 3], ("MT", [1.5]))

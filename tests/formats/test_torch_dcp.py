@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import remesh
-from remesh.checkpoint.foreign import save_as
 from remesh.dtypes import DTYPES
 from remesh.formats.archive import row_major_pieces, scan_head
 from remesh.formats.archive_writer import frame, tensor_pickle
@@ -55,7 +54,7 @@ class TestReading(FormatConformance):
 
 class TestWriting(FormatConformance):
     def write(self, arrays: Arrays, folder: Path) -> None:
-        save_as(dict(arrays), folder, format="torch_dcp")
+        remesh.save(dict(arrays), folder, format="torch_dcp")
 
     def open(self, folder: Path) -> tuple[Storage, Index]:
         return LocalStorage(folder), remesh.Checkpoint(folder).index
@@ -119,7 +118,7 @@ def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Pa
         .reshape(2, 3)
         for dtype in dtypes
     }
-    save_as(state, tmp_path / "saved", format="torch_dcp")
+    remesh.save(state, tmp_path / "saved", format="torch_dcp")
     assert flat_bits(remesh.Checkpoint(tmp_path / "saved").state()) == flat_bits(state)
     metadata = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
     stated = {
@@ -132,7 +131,7 @@ def test_types_that_torch_does_not_copy_are_stored_as_what_they_are(tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_everything_that_is_saved_comes_back_by_torch(tmp_path: Path) -> None:
-    save_as(make_state(), tmp_path / "saved", format="torch_dcp")
+    remesh.save(make_state(), tmp_path / "saved", format="torch_dcp")
     target = make_state()
     for tensor in target["model"].values():
         tensor.untyped_storage().fill_(1)
@@ -327,18 +326,22 @@ def test_transformations_work(saved: Path) -> None:
 
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    save_as({"w": torch.zeros(3)}, tmp_path, format="torch_dcp")
+    remesh.save({"w": torch.zeros(3)}, tmp_path, format="torch_dcp")
     before = set(tmp_path.iterdir())
     with pytest.raises(remesh.errors.CheckpointExistsError):
-        save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp")
+        remesh.save({"w": torch.ones(3)}, tmp_path, format="torch_dcp")
     assert set(tmp_path.iterdir()) == before
-    save_as({"w": torch.ones(3)}, tmp_path, format="torch_dcp", overwrite=True)
+    remesh.save({"w": torch.ones(3)}, tmp_path, format="torch_dcp", overwrite=True)
     assert len(set(tmp_path.iterdir())) == len(before)
     target = {"w": torch.zeros(3)}
     dcp.state_dict_loader.load(target, checkpoint_id=tmp_path)
     assert target["w"].tolist() == [1, 1, 1]
-    with pytest.raises(remesh.errors.StateError, match="known are torch_dcp"):
-        save_as({"w": torch.ones(3)}, tmp_path, format="nonsense")
+    with pytest.raises(remesh.errors.StateError, match="is not known; formats to write: remesh"):
+        remesh.save({"w": torch.ones(3)}, tmp_path, format="nonsense")
+    with pytest.raises(remesh.errors.StateError, match="'flat_param' is only read"):
+        remesh.Saver(format="flat_param")
+    with pytest.raises(remesh.errors.StateError, match="no place for metadata"):
+        remesh.save({"w": torch.ones(3)}, tmp_path, format="torch_dcp", metadata={"a": 1})
 
 
 @given(

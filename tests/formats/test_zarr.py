@@ -12,7 +12,6 @@ import torch
 import zarr
 
 import remesh
-from remesh.checkpoint.foreign import save_as
 from remesh.exchange import Exchange
 from remesh.index import Index
 from remesh.storage import LocalStorage, Storage
@@ -55,7 +54,7 @@ def test_zarr_reads_what_is_written(tmp_path: Path) -> None:
         rows = weight.chunk(3)[exchange.rank]  # 3, 3 and 1 rows
         tensor = remesh.ShardedTensor.at_offset("w", rows, (7, 5), (3 * exchange.rank, 0))
         state = {"w": tensor, "b": torch.ones(3, dtype=torch.bfloat16), "step": 4}
-        save_as(state, tmp_path, format="zarr", group=exchange)
+        remesh.save(state, tmp_path, format="zarr", group=exchange)
 
     run_ranks(3, save)
     found: Any = zarr.open(str(tmp_path / "w"), mode="r")
@@ -67,7 +66,7 @@ def test_zarr_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("w"), weight)
     assert checkpoint.read("b").dtype == torch.bfloat16
     with pytest.raises(remesh.errors.StateError, match="cannot be replaced"):
-        save_as({"w": weight}, tmp_path, format="zarr", overwrite=True)
+        remesh.save({"w": weight}, tmp_path, format="zarr", overwrite=True)
 
 
 def test_shards_that_no_regular_grid_holds(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_shards_that_no_regular_grid_holds(tmp_path: Path) -> None:
         remesh.ShardedTensor.at_offset("w", tensor[a:b], (7,), (a,))
         for a, b in ((0, 4), (4, 6), (6, 7))
     ]
-    save_as({"parts": parts}, tmp_path, format="zarr")
+    remesh.save({"parts": parts}, tmp_path, format="zarr")
     assert sorted(path.name for path in (tmp_path / "w").glob("[0-9]*")) == ["0", "1", "2", "3"]
     assert torch.equal(remesh.Checkpoint(tmp_path).read("w"), tensor)
 
@@ -94,7 +93,7 @@ def test_what_cannot_be_read_in_place(options: dict[str, Any], says: str, tmp_pa
 
 @pytest.mark.parametrize("damage", ["missing", "short", "description"])
 def test_damage(damage: str, tmp_path: Path) -> None:
-    save_as({"w": torch.arange(6.0)}, tmp_path, format="zarr")
+    remesh.save({"w": torch.arange(6.0)}, tmp_path, format="zarr")
     chunk = tmp_path / "w" / "0"
     if damage == "missing":
         chunk.unlink()

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
 import remesh
-from remesh.checkpoint.foreign import save_as
 from remesh.exchange import Exchange
 from remesh.testing import run_ranks
 from tests.compat.test_atorch_files import write, write_optimizer
@@ -69,7 +68,7 @@ def _native(folder: Path) -> None:
 
 def _foreign(name: str) -> Callable[[Path], None]:
     def write_it(folder: Path) -> None:
-        run_ranks(2, lambda exchange: save_as(
+        run_ranks(2, lambda exchange: remesh.save(
             _sharded_state(exchange), folder, format=name, group=exchange
         ))  # fmt: skip
 

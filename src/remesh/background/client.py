@@ -101,7 +101,7 @@ class SaveClient:
         try:
             self._server.receive(self._task)
             self._may_run.set()
-            if self._task.path:
+            if self._task.files.paths:
                 self._stager.stage(lambda size: self._see("save.chunk_staged", size))
             self._see("save.staged", self._task.num_bytes)
         except BaseException as caught:

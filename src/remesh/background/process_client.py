@@ -214,7 +214,8 @@ class RemoteServer:
         for slot in lent:
             self._send(ChunkFreed(slot))
         self._send(StopStaging())
-        status = StatusFiles(self._storage, self._task.save_id, self._task.rank)
+        task = self._task
+        status = StatusFiles(self._storage, task.format, task.save_id, task.rank)
         self._end(status.report_dead_writer(error or self._process.death(self._task)))
 
     def _begin(self) -> None:

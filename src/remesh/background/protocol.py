@@ -32,6 +32,8 @@ import numpy as np
 
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.exchange import decode_failure, encode_failure
+from remesh.geometry import IntArray
+from remesh.pipeline import StreamFiles
 
 _LENGTH = struct.Struct("<Q")
 
@@ -53,9 +55,10 @@ class WriteTask(_Message, frozen=True):
         num_ranks: Number of ranks.
         deadline: Seconds without the end of the save in sight after which it is given up.
         report_seconds: Seconds between two reports of a save that takes long.
-        path: The data file that this rank writes; empty if it writes none.
-        num_bytes: Its size.
-        positions: The part's positions.
+        format: Name of the format.
+        files: The data files that this rank writes.
+        num_bytes: Size of the stream that they are cut from.
+        positions: Where this rank's boxes begin in it.
         at_once: Whether writing begins with the first chunk, and not when all are staged.
         global_plan: On rank 0, what it knows of the save.
     """
@@ -66,9 +69,10 @@ class WriteTask(_Message, frozen=True):
     num_ranks: int
     deadline: float
     report_seconds: float
-    path: str
+    format: str
+    files: StreamFiles
     num_bytes: int
-    positions: bytes
+    positions: IntArray
     at_once: bool
     global_plan: GlobalSavePlan | None
 

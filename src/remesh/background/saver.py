@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -43,7 +44,8 @@ from remesh.checkpoint.stopwatch import timed
 from remesh.errors import StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange
-from remesh.formats import native
+from remesh.formats.native import FORMAT_NAME
+from remesh.formats.table import writer_of
 from remesh.host_memory import available_memory
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
@@ -76,6 +78,8 @@ class Saver:
         deadline: Seconds without the end of a save in sight after which its background gives up.
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
             so many seconds have passed: who has not finished, and who is slowest.
+        format: See `remesh.save`.
+        without: Small files of the format that the caller writes by itself.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
             for its end, or aborts it.
         buffers: See `remesh.save`.
@@ -85,6 +89,7 @@ class Saver:
 
     Raises:
         ValueError: If `max_in_flight` is less than 1.
+        StateError: If the format cannot be written.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
@@ -92,6 +97,8 @@ class Saver:
         state: Any = None,
         *,
         group: Any = None,
+        format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.save`
+        without: tuple[str, ...] = (),
         writer: Literal["thread", "process"] = "thread",
         max_in_flight: int = 1,
         arena_bytes: int | None = None,
@@ -105,6 +112,8 @@ class Saver:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         self._group = group
+        self._format = writer_of(format).name
+        self._without = without
         self._has_process = writer == "process"
         self._max_in_flight = max_in_flight
         self._arena_bytes = arena_bytes
@@ -178,7 +187,7 @@ class Saver:
         metadata: Mapping[str, object] | None = None,
     ) -> None:
         """Like `remesh.save`, with the plan of earlier saves. Collective."""
-        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas)
+        options = self._options_of(overwrite, metadata)
         save_agreed(
             state,
             path,
@@ -208,8 +217,16 @@ class Saver:
         Raises:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
-        options = options_of(overwrite, metadata, self._buffers, self._verify_replicas, meets=True)
+        options = self._options_of(overwrite, metadata, meets=True)
         return self._begin(state, path, options, self._on_event)
+
+    def _options_of(
+        self, overwrite: bool, metadata: Mapping[str, object] | None, *, meets: bool = False
+    ) -> SaveOptions:
+        options = options_of(
+            overwrite, metadata, self._buffers, self._verify_replicas, self._format, meets=meets
+        )
+        return replace(options, without=self._without)
 
     def _begin(self, state: Any, path: Any, options: SaveOptions, on_event: OnEvent) -> SaveHandle:
         check_order("save_async", state, path)
@@ -225,8 +242,8 @@ class Saver:
         started: list[SaveClient] = []
 
         def start(mine: RankSavePlan) -> None:
-            self._set_budget(mine.layout.num_bytes)
-            started.append(self._client(exchange, path, storage, mine, emit))
+            self._set_budget(mine.stream.layout.num_bytes)
+            started.append(self._client(exchange, path, storage, mine, options, emit))
             started[0].start(daemon=self._at_exit == "abort")
 
         try:
@@ -248,7 +265,7 @@ class Saver:
         self._in_flight.append(save.handle)
         save.stage()
         # Not before the end, for until then memory and disk are busy with this save.
-        self._warm_beside(mine.layout.num_bytes, lambda: wait([save.handle]))
+        self._warm_beside(mine.stream.layout.num_bytes, lambda: wait([save.handle]))
         return save.handle
 
     def wait(self) -> None:
@@ -277,10 +294,16 @@ class Saver:
             self._arena = self._new_arena()
 
     def _client(
-        self, exchange: Exchange, path: Any, storage: Storage, mine: RankSavePlan, emit: Emit
+        self,
+        exchange: Exchange,
+        path: Any,
+        storage: Storage,
+        mine: RankSavePlan,
+        options: SaveOptions,
+        emit: Emit,
     ) -> SaveClient:
         """What does a save from here on."""
-        num_bytes = mine.layout.num_bytes
+        num_bytes = mine.stream.layout.num_bytes
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
             mine.save_id,
@@ -288,13 +311,14 @@ class Saver:
             exchange.world_size,
             self._deadline,
             self._report_seconds,
-            mine.path,
-            num_bytes if mine.path else 0,
-            native.encode_positions(mine.layout.positions),
-            self._arena.num_ready_bytes < mine.layout.num_chunks * CHUNK_SIZE,
+            options.format,
+            mine.stream.files,
+            num_bytes if mine.stream.files.paths else 0,
+            mine.stream.positions,
+            self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
             mine.global_plan,
         )
-        devices = device_staging(piece.memory for piece in mine.layout.pieces)
+        devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
         if devices is not None:
             self._arena.pin_with(devices.pin)
 
@@ -306,7 +330,7 @@ class Saver:
         return SaveClient(
             task,
             storage.url,
-            mine.layout,
+            mine.stream.layout,
             self._arena,
             connect=connect,
             emit=emit,
@@ -405,6 +429,7 @@ def save_async(
     state: Any,
     path: Any,
     *,
+    format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.save`
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
@@ -419,5 +444,5 @@ def save_async(
 
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
-    options = options_of(overwrite, metadata, buffers, verify_replicas, meets=True)
+    options = options_of(overwrite, metadata, buffers, verify_replicas, format, meets=True)
     return _saver_of(group)._begin(state, path, options, on_event)  # noqa: SLF001 - this module

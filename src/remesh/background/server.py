@@ -1,9 +1,9 @@
 """The server of a background save: writes, waits for the other ranks, commits. See `protocol`.
 
-A server writes the chunks that its client stages, makes the file durable and puts its *part*
-(positions and digests) beside it; a rank that writes no file puts an empty part when it has staged
-its state. Rank 0 waits until it sees the parts of all ranks, and commits. The other ranks wait
-until they see the commit record. No collective is used; ranks see each other's `status_files`, and
+A server writes the chunks that its client stages, makes the files durable and puts its *part*
+(their positions and digests) beside them; a rank that writes no file puts an empty part when it has
+staged its state. Rank 0 waits until it sees the parts of all ranks, and commits. The other ranks
+wait until they see that. No collective is used; ranks see each other's `status_files`, and
 look at them as often as `polling` says.
 
 A rank that fails puts its failure in place of its part. Rank 0 then gives the save up and puts the
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 from remesh.background import polling
 from remesh.background.protocol import (
@@ -37,11 +38,10 @@ from remesh.background.protocol import (
     WriteTask,
 )
 from remesh.background.status_files import StatusFiles
-from remesh.checkpoint.commit import commit, write_beside
-from remesh.checkpoint.saving import part_of
+from remesh.checkpoint.commit import finish, give_up, write_beside
+from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import ExchangeError, StorageError
-from remesh.formats import native
-from remesh.maintenance.orphans import remove_files
+from remesh.formats.framing import Part
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
@@ -74,7 +74,7 @@ class SaveServer:
         self._storage = storage
         self._chunk = chunk
         self._send = send
-        self._status = StatusFiles(storage, task.save_id, task.rank)
+        self._status = StatusFiles(storage, task.format, task.save_id, task.rank)
         self._writer = StagedWriter(
             lambda chunk: send(ChunkFreed(chunk.slot)), at_once=task.at_once
         )
@@ -131,7 +131,7 @@ class SaveServer:
                 tell = self._status.report
                 self._commit()
                 tell = None
-                self._status.clear()
+                self._status.clear(self._task.num_ranks)
             else:
                 tell = None
                 self._wait_for_end()
@@ -146,9 +146,9 @@ class SaveServer:
     def _write(self) -> None:
         """Write this rank's file and put its part."""
         task = self._task
-        written = None
-        if task.path:
-            written = self._writer.write(
+        digests = None
+        if task.files.paths:
+            digests = self._writer.write(
                 self._create, self._counted(), self._stop_staging, self._write_beside
             )
         else:
@@ -157,17 +157,17 @@ class SaveServer:
         if self._staging_error is not None:
             raise self._staging_error
         self._check_given_up()
-        part = native.NO_PART
-        if written is not None:
+        parts: list[Part] = []
+        if digests is not None:
             self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
-            part = part_of(written, task.positions)
-        self._status.put_part(part)
+            parts = parts_of(task.files, task.positions, digests)
+        self._status.put_parts(parts)
 
     def _create(self) -> ChunkWriter:
         task = self._task
         self._emit("save.file_created", task.num_bytes)
-        return ChunkWriter(self._storage, task.path, task.num_bytes)
+        return ChunkWriter(self._storage, task.files, task.num_bytes)
 
     def _write_beside(self) -> None:
         write_beside(self._storage, self._task.global_plan, self._emit)
@@ -233,7 +233,7 @@ class SaveServer:
         """Rank 0: commit what all ranks have written."""
         save = self._task.global_plan
         assert save is not None
-        commit(self._storage, save, self._status.parts(self._task.num_ranks), self._emit)
+        finish(self._storage, save, self._status.parts(self._task.num_ranks), self._emit)
 
     def _wait_for_end(self) -> None:
         """Other ranks: wait until the save is committed or given up."""
@@ -241,6 +241,8 @@ class SaveServer:
         is_told = False
         for waited in self._looks(polling.schedule_of_waiting(task.rank, task.num_ranks)):
             if self._status.is_committed():
+                with suppress(StorageError):  # the checkpoint is there
+                    self._status.clear(task.num_ranks)
                 return
             failure = self._status.failure_of_save()
             if failure is not None:
@@ -288,7 +290,9 @@ class SaveServer:
             is_told = True
         except StorageError:
             is_told = False
-        remove_files(self._storage, self._task.save_id, keep=self._status.end_path)
+        save = self._task.global_plan
+        assert save is not None
+        give_up(self._storage, save, keep=self._status.end_path)
         return error if is_told else self._status.report(error)
 
     def _report(self, error: BaseException) -> BaseException:

@@ -7,8 +7,12 @@ storage that they write to, which every rank reaches, even when the process grou
 * `failed-<rank>`: this rank has failed. `failed`, put by rank 0: the whole save has.
 * `progress-<rank>`: how far this rank is, in a save that takes long.
 
-Rank 0 needs one listing to see them all. It commits, which every rank sees as a commit record with
-the save's id, or puts `failed`.
+Rank 0 needs one listing to see them all. It commits, or puts `failed`. Every rank sees a commit by
+the commit record, which has the save's id. The marks of other formats do not tell which save they
+are of. There rank 0 puts one more file:
+
+* `committed`: the checkpoint exists. A rank that has seen it removes its own part, and the last of
+  them the file itself, so that nothing is left.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ import msgspec
 
 from remesh.errors import CheckpointError, CheckpointNotFoundError, RemeshError, StorageError
 from remesh.exchange import decode_failure, encode_failure
-from remesh.formats import native
+from remesh.formats.building import exists
+from remesh.formats.framing import Part
+from remesh.formats.native import data_folder
+from remesh.formats.table import writer_of
 from remesh.storage import Storage
 
 
@@ -35,26 +42,28 @@ class StatusFiles:
 
     Args:
         storage: Where the save goes.
+        file_format: Name of the format that is written.
         save_id: Names the save.
         rank: This rank.
     """
 
-    def __init__(self, storage: Storage, save_id: str, rank: int) -> None:
+    def __init__(self, storage: Storage, file_format: str, save_id: str, rank: int) -> None:
         self._storage = storage
+        self._shows_commit = writer_of(file_format).is_committed
         self._save_id = save_id
         self._rank = rank
-        self._folder = native.data_folder(save_id)
-        self._parts: dict[int, native.Part] = {}
+        self._folder = data_folder(save_id)
+        self._parts: dict[int, list[Part]] = {}
 
     @property
     def end_path(self) -> str:
         """The file that says that the whole save has failed."""
         return self._path("failed", 0)
 
-    def put_part(self, part: native.Part) -> None:
-        """Say that this rank's file is durable, or that it is done without one."""
+    def put_parts(self, parts: Sequence[Part]) -> None:
+        """Say that this rank's files are durable, or that it is done without any."""
         path = self._path("part", self._rank)
-        self._storage.put(path, msgspec.msgpack.encode(part), overwrite=True)
+        self._storage.put(path, msgspec.msgpack.encode(parts), overwrite=True)
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
@@ -87,7 +96,9 @@ class StatusFiles:
     def is_committed(self) -> bool:
         """Whether the save is seen to be committed."""
         try:
-            return native.read_record(self._storage).save_id == self._save_id
+            if self._shows_commit is not None:
+                return self._shows_commit(self._storage, self._save_id)
+            return exists(self._storage, self._path("committed", 0))
         except CheckpointError:
             return False
 
@@ -112,13 +123,13 @@ class StatusFiles:
         for rank in ranks:
             if self._path("part", rank) in found:
                 data = self._storage.read(self._path("part", rank))
-                self._parts[rank] = msgspec.msgpack.decode(data, type=native.Part)
+                self._parts[rank] = msgspec.msgpack.decode(data, type=list[Part])
             else:
                 missing.append(rank)
         return missing
 
-    def parts(self, num_ranks: int) -> list[native.Part]:
-        """Rank 0, when no part is missing: what each rank says of its file."""
+    def parts(self, num_ranks: int) -> list[list[Part]]:
+        """Rank 0, when no part is missing: what each rank says of its files."""
         return [self._parts[rank] for rank in range(num_ranks)]
 
     def describe_progress(self, ranks: Sequence[int]) -> str:
@@ -140,13 +151,26 @@ class StatusFiles:
             texts.append(f"ranks {silent} have not said how far they are")
         return "; ".join(texts)
 
-    def clear(self) -> None:
-        """Rank 0, after the commit: remove parts, which are in the index now, and progress."""
-        for rank in self._parts:
-            self._storage.delete(self._path("part", rank))
-        for path in self._storage.list(f"{self._folder}/progress-"):
-            self._storage.delete(path)
+    def clear(self, num_ranks: int) -> None:
+        """After the commit: remove status files that no rank needs any more."""
+        if self._shows_commit is None and num_ranks > 1:
+            self._leave()
+        elif self._rank == 0:
+            for rank in self._parts:
+                self._storage.delete(self._path("part", rank))
+            for path in self._storage.list(f"{self._folder}/progress-"):
+                self._storage.delete(path)
+
+    def _leave(self) -> None:
+        """Remove this rank's part; who finds no other one removes what is left."""
+        if self._rank == 0:
+            self._storage.put(self._path("committed", 0), b"", overwrite=True)
+        self._storage.delete(self._path("part", self._rank))
+        found = self._storage.list(f"{self._folder}/")
+        if not any(path.startswith(f"{self._folder}/part-") for path in found):
+            for path in found:
+                self._storage.delete(path)
 
     def _path(self, kind: str, rank: int) -> str:
-        of_save = kind == "failed" and rank == 0
+        of_save = kind == "committed" or (kind == "failed" and rank == 0)
         return f"{self._folder}/{kind if of_save else f'{kind}-{rank:05d}'}.msgpack"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remesh.checkpoint.buffers import Buffers as Buffers
-    from remesh.checkpoint.foreign import save_as as save_as
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
@@ -28,7 +27,6 @@ else:
         __name__,
         {
             "remesh.checkpoint.buffers": ("Buffers",),
-            "remesh.checkpoint.foreign": ("save_as",),
             "remesh.checkpoint.loading": ("load",),
             "remesh.checkpoint.opened": ("Checkpoint", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport",),
@@ -36,4 +34,4 @@ else:
         },
     )
 
-__all__ = ["Buffers", "RestoreReport", "VerifyReport", "save_as"]
+__all__ = ["Buffers", "RestoreReport", "VerifyReport"]

@@ -1,31 +1,34 @@
-"""The commit: rank 0 makes a checkpoint exist once every rank's file is durable.
+"""The end of a save: rank 0 makes a checkpoint exist once every rank's files are durable.
 
-The values are known before the tensors are written, so they are written beside them
-(`write_beside`), as are the directories. What is left to do after the last byte is short: the file
-itself, the index and the record.
+What a writer has for early files (the values of remesh's own format) is known before the tensors
+are written, so it is written beside them (`write_beside`), as are the directories. What is left to
+do after the last byte is short: the data file itself, the small files and the mark. Or the save is
+given up, and what was written is removed (`give_up`).
+
+This serves every format, and saves in the foreground and in the background alike.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Sequence
 from contextlib import suppress
 
-from remesh import __version__
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
-from remesh.formats import native
-from remesh.integrity import hex_digest
+from remesh.formats.framing import Existing, Part, SmallFile
+from remesh.formats.native import data_folder
+from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
+from remesh.pipeline import StreamFiles
 from remesh.storage import Storage
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
-    """What a rank does while its file is being written.
+    """What a rank does while its data is being written.
 
-    Directories are made durable, and rank 0 writes the values.
+    Directories are made durable, and rank 0 writes the early files.
 
     Args:
         storage: Where the checkpoint is.
@@ -37,24 +40,40 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
     """
     if save is None:
         storage.sync()
-    else:
-        document = save.document.encode()
-        storage.put(_values_path(save.save_id), document, overwrite=False)
-        emit("save.values_written", len(document))
+        return
+    for path, data in early_files(save):
+        storage.put(path, data, overwrite=False)
+        emit("save.values_written", len(data))
 
 
-def commit(
-    storage: Storage, save: GlobalSavePlan, parts: Sequence[native.Part], emit: Emit
+def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
+    """The small files that do not depend on what was written."""
+    return writer_of(save.options.format).early_files(save.saved())
+
+
+def small_files(save: GlobalSavePlan, parts: Sequence[Sequence[Part]]) -> Sequence[SmallFile]:
+    """The small files that finish the checkpoint; the last makes it exist.
+
+    Args:
+        save: What rank 0 knows of the save.
+        parts: What each rank says of its files, in rank order.
+    """
+    files = writer_of(save.options.format).small_files(save.saved(parts))
+    return [file for file in files if file[0] not in save.options.without]
+
+
+def finish(
+    storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]], emit: Emit
 ) -> None:
-    """Write the index and, in one atomic step, the commit record; the values are there already.
+    """Rank 0: write the small files and, in one atomic step, the one that makes it exist.
 
     A failure before that step removes all files of the save. A failure in it, or after it, leaves
-    everything in place, because the record may be visible already.
+    everything in place, because the checkpoint may be visible already.
 
     Args:
         storage: Where the checkpoint is.
         save: What rank 0 knows of the save.
-        parts: What each rank says of its file, in rank order.
+        parts: What each rank says of its files, in rank order.
         emit: Told of the moments from `save.parts_gathered` to `save.committed`.
 
     Raises:
@@ -62,78 +81,70 @@ def commit(
         NotSharedError: If files of other ranks are not there.
         StorageError: If the storage fails.
     """
+    writer, overwrite = writer_of(save.options.format), save.options.overwrite
+    put: list[str] = []
     try:
-        emit("save.parts_gathered", sum(part.num_bytes for part in parts))
-        _check_arrived(storage, save.save_id, parts)
-        record = _write_index(storage, save, parts, emit)
+        emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
+        if any(parts[1:]):
+            files = (
+                (rank, part.path, part.num_bytes) for rank, own in enumerate(parts) for part in own
+            )
+            prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
+            check_arrived(storage, prefix, files)
+        *others, (mark, content) = small_files(save, parts)
+        for path, data in others:
+            storage.put(path, data, overwrite=not writer.has_folder)
+            put.append(path)
+        emit("save.index_written", sum(len(data) for _, data in others))
         storage.sync()
         emit("save.before_commit")
     except BaseException:
-        remove_files(storage, save.save_id)
+        give_up(storage, save)
+        # Where a checkpoint was to be replaced, small files with fixed names may be its own.
+        own = (path for path in put if save.replaced is None or save.save_id in path)
+        _remove(storage, list(own))
         raise
     # Another job may have committed here since the ranks agreed; then its save is replaced, too.
-    replaced = {save.replaced.save_id} if save.replaced is not None else set()
-    if save.options.overwrite:
+    replaced = [save.replaced] if save.replaced is not None else []
+    if overwrite:
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
-            replaced.add(native.read_record(storage).save_id)
-    storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=save.options.overwrite)
+            now = writer.existing(storage)
+            replaced += [now] if now is not None and now != save.replaced else []
+    storage.put(mark, content, overwrite=overwrite)
     emit("save.committed")
-    for save_id in replaced:
-        remove_files(storage, save_id)
-    if replaced:
+    kept = {part.path for own in parts for part in own} | {*put, mark}
+    _remove_replaced(storage, replaced, kept)
+
+
+def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[str]) -> None:
+    """Remove the files of checkpoints that have been replaced, as far as the storage can."""
+    for one in replaced:
+        if one.save_id:
+            remove_files(storage, one.save_id)
+        _remove(storage, [path for path in one.paths if path not in kept])
+    if any(one.save_id for one in replaced):
         with suppress(StorageError):  # the checkpoint is there; leftovers may be removed later
             remove_orphans(storage)
 
 
-def _check_arrived(storage: Storage, save_id: str, parts: Sequence[native.Part]) -> None:
-    """Check that the files of all ranks are where this rank, which has seen its own, looks."""
-    if len(parts) > 1:
-        files = ((rank, part.path, part.num_bytes) for rank, part in enumerate(parts) if part.path)
-        check_arrived(storage, f"{native.data_folder(save_id)}/", files)
+def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
+    """Rank 0, when a rank has failed: remove the data files of all ranks, but one file."""
+    writer = writer_of(save.options.format)
+    if not writer.has_folder:
+        for rank, rows in enumerate(save.assignments):
+            frames = writer.frames(save.boxes, rows, rank, save.save_id, save.grid)
+            _remove(storage, [frame.path for frame in frames])
+    remove_files(storage, save.save_id, keep=keep)
 
 
-def _values_path(save_id: str) -> str:
-    return f"{native.data_folder(save_id)}/values.msgpack"
+def remove_own(storage: Storage, save_id: str, files: StreamFiles) -> None:
+    """Remove the data files of this rank, where rank 0 does not see them."""
+    _remove(storage, files.paths)
+    remove_files(storage, save_id)
 
 
-def _write_index(
-    storage: Storage, save: GlobalSavePlan, parts: Sequence[native.Part], emit: Emit
-) -> native.CommitRecord:
-    """Write the index; returns the record that refers to everything."""
-    files = small_files_of(save, parts)
-    storage.put(files.record.index.path, files.index_bytes, overwrite=False)
-    emit("save.index_written", len(files.index_bytes))
-    return files.record
-
-
-def small_files_of(save: GlobalSavePlan, parts: Sequence[native.Part]) -> native.NativeFiles:
-    """Index, values and the record that refers to everything; nothing is written.
-
-    Args:
-        save: What rank 0 knows of the save.
-        parts: What each rank says of its file, in rank order.
-    """
-    document = save.document.encode()
-    index = native.build_index(save.boxes, save.assignments, parts, save.document.aliases)
-    encoded = index.encode()
-    index_path = f"{native.data_folder(save.save_id)}/index.safetensors"
-    record = native.CommitRecord(
-        format=native.FORMAT_NAME,
-        version=native.FORMAT_VERSION,
-        save_id=save.save_id,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        world_size=len(parts),
-        remesh_version=__version__,
-        index=native.FileRecord(
-            path=index_path, num_bytes=len(encoded), digest=hex_digest(encoded)
-        ),
-        values=native.FileRecord(
-            path=_values_path(save.save_id), num_bytes=len(document), digest=hex_digest(document)
-        ),
-        files=tuple(
-            native.FileRecord(path=file.path, num_bytes=file.num_bytes, digest=digest)
-            for file, digest in zip(index.files, native.file_digests(index), strict=True)
-        ),
-        metadata=dict(save.options.metadata),
-    )
-    return native.NativeFiles(record, encoded, document)
+def _remove(storage: Storage, paths: Sequence[str]) -> None:
+    """Remove files of no checkpoint, as far as the storage can."""
+    for path in paths:
+        with suppress(StorageError):
+            storage.delete(path)

@@ -34,11 +34,10 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
-from remesh.dtypes import DTYPES
+from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CoverageError,
     NameCollisionError,
     NoSpaceError,
@@ -47,10 +46,11 @@ from remesh.errors import (
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
+from remesh.formats.framing import Existing, Grid, Part, Saved
+from remesh.formats.table import writer_of
 from remesh.geometry import IntArray
 from remesh.index import BoxTable
 from remesh.integrity import raw_digest
-from remesh.pipeline import FileLayout, FilePiece
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.state import Description
 from remesh.storage import FileSystemSpace, Storage
@@ -69,6 +69,8 @@ class SaveOptions:
             known beforehand that they share it.
         buffers: Whose buffers of modules are stored where ranks differ; None if they must not.
         compares: Which copies of tensors are compared.
+        format: Name of the format that is written.
+        without: Small files that the caller writes by itself.
     """
 
     overwrite: bool
@@ -77,6 +79,8 @@ class SaveOptions:
     meets: bool = False
     buffers: Buffers | None = None
     compares: Compares = "whole"
+    format: str = native.FORMAT_NAME
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +93,8 @@ class GlobalSavePlan:
         boxes: The distinct boxes that are stored.
         assignments: Rows of `boxes` that each rank writes, in the order of its file.
         document: The values of all ranks.
-        replaced: The record that is going to be overwritten, if there is one.
+        replaced: The checkpoint that is going to be overwritten, if there is one.
+        grid: What the writer of the format makes of the boxes.
     """
 
     save_id: str
@@ -97,7 +102,21 @@ class GlobalSavePlan:
     boxes: BoxTable
     assignments: Sequence[IntArray]
     document: native.ValuesDocument
-    replaced: native.CommitRecord | None
+    replaced: Existing | None
+    grid: Grid
+
+    def saved(self, parts: Sequence[Sequence[Part]] = ()) -> Saved:
+        """The save as a writer sees it; with what each rank has written, once it has."""
+        return Saved(
+            self.save_id,
+            self.boxes,
+            self.assignments,
+            self.document,
+            self.grid,
+            self.options.metadata,
+            len(self.assignments),
+            parts,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,15 +125,13 @@ class RankSavePlan:
 
     Attributes:
         save_id: Names the save.
-        path: The data file that this rank writes; empty if it writes none.
-        layout: What the file holds.
+        stream: What this rank writes.
         tensors: The boxes that this rank holds, copies included.
         global_plan: On rank 0, what it knows of all ranks.
     """
 
     save_id: str
-    path: str
-    layout: FileLayout
+    stream: RankStream
     tensors: LocalTensors
     global_plan: GlobalSavePlan | None
 
@@ -157,7 +174,7 @@ class _Described(msgspec.Struct, frozen=True):
     document: bytes
     replicas: list[str]
     url: str
-    options: tuple[str | None, str]
+    options: tuple[str | None, str, str]
     space: tuple[str, int, str] | None
 
 
@@ -171,6 +188,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
         looks: Whether the layout is new, so that copies of frameworks are looked at.
         compares: Whether there is anything to compare.
         meets: Whether the ranks find out whether they share the place.
+        grid: What the writer of the format makes of the boxes.
     """
 
     save_id: str
@@ -179,6 +197,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
     looks: bool
     compares: bool
     meets: bool
+    grid: Grid
 
 
 def make_save_plan(
@@ -260,13 +279,13 @@ class _Rank:
     replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
     same_document: bool = field(default=False, init=False)
-    replaced: native.CommitRecord | None = field(default=None, init=False)
+    replaced: Existing | None = field(default=None, init=False)
     global_plan: GlobalSavePlan | None = field(default=None, init=False)
 
     def describe(self, state: Any) -> bytes:
         """What do I hold? Returns the fingerprints of layout, values and the plan that is kept."""
         if self.exchange.rank == 0:
-            self.replaced = existing_record(self.storage, self.options)
+            self.replaced = existing_checkpoint(self.storage, self.options)
             _check_metadata(self.options.metadata)
         description = describe_local(state)
         description.tensors = choose_buffers(
@@ -303,7 +322,7 @@ class _Rank:
                 self.document if is_spokesman else b"",
                 self.replicas,
                 self.storage.url,
-                (self.options.buffers, self.options.compares),
+                (self.options.buffers, self.options.compares, self.options.format),
                 None if space is None else (space.identity, space.free_bytes, space.directory),
             )
         )
@@ -334,8 +353,9 @@ class _Rank:
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         _check_space(spaces, plan.bytes_per_rank(world_size), self.storage.url)
         save_id = secrets.token_hex(6)
+        grid = writer_of(self.options.format).grid(plan.boxes)
         self.global_plan = GlobalSavePlan(
-            save_id, self.options, plan.boxes, cache.assignments, document, self.replaced
+            save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
         )
         meets = self.options.meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
@@ -356,6 +376,7 @@ class _Rank:
                     not self.is_known,
                     compares,
                     meets,
+                    grid,
                 )
             )
             for rank, rows in enumerate(cache.assignments)
@@ -390,11 +411,17 @@ class _Rank:
             self.cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
             self.cache.key = _layout_key(fingerprints)
         assert self.tensors is not None
-        layout = file_layout(self.tensors, self.cache.rows)
+        frames = writer_of(self.options.format).frames(
+            self.tensors.boxes,
+            self.cache.rows,
+            self.exchange.rank,
+            assignment.save_id,
+            assignment.grid,
+        )
+        stream = lay_out(frames, self.tensors)
         # All of them: a live reshard reads also what other ranks' files hold.
         finish_device_work(self.tensors.memories)
-        path = native.data_path(assignment.save_id, self.exchange.rank) if layout.pieces else ""
-        return RankSavePlan(assignment.save_id, path, layout, self.tensors, self.global_plan)
+        return RankSavePlan(assignment.save_id, stream, self.tensors, self.global_plan)
 
 
 def _meeting_path(save_id: str) -> str:
@@ -410,39 +437,29 @@ def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
 
 
-def file_layout(tensors: LocalTensors, rows: IntArray) -> FileLayout:
-    """The data file that holds some of this rank's boxes, in the given order."""
-    boxes = tensors.boxes
-    header, positions, num_bytes = native.data_header(boxes, rows)
-    places = positions.tolist()
-    _, shapes = boxes.bounds(rows)
-    dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
-    pieces = [
-        FilePiece(tensors.memories[row], shape, dtype, position)
-        for row, shape, dtype, position in zip(rows.tolist(), shapes, dtypes, places, strict=True)
-    ]
-    return FileLayout(header, pieces, places, num_bytes)
-
-
-def existing_record(storage: Storage, options: SaveOptions) -> native.CommitRecord | None:
-    """The record that a save replaces, if there is one.
+def existing_checkpoint(storage: Storage, options: SaveOptions) -> Existing | None:
+    """The checkpoint that a save replaces, if there is one.
 
     Raises:
         CheckpointExistsError: If there is one and it is not to be overwritten.
+        StateError: If it cannot be replaced.
     """
     try:
-        found = native.read_record(storage)
-    except CheckpointNotFoundError:
-        return None
+        found = writer_of(options.format).existing(storage)
     except CheckpointError:
         # A damaged record is replaced like any other, but what it refers to is unknown.
         if not options.overwrite:
             raise
         return None
-    if not options.overwrite:
+    if found is not None and not options.overwrite:
         raise CheckpointExistsError(
-            f"{storage.url}: there is a checkpoint already, saved {found.created}. Save to another "
-            "path, or pass overwrite=True to replace it."
+            f"{storage.url}: there is a checkpoint already ({found.what}). Save to another path, "
+            "or pass overwrite=True to replace it."
+        )
+    if found is not None and found.is_fixed:
+        raise StateError(
+            f"{storage.url}: a {options.format} checkpoint cannot be replaced in place, because "
+            "its files have fixed names; save to another path"
         )
     return found
 
@@ -534,12 +551,12 @@ def _space_advice(url: str, existing: str) -> str:
     return "Free some space, or save elsewhere."
 
 
-def _check_options(options: Sequence[tuple[str | None, str]]) -> None:
+def _check_options(options: Sequence[tuple[str | None, str, str]]) -> None:
     """Ranks that treat copies differently would wait for each other."""
     other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
     if other is not None:
         raise StateError(
-            f"ranks 0 and {other} pass different values of buffers or verify_replicas: "
+            f"ranks 0 and {other} pass different values of buffers, verify_replicas or format: "
             f"{options[0]} and {options[other]}; pass the same on all ranks"
         )
 

@@ -1,32 +1,35 @@
-"""One save, from top to bottom.
+"""One save, from top to bottom, in any format that can be written.
 
-1. The ranks plan together who writes what (`save_plan`).
-2. Every rank writes its file and makes it durable; rank 0 writes the values beside it.
-3. Rank 0 gets the positions and digests of all files, and commits (`commit`).
+1. Prepare: the ranks plan together who writes what (`save_plan`), and the writer of the format says
+   what the files look like (`stream_layout`).
+2. Write: every rank writes its files and makes them durable; rank 0 writes the values beside them.
+3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
 A rank that fails takes part in the exchange all the same, with its error in place of its result;
-all ranks raise it, and rank 0 removes what was written.
+all ranks raise it, and rank 0 gives the save up: it removes what was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from remesh.checkpoint.arguments import check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import commit, write_beside
+from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
-from remesh.errors import NotSharedError
+from remesh.checkpoint.stream_layout import parts_of
+from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import run_joined
-from remesh.formats import native
-from remesh.maintenance.orphans import remove_files
-from remesh.pipeline import WrittenFile, write_file
+from remesh.formats.framing import Part
+from remesh.formats.native import FORMAT_NAME
+from remesh.formats.table import writer_of
+from remesh.pipeline import write_stream
 from remesh.storage import Storage, open_storage
 
 
@@ -34,6 +37,7 @@ def save(
     state: Any,
     path: Any,
     *,
+    format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.formats.Source`
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
@@ -49,9 +53,14 @@ def save(
         state: A nested dict whose leaves are modules, optimizers, objects with a state dict,
             tensors, arrays, plain values or remesh's descriptions; or one module or object.
         path: Directory of the checkpoint, the same on every rank; it need not exist.
-        overwrite: Replace a checkpoint that is there. Readers see the old one until the new one is
-            committed; its files are removed afterwards.
-        metadata: What to record beside the state: a JSON object, taken from rank 0.
+        format: The format of the files: `remesh`, or that of another system which shall load them
+            (`torch_dcp`, `torch_dist`, `zarr`).
+        overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
+            the new one is committed; its files are removed afterwards. Small files with fixed names
+            in formats of other systems are replaced one after the other, so a reader may see some
+            of each.
+        metadata: What to record beside the state: a JSON object, taken from rank 0. Formats of
+            other systems have no place for it.
         buffers: Whose buffers of modules are stored where those of ranks differ, such as running
             statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
             (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
@@ -65,7 +74,8 @@ def save(
         on_event: Told of the moments in `remesh.events.SAVE_POINTS`.
 
     Raises:
-        StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
+        StateError: If the state cannot be stored, ranks disagree, a tensor has holes, or the format
+            cannot be written.
         DivergedReplicaError: If ranks hold different values of what should be copies.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
         NoSpaceError: If there is too little room, which is found before writing where possible.
@@ -73,7 +83,7 @@ def save(
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
-    options = options_of(overwrite, metadata, buffers, verify_replicas)
+    options = options_of(overwrite, metadata, buffers, verify_replicas, format)
     save_agreed(state, path, options, group=group, cache=PlanCache(), on_event=on_event)
 
 
@@ -82,20 +92,27 @@ def options_of(
     metadata: Mapping[str, object] | None,
     buffers: Buffers | None,
     verify_replicas: bool,
+    format: str,  # noqa: A002 - as in `save`
     *,
     meets: bool = False,
 ) -> SaveOptions:
     """What the caller of a save asked for.
 
     Raises:
-        StateError: If there is no such choice of buffers.
+        StateError: If there is no such choice of buffers, the format cannot be written, or it has
+            no place for the metadata.
     """
+    if metadata and not writer_of(format).has_metadata:
+        raise StateError(
+            f"format {format!r} has no place for metadata; put it into the state as plain values"
+        )
     return SaveOptions(
         overwrite,
         dict(metadata or {}),
         meets=meets,
         buffers=check_buffers(buffers),
         compares="all" if verify_replicas else "whole",
+        format=writer_of(format).name,
     )
 
 
@@ -116,43 +133,54 @@ def save_agreed(
     emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
-    def write() -> bytes:
-        return msgspec.msgpack.encode(_write(storage, mine, emit))
+    def write_mine() -> bytes:
+        parts = write(storage, mine, emit, lambda: write_beside(storage, mine.global_plan, emit))
+        return msgspec.msgpack.encode(parts)
 
     def join(replies: list[bytes]) -> list[bytes]:
-        parts = [msgspec.msgpack.decode(reply, type=native.Part) for reply in replies]
-        commit(storage, mine.on_rank_0, parts, emit)
+        finish(storage, mine.on_rank_0, decode_parts(replies), emit)
         return [b""] * exchange.world_size
 
     try:
-        run_joined(exchange, write, join, lambda: remove_files(storage, mine.save_id))
+        run_joined(exchange, write_mine, join, lambda: give_up(storage, mine.on_rank_0))
     except NotSharedError:
-        # Rank 0 has removed what it sees; this rank's file lies elsewhere.
-        remove_files(storage, mine.save_id)
+        # Rank 0 has removed what it sees; this rank's files lie elsewhere.
+        remove_own(storage, mine.save_id, mine.stream.files)
         raise
     emit("save.done")
 
 
-def _write(storage: Storage, mine: RankSavePlan, emit: Emit) -> native.Part:
-    """Write this rank's file, if it has one, and what goes beside it."""
+def write(
+    storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
+) -> list[Part]:
+    """Write this rank's files, if it has any, and do what is to be done beside.
 
-    def beside() -> None:
-        write_beside(storage, mine.global_plan, emit)
+    Args:
+        storage: Where to.
+        mine: What this rank has to do.
+        emit: Told of `save.file_created`, `save.chunk_written` and `save.file_finished`.
+        beside: What else is to be done meanwhile.
 
-    if not mine.path:
+    Returns:
+        What rank 0 has to know of the files.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    stream = mine.stream
+    if not stream.files.paths:
         beside()
-        return native.NO_PART
-    emit("save.file_created", mine.layout.num_bytes)
-    written = write_file(
-        storage, mine.path, mine.layout, lambda size: emit("save.chunk_written", size), beside
+        return []
+    num_bytes = stream.layout.num_bytes
+    emit("save.file_created", num_bytes)
+    digests = write_stream(
+        storage, stream.files, stream.layout, lambda size: emit("save.chunk_written", size), beside
     )
     storage.sync()
-    emit("save.file_finished", mine.layout.num_bytes)
-    return part_of(written, native.encode_positions(mine.layout.positions))
+    emit("save.file_finished", num_bytes)
+    return parts_of(stream.files, stream.positions, digests)
 
 
-def part_of(written: WrittenFile, positions: bytes) -> native.Part:
-    """What a rank tells rank 0 of its finished file; `positions` are those of its pieces."""
-    return native.Part(
-        written.path, written.num_bytes, positions, native.encode_digests(written.digests)
-    )
+def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:
+    """What ranks say of their files."""
+    return [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]

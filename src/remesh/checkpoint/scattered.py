@@ -30,13 +30,13 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.buffers import Buffers
-from remesh.checkpoint.commit import small_files_of
+from remesh.checkpoint.commit import early_files, remove_own, small_files
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.loading import OnRead, load_into
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, SaveOptions, make_save_plan
-from remesh.checkpoint.saving import part_of
+from remesh.checkpoint.saving import decode_parts, write
 from remesh.checkpoint.stored import StoredState
 from remesh.dtypes import CarrierDType
 from remesh.errors import (
@@ -48,11 +48,11 @@ from remesh.errors import (
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
+from remesh.formats.framing import Part, SmallFile
 from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
-from remesh.maintenance.orphans import remove_files
 from remesh.memory import CarrierArray
-from remesh.pipeline import Destination, plan_between_memories, read_together, write_file
+from remesh.pipeline import Destination, plan_between_memories, read_together
 from remesh.planner import (
     ReadAssignment,
     ReadLimits,
@@ -147,44 +147,30 @@ def save_scattered(
     """
     options = SaveOptions(True, metadata, shares_place=False, buffers=buffers)
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
-    parts: list[native.Part] = []
+    parts: list[list[Part]] = []
 
-    def write() -> bytes:
-        if not mine.path:
-            return msgspec.msgpack.encode(native.NO_PART)
-        emit("save.file_created", mine.layout.num_bytes)
-        written = write_file(
-            storage,
-            mine.path,
-            mine.layout,
-            lambda size: emit("save.chunk_written", size),
-            lambda: None,
-        )
-        emit("save.file_finished", mine.layout.num_bytes)
-        return msgspec.msgpack.encode(
-            part_of(written, native.encode_positions(mine.layout.positions))
-        )
+    def write_mine() -> bytes:
+        return msgspec.msgpack.encode(write(storage, mine, emit, lambda: None))
 
     def join(replies: list[bytes]) -> list[bytes]:
-        parts.extend(msgspec.msgpack.decode(reply, type=native.Part) for reply in replies)
-        sizes = msgspec.msgpack.encode([(part.path, part.num_bytes) for part in parts])
-        return [sizes] * len(parts)
+        parts.extend(decode_parts(replies))
+        files = [[(part.path, part.num_bytes) for part in own] for own in parts]
+        return [msgspec.msgpack.encode(files)] * len(parts)
 
     def describe() -> bytes:
-        emit("save.parts_gathered", sum(part.num_bytes for part in parts))
-        files = small_files_of(mine.on_rank_0, parts)
-        record = native.encode_record(files.record)
-        return msgspec.msgpack.encode((record, files.index_bytes, files.values_bytes))
+        emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
+        plan = mine.on_rank_0
+        return msgspec.msgpack.encode([*early_files(plan), *small_files(plan, parts)])
 
     try:
-        sizes = msgspec.msgpack.decode(
-            run_joined(exchange, write, join), type=list[tuple[str, int]]
+        files = msgspec.msgpack.decode(
+            run_joined(exchange, write_mine, join), type=list[list[tuple[str, int]]]
         )
         for distance in range(1, min(num_replicas, len(nodes.ranks) - 1) + 1):
-            _copy_files(exchange, storage, sizes, nodes.peers(distance))
+            _copy_files(exchange, storage, files, nodes.peers(distance))
         small = run_on_one(exchange, describe)
     except Exception:
-        remove_files(storage, mine.save_id)
+        remove_own(storage, mine.save_id, mine.stream.files)
         raise
     # If that fails, the files stay: on another node the checkpoint may be committed already.
     run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))
@@ -196,12 +182,11 @@ def _put_small_files(
 ) -> bytes:
     """The first rank of each node: commit."""
     if nodes.is_first(exchange.rank):
-        text, index, values = msgspec.msgpack.decode(small, type=tuple[bytes, bytes, bytes])
-        record = native.decode_record(text, storage.url)
-        storage.put(record.index.path, index, overwrite=False)
-        storage.put(record.values.path, values, overwrite=False)
+        *others, (mark, content) = msgspec.msgpack.decode(small, type=list[SmallFile])
+        for path, data in others:
+            storage.put(path, data, overwrite=False)
         emit("save.before_commit")
-        storage.put(native.RECORD_NAME, text, overwrite=True)
+        storage.put(mark, content, overwrite=True)
         emit("save.committed")
     return b""
 
@@ -243,20 +228,20 @@ class FileMemory:
 def _copy_files(
     exchange: Exchange,
     storage: Storage,
-    files: Sequence[tuple[str, int]],
+    files: Sequence[Sequence[tuple[str, int]]],
     peers: Mapping[int, int],
 ) -> None:
-    """Give every rank's file to its peer. Collective.
+    """Give every rank's files to its peer. Collective.
 
     Args:
         exchange: The ranks.
         storage: The place of this rank's node.
-        files: Path and size of each rank's file; the path is empty if it has none.
-        peers: Which rank takes each rank's file.
+        files: Paths and sizes of each rank's files.
+        peers: Which rank takes each rank's files.
     """
     me = exchange.rank
-    owners = [rank for rank, (path, _) in enumerate(files) if path]
-    stored = [StoredFile(*files[rank]) for rank in owners]
+    owners = [rank for rank, own in enumerate(files) for _ in own]
+    stored = [StoredFile(path, size) for own in files for path, size in own]
     tensors = TensorTable.of([(file.path, "uint8", (file.num_bytes,)) for file in stored])
     whole = [(row, Box.whole((file.num_bytes,))) for row, file in enumerate(stored)]
     rows = np.arange(len(stored))
@@ -275,7 +260,7 @@ def _copy_files(
             return b""
 
         def copy() -> bytes:
-            sources = [FileMemory((storage, files[me][0]))]
+            sources = [FileMemory((storage, path)) for path, _ in files[me]]
             targets = [Destination((0,), FileMemory(writer)) for writer in writers]
             transfer = plan_between_memories(exchange, index, owners, regions, len(taken), held)
             transfer.execute(exchange, sources, targets, lambda _size: None)

@@ -1,8 +1,8 @@
-"""What a writer of a foreign format says of its files, before a byte of a tensor moves.
+"""What the writer of a format says of its files, before a byte of a tensor moves.
 
 A data file of any format is bytes that are known beforehand (headers, padding) and boxes of
-tensors between them. The engine makes a file layout of that and writes it as it writes its own
-files, staged or not.
+tensors between them. `remesh.checkpoint` makes a file layout of that, writes it, at once or staged,
+and then writes the small files, of which the last makes the checkpoint exist.
 """
 
 from __future__ import annotations
@@ -10,59 +10,84 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from remesh.errors import CheckpointError
+from remesh.formats.building import exists
 from remesh.formats.native import ValuesDocument
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable
+from remesh.index import BoxTable, Index
+from remesh.integrity import Digests
+from remesh.storage import Storage
 
-Grid = Mapping[str, Sequence[int]]
-"""Something that all ranks must know of each tensor before they frame their boxes."""
+Grid = bytes
+"""What all ranks must know of the boxes of all ranks, as the writer encodes it."""
 
 SmallFile = tuple[str, bytes]
 """A path and its content."""
 
 
-@dataclass(frozen=True, slots=True)
-class FramedPiece:
-    """A box of a tensor in a file.
-
-    Attributes:
-        row: Row of the stored box of which this is a part.
-        box: What lies there, in global elements; what leaves the stored box is written as zeros.
-        position: Byte of the file at which it begins.
-    """
-
-    row: int
-    box: Box
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """A data file.
 
     Attributes:
         path: Its name.
         num_bytes: Its size.
-        pieces: What lies in it, by position.
+        rows: Rows of the stored boxes that lie in it, by position.
+        positions: Byte of the file at which each begins.
+        boxes: What lies there in place of the whole stored boxes, in global elements; what leaves
+            the stored box is written as zeros.
         fillers: Position and content of all other bytes.
     """
 
     path: str
     num_bytes: int
-    pieces: tuple[FramedPiece, ...]
+    rows: IntArray
+    positions: IntArray
+    boxes: tuple[Box, ...] | None = None
     fillers: tuple[tuple[int, bytes], ...] = ()
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file that one rank wrote: sent to rank 0, which makes the checkpoint of all parts.
+
+    Attributes:
+        path: The data file.
+        num_bytes: Its size.
+        positions: int64 positions of the rank's boxes in the order of its assignment, as bytes.
+        digests: uint64 block digests, as bytes.
+    """
+
+    path: str
+    num_bytes: int
+    positions: bytes
+    digests: bytes
+
+
+def part_of(path: str, num_bytes: int, positions: IntArray, digests: Digests) -> Part:
+    """What a rank says of a file."""
+    return Part(
+        path,
+        num_bytes,
+        positions.astype("<i8", copy=False).tobytes(),
+        digests.astype("<u8", copy=False).tobytes(),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What rank 0 knows when all data files are durable.
+    """What rank 0 knows of a save.
 
     Attributes:
         save_id: Names the save.
-        boxes: The distinct boxes that were stored.
-        assignments: Rows of `boxes` that each rank wrote, in the order of its files.
+        boxes: The distinct boxes that are stored.
+        assignments: Rows of `boxes` that each rank writes, in the order of its files.
         document: The values of all ranks.
         grid: What the writer's `grid` made of the boxes.
+        metadata: What is recorded beside the state.
+        world_size: Number of ranks.
+        parts: The files of each rank, in rank order, when all of them are durable.
     """
 
     save_id: str
@@ -70,23 +95,69 @@ class Saved:
     assignments: Sequence[IntArray]
     document: ValuesDocument
     grid: Grid
+    metadata: Mapping[str, object]
+    world_size: int
+    parts: Sequence[Sequence[Part]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """A checkpoint that is where another one is to be saved.
+
+    Attributes:
+        what: What tells it from others, for messages.
+        save_id: The save that wrote it, if its files lie in a folder of their own.
+        paths: Otherwise, its data files.
+        is_fixed: Whether it cannot be replaced, because the names of its data files are fixed.
+    """
+
+    what: str
+    save_id: str = ""
+    paths: tuple[str, ...] = ()
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How a foreign format is written.
+    """How a format is written.
 
     Attributes:
         name: What a user calls it.
-        mark: The file that makes a checkpoint of it exist.
         grid: What all ranks must know of the boxes of all ranks; may be empty.
-        frames: The data files of a rank, given its boxes, its number, the save's id and the grid.
+        frames: The data files of a rank, given boxes, those rows of them that it writes, its
+            number, the save's id and the grid.
         small_files: What rank 0 writes when all data files are durable, in this order; the last
             makes the checkpoint exist.
+        existing: The checkpoint of this format that is at a place. Raises a `CheckpointError` if
+            it cannot be read.
+        early_files: What rank 0 writes while the data files are written.
+        is_committed: Whether the checkpoint at a place is that of a save; None if files do not
+            tell. Raises a `CheckpointError` if there is none.
+        has_folder: Whether all files but the last lie in the folder `data-<save id>`.
+        has_metadata: Whether metadata can be recorded beside the state.
     """
 
     name: str
-    mark: str
     grid: Callable[[BoxTable], Grid]
-    frames: Callable[[BoxTable, int, str, Grid], Sequence[Frame]]
+    frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
     small_files: Callable[[Saved], Sequence[SmallFile]]
+    existing: Callable[[Storage], Existing | None]
+    early_files: Callable[[Saved], Sequence[SmallFile]] = lambda _saved: []
+    is_committed: Callable[[Storage, str], bool] | None = None
+    has_folder: bool = False
+    has_metadata: bool = False
+
+
+def no_grid(_boxes: BoxTable) -> Grid:
+    """Files that need to know nothing of each other."""
+    return b""
+
+
+def existing_files(storage: Storage, mark: str, read_index: Callable[[], Index]) -> Existing | None:
+    """The checkpoint that a mark makes exist, with the data files of its index."""
+    if not exists(storage, mark):
+        return None
+    try:
+        return Existing(mark, paths=tuple(file.path for file in read_index().files))
+    except CheckpointError:
+        return Existing(mark)  # what it refers to is unknown, and stays

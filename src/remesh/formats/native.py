@@ -23,17 +23,15 @@ Numbered rules for implementers are in `docs/format.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
-from remesh import safetensors_file, values
-from remesh.dtypes import DTYPES
+from remesh import values
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -44,12 +42,9 @@ from remesh.errors import (
     NameCollisionError,
     StorageError,
 )
-from remesh.geometry import IntArray
-from remesh.index import BoxTable, Index, StoredFile
+from remesh.index import Index
 from remesh.integrity import (
-    BLOCK_SIZE,
     Damage,
-    Digests,
     digest_of_digests,
     hex_digest,
     names_in_range,
@@ -299,108 +294,6 @@ def _shown(raw: msgspec.Raw) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Data files
-# ---------------------------------------------------------------------------------------------
-
-
-def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
-    """Lay out a data file.
-
-    Args:
-        boxes: Distinct boxes.
-        rows: Those that the file holds, in order.
-
-    Returns:
-        The file's header, the byte at which each piece begins, and the size of the file.
-    """
-    tensors, entries = [], {}
-    table, of = boxes.tensors, boxes.tensor[rows]
-    dtypes = [DTYPES[code] for code in table.dtypes[of].tolist()]
-    whole = [
-        tuple(row[:n])
-        for row, n in zip(table.shapes[of].tolist(), table.ndims[of].tolist(), strict=True)
-    ]
-    num_bytes = boxes.num_bytes[rows].tolist()
-    pieces = zip(of.tolist(), dtypes, whole, *boxes.bounds(rows), num_bytes, strict=True)
-    for tensor, dtype, full, offset, shape, size in pieces:
-        name = table.names[tensor]
-        key = name if shape == full else f"{name}@{','.join(map(str, offset))}"
-        while key in entries or key == "__metadata__":
-            key += "'"
-        entries[key] = [name, dtype.name, full, offset]
-        tensors.append((key, dtype.safetensors, (*shape, 2) if dtype.pairs else shape, size))
-    metadata = {"format": FORMAT_NAME, "pieces": msgspec.json.encode(entries).decode()}
-    header, positions = safetensors_file.encode_header(tensors, metadata)
-    return header, np.array(positions, dtype=np.int64), len(header) + sum(num_bytes)
-
-
-class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote: sent to rank 0, which makes the index of all parts.
-
-    Attributes:
-        path: The data file; empty if the rank wrote none.
-        num_bytes: Its size.
-        positions: int64 positions of the rank's pieces in the order of its assignment, as bytes.
-        digests: uint64 block digests, as bytes.
-    """
-
-    path: str
-    num_bytes: int
-    positions: bytes
-    digests: bytes
-
-
-NO_PART = Part("", 0, b"", b"")
-"""What a rank says that wrote no file."""
-
-
-def build_index(
-    boxes: BoxTable,
-    assignments: Sequence[IntArray],
-    parts: Sequence[Part],
-    aliases: Mapping[str, str],
-) -> Index:
-    """The index of what all ranks wrote.
-
-    Args:
-        boxes: The distinct boxes, sorted by tensor.
-        assignments: Rows of `boxes` that each rank wrote, in the order of its file.
-        parts: What each rank says of its file.
-        aliases: Further names of tensors.
-    """
-    file = np.zeros(len(boxes), dtype=np.int64)
-    position = np.zeros(len(boxes), dtype=np.int64)
-    files: list[StoredFile] = []
-    digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
-    for rows, part in zip(assignments, parts, strict=True):
-        if not part.path:
-            continue
-        file[rows] = len(files)
-        position[rows] = np.frombuffer(part.positions, dtype=np.int64)
-        files.append(StoredFile(part.path, part.num_bytes))
-        digests.append(np.frombuffer(part.digests, dtype=np.uint64).reshape(-1, 2))
-        first_block.append(first_block[-1] + len(digests[-1]))
-    return Index(
-        boxes,
-        file,
-        position,
-        tuple(files),
-        dict(aliases),
-        BLOCK_SIZE,
-        np.concatenate(digests),
-        np.array(first_block, dtype=np.int64),
-    )
-
-
-def file_digests(index: Index) -> list[str]:
-    """The digest of each data file of an index."""
-    if not index.block_size:
-        return [""] * len(index.files)
-    bounds = index.first_block.tolist()
-    return [digest_of_digests(index.digests[a:b]) for a, b in pairwise(bounds)]
-
-
-# ---------------------------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------------------------
 
@@ -541,6 +434,14 @@ def replace_index(storage: Storage, record: CommitRecord, index: Index) -> None:
     storage.delete(record.index.path)
 
 
+def file_digests(index: Index) -> list[str]:
+    """The digest of each data file of an index."""
+    if not index.block_size:
+        return [""] * len(index.files)
+    bounds = index.first_block.tolist()
+    return [digest_of_digests(index.digests[a:b]) for a, b in pairwise(bounds)]
+
+
 def _read_checked(storage: Storage, file: FileRecord) -> bytes:
     try:
         data = storage.read(file.path)
@@ -582,13 +483,3 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
             names = names_in_range(index, number, start, stop)
             damages.append(Damage(file.path, start, stop, tuple(names)))
     return damages
-
-
-def encode_positions(positions: Sequence[int]) -> bytes:
-    """Positions as bytes for a `Part`."""
-    return np.array(positions, dtype="<i8").tobytes()
-
-
-def encode_digests(digests: Digests) -> bytes:
-    """Digests as bytes for a `Part`."""
-    return digests.astype("<u8", copy=False).tobytes()

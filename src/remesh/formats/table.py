@@ -12,7 +12,7 @@ looked for; a `Source` that names the format settles it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,17 @@ from remesh.formats import (
     flat_param,
     huggingface,
     native,
+    native_writer,
     paddle,
     safetensors,
     torch_dcp,
+    torch_dcp_writer,
     torch_file,
     zarr,
 )
 from remesh.formats.building import exists
 from remesh.formats.contents import Contents
+from remesh.formats.framing import Writer
 from remesh.index import Index
 from remesh.storage import Storage, open_storage
 
@@ -82,6 +85,8 @@ class Format:
         recognise: Whether a place has the mark.
         read: Reads what a place holds.
         lists: Whether recognising it takes a listing; then it is asked only if all others fail.
+        writers: How it is written: one writer, or several where files for several systems are read
+            alike; none if it is only read.
     """
 
     name: str
@@ -89,6 +94,7 @@ class Format:
     recognise: Callable[[Place], bool]
     read: Callable[[Place], Contents]
     lists: bool = False
+    writers: tuple[Writer, ...] = ()
 
 
 FORMATS: tuple[Format, ...] = (
@@ -97,18 +103,21 @@ FORMATS: tuple[Format, ...] = (
         f"{native.RECORD_NAME} (remesh)",
         lambda place: not place.file and exists(place.storage, native.RECORD_NAME),
         lambda place: _read_native(place.storage),
+        writers=(native_writer.NATIVE,),
     ),
     Format(
         torch_dcp.NAME,
         torch_dcp.LOOKS_FOR,
         lambda place: not place.file and torch_dcp.recognise(place.storage),
         lambda place: torch_dcp.read(place.storage, allow=place.allow),
+        writers=(torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST),
     ),
     Format(
         zarr.NAME,
         zarr.LOOKS_FOR,
         lambda place: not place.file and zarr.recognise(place.storage),
         lambda place: zarr.read(place.storage, allow=place.allow),
+        writers=(zarr.ZARR,),
     ),
     Format(
         huggingface.NAME,
@@ -156,6 +165,22 @@ FORMATS: tuple[Format, ...] = (
         lists=True,
     ),
 )
+
+
+WRITERS: Mapping[str, Writer] = {writer.name: writer for row in FORMATS for writer in row.writers}
+"""How each format is written that can be, by name."""
+
+
+def writer_of(name: str) -> Writer:
+    """The writer of a format.
+
+    Raises:
+        StateError: If there is none.
+    """
+    if name not in WRITERS:
+        what = "is only read" if any(name == row.name for row in FORMATS) else "is not known"
+        raise StateError(f"format {name!r} {what}; formats to write: {', '.join(WRITERS)}")
+    return WRITERS[name]
 
 
 _SINGLE_FILES = (*torch_file.SUFFIXES, safetensors.SUFFIX)

@@ -10,20 +10,32 @@ For Megatron, values that are equal on all ranks go to `common.pt`, nested as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from remesh import values
 from remesh.dtypes import DType
 from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
-from remesh.formats.framing import Frame, FramedPiece, Grid, Saved, SmallFile, Writer
+from remesh.formats.framing import (
+    Existing,
+    Frame,
+    Grid,
+    Saved,
+    SmallFile,
+    Writer,
+    existing_files,
+    no_grid,
+)
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
-from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME
+from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME, read
+from remesh.geometry import IntArray
 from remesh.index import BoxTable
 from remesh.state import Path, assemble, name_of
+from remesh.storage import Storage
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -36,21 +48,21 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
 
 
-def frames(boxes: BoxTable, rank: int, save_id: str, grid: Grid) -> list[Frame]:
+def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid) -> list[Frame]:
     """The data file of a rank: an archive for each of its boxes."""
-    del grid
-    pieces, fillers, at = [], [], 0
-    for row in range(len(boxes)):
+    positions, fillers, at = [], [], 0
+    for row in rows.tolist():
         box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
         num_bytes = box.size * dtype.itemsize
         head, tail = frame(tensor_pickle(dtype, box.shape), num_bytes, at)
         start = at + len(head)
         fillers += [(at, head), (start + num_bytes, tail)]
-        pieces.append(FramedPiece(row, box, start))
+        positions.append(start)
         at = start + num_bytes + len(tail)
-    if not pieces:
+    if not positions:
         return []
-    return [Frame(_file_name(rank, 0, save_id), at, tuple(pieces), tuple(fillers))]
+    path = _file_name(rank, 0, save_id)
+    return [Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))]
 
 
 def dcp_files(saved: Saved) -> list[SmallFile]:
@@ -116,11 +128,6 @@ def config_file(backend: str) -> SmallFile:
         "common_backend_version": 1,
     }
     return CONFIG_NAME, msgspec.json.encode(config)
-
-
-def no_grid(_boxes: BoxTable) -> Grid:
-    """Archives need to know nothing of each other."""
-    return {}
 
 
 def _objects(saved: Saved) -> dict[str, object]:
@@ -193,18 +200,12 @@ def _places(saved: Saved) -> dict[int, _Place]:
     """Where the archive of each box lies, from the same plan by which its rank wrote it."""
     places = {}
     for rank, rows in enumerate(saved.assignments):
-        mine = BoxTable(
-            saved.boxes.tensors,
-            saved.boxes.tensor[rows],
-            saved.boxes.offsets[rows],
-            saved.boxes.extents[rows],
-        )
-        for file in frames(mine, rank, saved.save_id, saved.grid):
+        for file in frames(saved.boxes, rows, rank, saved.save_id, saved.grid):
             # Heads and tails alternate, so each archive begins at every other filler.
             begins = [position for position, _ in file.fillers[::2]]
             ends = [*begins[1:], file.num_bytes]
-            for piece, begin, end in zip(file.pieces, begins, ends, strict=True):
-                places[int(rows[piece.row])] = (file.path, begin, end - begin)
+            for row, begin, end in zip(file.rows.tolist(), begins, ends, strict=True):
+                places[row] = (file.path, begin, end - begin)
     return places
 
 
@@ -251,5 +252,9 @@ def _info(place: _Place) -> New:
     )
 
 
-TORCH_DCP = Writer("torch_dcp", METADATA_NAME, no_grid, frames, dcp_files)
-TORCH_DIST = Writer("torch_dist", CONFIG_NAME, no_grid, frames, torch_dist_files)
+def _existing(mark: str) -> Callable[[Storage], Existing | None]:
+    return lambda storage: existing_files(storage, mark, lambda: read(storage).index)
+
+
+TORCH_DCP = Writer("torch_dcp", no_grid, frames, dcp_files, _existing(METADATA_NAME))
+TORCH_DIST = Writer("torch_dist", no_grid, frames, torch_dist_files, _existing(CONFIG_NAME))

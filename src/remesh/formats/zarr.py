@@ -38,11 +38,11 @@ from remesh.formats.archive_writer import archive_of
 from remesh.formats.building import IndexBuilder, exists
 from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents
-from remesh.formats.framing import Frame, FramedPiece, Saved, SmallFile, Writer
+from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
-from remesh.geometry import Box, strides_of
+from remesh.geometry import Box, IntArray, strides_of
 from remesh.index import BoxTable
 from remesh.storage import Storage, list_sizes
 
@@ -217,16 +217,22 @@ def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
     return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
 
 
-def frames(
-    boxes: BoxTable, rank: int, save_id: str, grid: Mapping[str, Sequence[int]]
-) -> list[Frame]:
-    """The chunk files of a rank."""
-    del rank, save_id  # names are zarr's
-    found = []
-    for row in range(len(boxes)):
+def grid_of(boxes: BoxTable) -> Grid:
+    """The chunk shapes, encoded."""
+    return msgspec.msgpack.encode(chunk_shapes(boxes))
+
+
+def _chunks_in(grid: Grid) -> dict[str, tuple[int, ...]]:
+    return msgspec.msgpack.decode(grid, type=dict[str, tuple[int, ...]])
+
+
+def frames(boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, grid: Grid) -> list[Frame]:
+    """The chunk files of a rank, under zarr's names."""
+    found, chunks = [], _chunks_in(grid)
+    for row in rows.tolist():
         box, number = boxes.box(row), int(boxes.tensor[row])
         name, itemsize = boxes.tensors.names[number], boxes.tensors.dtype(number).itemsize
-        chunk = tuple(grid[name])
+        chunk = chunks[name]
         first = [start // step for start, step in zip(box.offset, chunk, strict=True)]
         counts = [
             -(-stop // step) - begin
@@ -235,15 +241,14 @@ def frames(
         for at in np.ndindex(*counts):
             place = tuple(begin + i for begin, i in zip(first, at, strict=True))
             part = Box(tuple(i * step for i, step in zip(place, chunk, strict=True)), chunk)
-            piece = FramedPiece(row, part, 0)
-            path = f"{name}/{_chunk_name(place)}"
-            found.append(Frame(path, part.size * itemsize, (piece,)))
+            path, num_bytes = f"{name}/{_chunk_name(place)}", part.size * itemsize
+            found.append(Frame(path, num_bytes, np.array([row]), np.array([0]), (part,)))
     return found
 
 
 def small_files(saved: Saved) -> list[SmallFile]:
     """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
-    tensors, grid = saved.boxes.tensors, saved.grid
+    tensors, chunks = saved.boxes.tensors, _chunks_in(saved.grid)
     if saved.document.aliases:
         alias = min(saved.document.aliases)
         raise StateError(
@@ -257,7 +262,7 @@ def small_files(saved: Saved) -> list[SmallFile]:
                 {
                     "zarr_format": 2,
                     "shape": tensors.shape(number),
-                    "chunks": grid[name],
+                    "chunks": chunks[name],
                     "dtype": _dtype_text(tensors.dtype(number)),
                     "compressor": None,
                     "fill_value": None,
@@ -275,4 +280,9 @@ def small_files(saved: Saved) -> list[SmallFile]:
     return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
 
 
-ZARR = Writer(NAME, CONFIG_NAME, chunk_shapes, frames, small_files)
+def existing(storage: Storage) -> Existing | None:
+    """The checkpoint that is there."""
+    return Existing(CONFIG_NAME, is_fixed=True) if exists(storage, CONFIG_NAME) else None
+
+
+ZARR = Writer(NAME, grid_of, frames, small_files, existing)

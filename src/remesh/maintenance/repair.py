@@ -9,7 +9,6 @@ file, so that every file of the new checkpoint is sound from its first byte to i
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh import __version__
 from remesh._repr import short_repr
 from remesh.dtypes import CarrierDType, DType
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
 from remesh.formats import native
+from remesh.formats.framing import Part, Saved, SmallFile, no_grid, part_of
+from remesh.formats.native_writer import NATIVE, data_header
 from remesh.geometry import Box, IntArray, flat_span
-from remesh.integrity import digest_of_digests, hex_digest
+from remesh.integrity import digest_of_digests
 from remesh.maintenance.damage_scan import (
     DataFileState,
     LostTensor,
@@ -37,7 +37,7 @@ from remesh.maintenance.damage_scan import (
 from remesh.maintenance.orphans import remove_files
 from remesh.maintenance.small_files import SmallFiles, SmallFileState, read_small_files
 from remesh.memory import CarrierArray
-from remesh.pipeline import FileLayout, FilePiece, write_file
+from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.state import Path as StatePath
@@ -325,11 +325,11 @@ def write_repaired(plan: RepairPlan, target: Any) -> RepairReport:
     _check_target(plan.storage, storage)
     save_id = os.urandom(6).hex()
     try:
-        record = _write_files(plan, storage, save_id)
+        mark, content = _write_files(plan, storage, save_id)
     except BaseException:
         remove_files(storage, save_id)
         raise
-    storage.put(native.RECORD_NAME, native.encode_record(record), overwrite=False)
+    storage.put(mark, content, overwrite=False)
     return replace(plan.report, target=storage.url)
 
 
@@ -345,16 +345,29 @@ def _check_target(source: Storage, target: Storage) -> None:
         raise CheckpointExistsError(f"{target.url} is not empty; choose another place")
 
 
-def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> native.CommitRecord:
-    """Write everything but the record, and make it durable."""
+def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
+    """Write everything but the record, and make it durable; returns the record.
+
+    Each data file stands for a rank of the save.
+    """
     folder, tensors, old = native.data_folder(save_id), plan.tensors, plan.small.record
+    boxes = tensors.boxes
+    assignments: list[IntArray] = []
+    parts: list[list[Part]] = []
+    saved = Saved(
+        save_id,
+        boxes,
+        assignments,
+        plan.document,
+        no_grid(boxes),
+        {**({} if old is None else old.metadata), "repaired_from": plan.storage.url},
+        len(plan.files) if old is None else old.world_size,
+        parts,
+    )
     # The values first: that makes the folder, and the index, which comes last, makes the links
     # in it durable.
-    document = plan.document.encode()
-    values_path = f"{folder}/values.msgpack"
-    storage.put(values_path, document, overwrite=False)
-    boxes = tensors.boxes
-    assignments, parts = [], []
+    for early_path, data in NATIVE.early_files(saved):
+        storage.put(early_path, data, overwrite=False)
     for number, file in enumerate(plan.files):
         rows = np.flatnonzero(tensors.file == number)
         if not len(rows):
@@ -366,38 +379,14 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> native.Com
         assignments.append(rows)
         if file.state == "sound":
             _take_over(plan.storage, file, storage, path)
-            positions = tensors.position[rows].tolist()
-            encoded = native.encode_digests(file.digests)
-            parts.append(
-                native.Part(path, file.num_bytes, native.encode_positions(positions), encoded)
-            )
+            parts.append([part_of(path, file.num_bytes, tensors.position[rows], file.digests)])
         else:
-            parts.append(_copy_pieces(plan, file, rows, storage, path))
-    index = native.build_index(boxes, assignments, parts, plan.document.aliases)
-    encoded_index = index.encode()
-    index_path = f"{folder}/index.safetensors"
-    storage.put(index_path, encoded_index, overwrite=False)
+            parts.append([_copy_pieces(plan, file, rows, storage, path)])
+    *others, record = NATIVE.small_files(saved)
+    for path, data in others:
+        storage.put(path, data, overwrite=False)
     storage.sync()
-    metadata = {} if old is None else old.metadata
-    return native.CommitRecord(
-        format=native.FORMAT_NAME,
-        version=native.FORMAT_VERSION,
-        save_id=save_id,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        world_size=len(plan.files) if old is None else old.world_size,
-        remesh_version=__version__,
-        index=_record_of(index_path, encoded_index),
-        values=_record_of(values_path, document),
-        files=tuple(
-            native.FileRecord(path=stored.path, num_bytes=stored.num_bytes, digest=digest)
-            for stored, digest in zip(index.files, native.file_digests(index), strict=True)
-        ),
-        metadata={**metadata, "repaired_from": plan.storage.url},
-    )
-
-
-def _record_of(path: str, data: bytes) -> native.FileRecord:
-    return native.FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
+    return record
 
 
 def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -> None:
@@ -411,7 +400,7 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
             pass
         else:
             return
-    writer = ChunkWriter(target, path, file.num_bytes)
+    writer = ChunkWriter(target, one_file(path, file.num_bytes), file.num_bytes)
 
     def copy(number: int, buffer: Buffer) -> None:
         start = number * CHUNK_SIZE
@@ -422,11 +411,11 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
     try:
         num_chunks = -(-file.num_bytes // CHUNK_SIZE)
         run_workers(2, num_chunks, min(CHUNK_SIZE, file.num_bytes), copy)
-        written = writer.finish()
+        digests = writer.finish()
     except BaseException:
         writer.abort()
         raise
-    if digest_of_digests(written.digests) != digest_of_digests(file.digests):
+    if digest_of_digests(digests) != digest_of_digests(file.digests):
         raise CorruptCheckpointError(
             f"{source.url}/{file.path} changed between two readings; see whether the disk fails or "
             "somebody writes there, and try again"
@@ -435,10 +424,10 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
 
 def _copy_pieces(
     plan: RepairPlan, file: ScannedFile, rows: IntArray, target: Storage, path: str
-) -> native.Part:
+) -> Part:
     """Copy some pieces of a damaged file into a new one."""
     boxes = plan.tensors.boxes
-    header, positions, num_bytes = native.data_header(boxes, rows)
+    header, positions, num_bytes = data_header(boxes, rows)
     pieces = []
     for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
         shape, dtype = boxes.box(row).shape, boxes.tensors.dtype(int(boxes.tensor[row]))
@@ -447,13 +436,8 @@ def _copy_pieces(
         pieces.append(FilePiece(memory, shape, dtype, position))
     places = positions.tolist()
     layout = FileLayout(header, pieces, places, num_bytes)
-    written = write_file(target, path, layout, lambda _size: None)
-    return native.Part(
-        path,
-        num_bytes,
-        native.encode_positions(places),
-        native.encode_digests(written.digests),
-    )
+    digests = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
+    return part_of(path, num_bytes, positions, digests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ costs one memcpy from or into cached memory and buys much: direct I/O at the dis
 page cache in between, digests taken while the bytes are hot, one path for every dtype, stride and
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
 
-`write_file` and `read_runs` are the executors of one rank. Between ranks there is one engine,
+`write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
 they do is planned in `remesh.planner`. `arena` and `stage` cut writing in two, so that a trainer
 need only wait for the first half.
@@ -14,16 +14,17 @@ need only wait for the first half.
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.read import Destination, read_runs
-from remesh.pipeline.write import FileLayout, FilePiece, WrittenFile, write_file
+from remesh.pipeline.write import FileLayout, FilePiece, StreamFiles, one_file, write_stream
 
 __all__ = [
     "Destination",
     "FileLayout",
     "FilePiece",
     "MemoryTransfer",
-    "WrittenFile",
+    "StreamFiles",
+    "one_file",
     "plan_between_memories",
     "read_runs",
     "read_together",
-    "write_file",
+    "write_stream",
 ]

@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from remesh.integrity import Digests
 from remesh.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.workers import run_threads
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, WrittenFile
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout
 
 NUM_STAGERS = 2
 NUM_WRITERS = 3
@@ -195,7 +196,7 @@ class StagedWriter:
         on_chunk: Callable[[int], None],
         on_failure: Callable[[], None],
         meanwhile: Callable[[], None],
-    ) -> WrittenFile | None:
+    ) -> Digests | None:
         """Write what is staged and make it durable.
 
         Args:
@@ -205,7 +206,7 @@ class StagedWriter:
             meanwhile: What else is to be done once the file exists, beside the writing.
 
         Returns:
-            The file, or None if it was given up because of `cancel`.
+            The digests of the stream, or None if it was given up because of `cancel`.
 
         Raises:
             StorageError: If the storage fails; the file is gone then, if the storage still can.

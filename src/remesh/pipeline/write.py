@@ -1,16 +1,20 @@
-"""Writing one data file: pieces → chunks → digests → storage.
+"""Writing what a rank stores: pieces → chunks → digests → storage.
 
-The file's bytes are fully determined before the first is written: a header, then the pieces one
-after the other. Each thread takes the next chunk of the file, gathers its bytes from wherever the
-pieces lie in memory, digests its blocks and writes it. A chunk may begin and end in the middle of
-a piece; which elements those are is again a flat range, so `boxes_of_flat_range` cuts it into
-boxes that any memory can copy out.
+All that a rank writes is one stream of bytes, fully determined before the first is written: a
+header, then the pieces one after the other. Each thread takes the next chunk of the stream,
+gathers its bytes from wherever the pieces lie in memory, digests its blocks and writes it. A chunk
+may begin and end in the middle of a piece; which elements those are is again a flat range, so
+`boxes_of_flat_range` cuts it into boxes that any memory can copy out.
+
+`StreamFiles` says where the bytes of the stream go. Mostly the stream is one file. Formats with
+several files for a rank cut it into ranges, each of which is a file.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +25,7 @@ from remesh.geometry import boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests
 from remesh.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.workers import run_workers
-from remesh.storage import Buffer, Storage
+from remesh.storage import Buffer, Storage, Writer
 
 CHUNK_SIZE = 2 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
@@ -51,13 +55,13 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
-    """All that determines the bytes of a data file.
+    """All that determines the bytes of a stream, which mostly is one data file.
 
     Attributes:
         header: Its first bytes.
         pieces: What follows, sorted by position, without gaps.
         positions: Position of each piece.
-        num_bytes: Size of the whole file.
+        num_bytes: Size of the whole stream.
     """
 
     header: bytes
@@ -104,73 +108,136 @@ class FileLayout:
         _concatenate(plain, buffer[at - start :])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WrittenFile:
-    """A finished data file."""
+@dataclass(frozen=True, slots=True)
+class StreamFiles:
+    """The files that a stream is cut into, one after the other.
 
-    path: str
-    num_bytes: int
-    digests: Digests
+    Attributes:
+        paths: Their names; none of them exists before.
+        sizes: Their sizes.
+        starts: Byte of the stream at which each begins.
+    """
+
+    paths: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stream is a single file."""
+        return len(self.paths) == 1
+
+
+def one_file(path: str, num_bytes: int) -> StreamFiles:
+    """A stream that is a single file."""
+    return StreamFiles((path,), (num_bytes,), (0,))
 
 
 class ChunkWriter:
-    """A data file that is written chunk by chunk, digesting each.
+    """The files of a stream, which is written chunk by chunk, digesting each.
+
+    A single file is created at once, so that a lack of room is seen before bytes are moved; several
+    are created when the first bytes of each arrive, and finished with the last.
 
     Args:
         storage: Where to.
-        path: Name of the file; it must not exist.
-        num_bytes: Its size.
+        files: The files.
+        num_bytes: Bytes of the stream.
 
     Raises:
         NoSpaceError: If there is no room.
         StorageError: If the storage fails.
     """
 
-    def __init__(self, storage: Storage, path: str, num_bytes: int) -> None:
-        self._path = path
-        self._num_bytes = num_bytes
+    def __init__(self, storage: Storage, files: StreamFiles, num_bytes: int) -> None:
+        self._storage = storage
+        self._files = files
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
-        self._writer = storage.create(path, num_bytes)
+        self._left = list(files.sizes)
+        self._lock = threading.Lock()
+        self._open: dict[int, Writer] = {}
+        self._created: list[int] = []
+        if files.is_whole:
+            self._writer_of(0)
 
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
         start = number * CHUNK_SIZE
-        found = block_digests(chunk)
-        first = start // BLOCK_SIZE
-        self._digests[first : first + len(found)] = found
-        self._writer.write(start, chunk)
+        if self._files.is_whole:
+            found = block_digests(chunk)
+            first = start // BLOCK_SIZE
+            self._digests[first : first + len(found)] = found
+            self._open[0].write(start, chunk)
+            return
+        files = self._files
+        file = max(bisect.bisect_right(files.starts, start) - 1, 0)
+        while file < len(files.starts) and files.starts[file] < start + len(chunk):
+            first = max(files.starts[file], start)
+            stop = max(files.starts[file] + files.sizes[file] - start, 0)
+            part = chunk[first - start : stop]
+            if len(part):
+                self._write_part(file, first - files.starts[file], part)
+            file += 1
 
-    def finish(self) -> WrittenFile:
-        """Make the file durable."""
-        self._writer.finish()
-        return WrittenFile(self._path, self._num_bytes, self._digests)
+    def finish(self) -> Digests:
+        """Make the files durable; the digests of the blocks, if the stream is a single file."""
+        if not self._files.is_whole:
+            assert not any(self._left), "the files are not complete"
+            return np.zeros((0, 2), dtype=np.uint64)
+        self._open[0].finish()
+        return self._digests
 
     def abort(self) -> None:
         """Remove what was written."""
-        self._writer.abort()
+        for file in self._created:
+            if file in self._open:
+                self._open[file].abort()
+            else:
+                self._storage.delete(self._files.paths[file])
+
+    def _writer_of(self, file: int) -> Writer:
+        with self._lock:
+            if file not in self._open:
+                path, size = self._files.paths[file], self._files.sizes[file]
+                self._open[file] = self._storage.create(path, size)
+                self._created.append(file)
+            return self._open[file]
+
+    def _write_part(self, file: int, position: int, part: Buffer) -> None:
+        writer = self._writer_of(file)
+        writer.write(position, part)
+        with self._lock:
+            self._left[file] -= len(part)
+            is_complete = not self._left[file]
+        if is_complete:
+            writer.finish()
+            del self._open[file]
 
 
-def write_file(
+def write_stream(
     storage: Storage,
-    path: str,
+    files: StreamFiles,
     layout: FileLayout,
     on_chunk: Callable[[int], None],
     meanwhile: Callable[[], None] | None = None,
-) -> WrittenFile:
-    """Write a data file and make it durable.
+) -> Digests:
+    """Write the files of a stream and make them durable.
 
     Args:
         storage: Where to.
-        path: Name of the file; it must not exist.
-        layout: What it holds.
+        files: The files.
+        layout: What the stream holds.
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
-        meanwhile: What else is to be done once the file exists, beside the writing.
+        meanwhile: What else is to be done once a single file exists, beside the writing.
+
+    Returns:
+        The digests of its blocks, if the stream is a single file.
 
     Raises:
-        NoSpaceError: If there is no room; the file is gone then.
-        StorageError: If the storage fails; the file is gone then, if the storage still can.
+        NoSpaceError: If there is no room; the files are gone then.
+        StorageError: If the storage fails; the files are gone then, if the storage still can.
     """
-    writer = ChunkWriter(storage, path, layout.num_bytes)
+    writer = ChunkWriter(storage, files, layout.num_bytes)
 
     def write_chunk(number: int, buffer: Buffer) -> None:
         chunk = layout.fill_chunk(number, buffer)

@@ -255,8 +255,8 @@ def _in_the_background(exchange: Exchange, folder: Path, persistent: bool) -> li
     state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "step": 2}
     foreign = save(state, folder / "2", ("torch_dist", 1), async_sharded_save=True)
     assert foreign is not None
-    data.fill_(-1)
     assert queue.schedule_async_request(foreign) == 2
+    data.fill_(-1)
     mine = AsyncRequest(
         slow_write, (str(folder), None, f"mine {rank}"), [lambda: order.append("x")]
     )

@@ -33,6 +33,8 @@ from remesh.compat.megatron.objects import known
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
 from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from remesh.exchange import Alone, run_on_all
+from remesh.formats.native import FORMAT_NAME
+from remesh.formats.torch_dcp import COMMON_NAME
 
 
 class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -46,13 +48,20 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         version: Its version.
         writer: What writes saves beside the training: threads of this process, or a process of its
             own, which neither shares the interpreter with the trainer nor dies with it.
+        file_format: What the engine calls the format.
     """
 
     def __init__(
-        self, backend: str, version: int = 1, *, writer: Literal["thread", "process"] = "thread"
+        self,
+        backend: str,
+        version: int = 1,
+        *,
+        writer: Literal["thread", "process"] = "thread",
+        file_format: str = FORMAT_NAME,
     ) -> None:
         super().__init__(backend, version)
-        self._saver = Saver(writer=writer)
+        # The common state has a strategy of its own, or is one of the objects.
+        self._saver = Saver(writer=writer, format=file_format, without=(COMMON_NAME,))
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
-from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
-from remesh.compat.megatron.strategies.foreign import ForeignSaveShardedStrategy
+from remesh.compat.megatron.strategies.engine import (
+    EngineLoadShardedStrategy,
+    EngineSaveShardedStrategy,
+)
 from remesh.errors import CorruptCheckpointError
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
@@ -39,11 +41,17 @@ from remesh.formats.torch_dcp import (
 from remesh.storage import Storage
 
 
-class TorchDistSaveShardedStrategy(ForeignSaveShardedStrategy):
+class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
     """Writes backend `torch_dist`."""
 
-    def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
-        super().__init__(backend, version, file_format="torch_dcp")
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        *,
+        writer: Literal["thread", "process"] = "thread",
+    ) -> None:
+        super().__init__(backend, version, writer=writer, file_format="torch_dcp")
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):

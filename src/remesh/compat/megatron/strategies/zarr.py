@@ -6,19 +6,27 @@ does not replace a zarr checkpoint, because its files have fixed names; save to 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from remesh.compat.megatron.core import storage_of
-from remesh.compat.megatron.strategies.engine import EngineLoadShardedStrategy
-from remesh.compat.megatron.strategies.foreign import ForeignSaveShardedStrategy
+from remesh.compat.megatron.strategies.engine import (
+    EngineLoadShardedStrategy,
+    EngineSaveShardedStrategy,
+)
 from remesh.formats.zarr import ARRAY_NAME
 
 
-class ZarrSaveShardedStrategy(ForeignSaveShardedStrategy):
+class ZarrSaveShardedStrategy(EngineSaveShardedStrategy):
     """Writes backend `zarr`."""
 
-    def __init__(self, backend: str = "zarr", version: int = 1) -> None:
-        super().__init__(backend, version, file_format="zarr")
+    def __init__(
+        self,
+        backend: str = "zarr",
+        version: int = 1,
+        *,
+        writer: Literal["thread", "process"] = "thread",
+    ) -> None:
+        super().__init__(backend, version, writer=writer, file_format="zarr")
 
 
 class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):

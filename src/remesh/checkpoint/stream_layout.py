@@ -1,0 +1,146 @@
+"""What a rank writes, as one stream of bytes: the data files that a writer describes, laid out.
+
+A writer says which of the rank's boxes lie where in which file (`Frame`). The files follow each
+other in the stream, each from an aligned byte on, so that direct I/O works for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remesh.checkpoint.local import LocalTensors
+from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
+from remesh.formats.framing import Frame, Part, part_of
+from remesh.geometry import Box, IntArray
+from remesh.integrity import Digests
+from remesh.memory import CarrierArray, HostMemory, Memory
+from remesh.pipeline import FileLayout, FilePiece, StreamFiles
+from remesh.storage import ALIGNMENT
+from remesh.strided import Layout
+
+_BYTE = BY_NAME["uint8"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedMemory:
+    """A box of which another memory holds a part; the rest reads as zeros.
+
+    Attributes:
+        memory: Holds the elements of `held`.
+        held: A box of the tensor.
+        box: The box of the tensor that this is the memory of.
+    """
+
+    memory: Memory
+    held: Box
+    box: Box
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return self.memory.carrier
+
+    @property
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return self.memory.layout
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        wanted = box.shift(self.box.offset)
+        common = wanted.intersect(self.held)
+        if common != wanted:
+            into[...] = np.zeros((), into.dtype)
+        if common is not None:
+            part = np.empty(common.shape, into.dtype)
+            self.memory.copy_out(common.relative_to(self.held), part)
+            into[common.relative_to(wanted).slices] = part
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Nothing is read into what is being saved."""
+        raise AssertionError(f"{box} of {values.shape} cannot be changed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankStream:
+    """What one rank writes.
+
+    Attributes:
+        layout: The bytes.
+        files: The files that they are cut into.
+        positions: Where the rank's boxes begin, in the order of its assignment, if the stream is a
+            single file.
+    """
+
+    layout: FileLayout
+    files: StreamFiles
+    positions: IntArray
+
+
+def parts_of(files: StreamFiles, positions: IntArray, digests: Digests) -> list[Part]:
+    """What a rank tells rank 0 of its finished files."""
+    return [
+        part_of(path, size, positions, digests)
+        for path, size in zip(files.paths, files.sizes, strict=True)
+    ]
+
+
+def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
+    """The stream of a rank.
+
+    Args:
+        frames: Its data files; their rows are those of the rank's boxes.
+        tensors: The rank's boxes.
+    """
+    pieces: list[FilePiece] = []
+    starts: list[int] = []
+    header, end = b"", 0
+    for number, frame in enumerate(frames):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start > end:
+            pieces.append(_bytes_at(end, bytes(start - end)))
+        fillers = frame.fillers
+        if number == 0 and fillers and fillers[0][0] == 0:
+            header, fillers = fillers[0][1], fillers[1:]
+        added = [_bytes_at(start + at, data) for at, data in fillers if data]
+        added += _pieces(frame, tensors, start)
+        if fillers:
+            added.sort(key=lambda piece: piece.position)
+        pieces += added
+        starts.append(start)
+        end = start + frame.num_bytes
+    paths, sizes = (frame.path for frame in frames), (frame.num_bytes for frame in frames)
+    positions = frames[0].positions if len(frames) == 1 else np.zeros(0, np.int64)
+    return RankStream(
+        FileLayout(header, pieces, [piece.position for piece in pieces], end),
+        StreamFiles(tuple(paths), tuple(sizes), tuple(starts)),
+        positions,
+    )
+
+
+def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:
+    boxes, rows = tensors.boxes, frame.rows
+    dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
+    places = (frame.positions + start).tolist()
+    if frame.boxes is not None:
+        told = zip(rows.tolist(), frame.boxes, dtypes, places, strict=True)
+        return [_cut_piece(tensors, *one) for one in told]
+    _, shapes = boxes.bounds(rows)
+    return [
+        FilePiece(tensors.memories[row], shape, dtype, position)
+        for row, shape, dtype, position in zip(rows.tolist(), shapes, dtypes, places, strict=True)
+    ]
+
+
+def _cut_piece(tensors: LocalTensors, row: int, box: Box, dtype: DType, position: int) -> FilePiece:
+    memory, whole = tensors.memories[row], tensors.boxes.box(row)
+    if box != whole:
+        memory = PaddedMemory(memory, whole, box)
+    return FilePiece(memory, box.shape, dtype, position)
+
+
+def _bytes_at(position: int, data: bytes) -> FilePiece:
+    return FilePiece(HostMemory(np.frombuffer(data, np.uint8)), (len(data),), _BYTE, position)

@@ -1,0 +1,184 @@
+"""Writing remesh's own format (`native`): one safetensors file a rank, index, values and record.
+
+The values are known before the tensors are written and are written beside them. When all data files
+are durable, the index is made of what each rank says of its file, and then the record, which makes
+the checkpoint exist.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from remesh import __version__, safetensors_file
+from remesh.dtypes import DTYPES
+from remesh.errors import CheckpointNotFoundError
+from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer, no_grid
+from remesh.formats.native import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    RECORD_NAME,
+    CommitRecord,
+    FileRecord,
+    data_folder,
+    data_path,
+    encode_record,
+    file_digests,
+    read_record,
+)
+from remesh.geometry import IntArray
+from remesh.index import BoxTable, Index, StoredFile
+from remesh.integrity import BLOCK_SIZE, hex_digest
+from remesh.storage import Storage
+
+
+def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
+    """Lay out a data file.
+
+    Args:
+        boxes: Distinct boxes.
+        rows: Those that the file holds, in order.
+
+    Returns:
+        The file's header, the byte at which each piece begins, and the size of the file.
+    """
+    tensors, entries = [], {}
+    table, of = boxes.tensors, boxes.tensor[rows]
+    dtypes = [DTYPES[code] for code in table.dtypes[of].tolist()]
+    whole = [
+        tuple(row[:n])
+        for row, n in zip(table.shapes[of].tolist(), table.ndims[of].tolist(), strict=True)
+    ]
+    num_bytes = boxes.num_bytes[rows].tolist()
+    pieces = zip(of.tolist(), dtypes, whole, *boxes.bounds(rows), num_bytes, strict=True)
+    for tensor, dtype, full, offset, shape, size in pieces:
+        name = table.names[tensor]
+        key = name if shape == full else f"{name}@{','.join(map(str, offset))}"
+        while key in entries or key == "__metadata__":
+            key += "'"
+        entries[key] = [name, dtype.name, full, offset]
+        tensors.append((key, dtype.safetensors, (*shape, 2) if dtype.pairs else shape, size))
+    metadata = {"format": FORMAT_NAME, "pieces": msgspec.json.encode(entries).decode()}
+    header, positions = safetensors_file.encode_header(tensors, metadata)
+    return header, np.array(positions, dtype=np.int64), len(header) + sum(num_bytes)
+
+
+NO_PART = Part("", 0, b"", b"")
+"""What a rank says that wrote no file."""
+
+
+def build_index(
+    boxes: BoxTable,
+    assignments: Sequence[IntArray],
+    parts: Sequence[Part],
+    aliases: Mapping[str, str],
+) -> Index:
+    """The index of what all ranks wrote.
+
+    Args:
+        boxes: The distinct boxes, sorted by tensor.
+        assignments: Rows of `boxes` that each rank wrote, in the order of its file.
+        parts: What each rank says of its file.
+        aliases: Further names of tensors.
+    """
+    file = np.zeros(len(boxes), dtype=np.int64)
+    position = np.zeros(len(boxes), dtype=np.int64)
+    files: list[StoredFile] = []
+    digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
+    for rows, part in zip(assignments, parts, strict=True):
+        if not part.path:
+            continue
+        file[rows] = len(files)
+        position[rows] = np.frombuffer(part.positions, dtype=np.int64)
+        files.append(StoredFile(part.path, part.num_bytes))
+        digests.append(np.frombuffer(part.digests, dtype=np.uint64).reshape(-1, 2))
+        first_block.append(first_block[-1] + len(digests[-1]))
+    return Index(
+        boxes,
+        file,
+        position,
+        tuple(files),
+        dict(aliases),
+        BLOCK_SIZE,
+        np.concatenate(digests),
+        np.array(first_block, dtype=np.int64),
+    )
+
+
+def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid) -> list[Frame]:
+    """The data file of a rank."""
+    if not len(rows):
+        return []
+    header, positions, num_bytes = data_header(boxes, rows)
+    return [Frame(data_path(save_id, rank), num_bytes, rows, positions, fillers=((0, header),))]
+
+
+def values_file(saved: Saved) -> SmallFile:
+    """The values."""
+    return f"{data_folder(saved.save_id)}/values.msgpack", saved.document.encode()
+
+
+def small_files(saved: Saved) -> list[SmallFile]:
+    """The index, and the record that refers to everything."""
+    values_path, document = values_file(saved)
+    parts = [own[0] if own else NO_PART for own in saved.parts]
+    index = build_index(saved.boxes, saved.assignments, parts, saved.document.aliases)
+    index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
+    record = CommitRecord(
+        format=FORMAT_NAME,
+        version=FORMAT_VERSION,
+        save_id=saved.save_id,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        world_size=saved.world_size,
+        remesh_version=__version__,
+        index=_record_of(index_path, encoded),
+        values=_record_of(values_path, document),
+        files=tuple(
+            FileRecord(path=file.path, num_bytes=file.num_bytes, digest=digest)
+            for file, digest in zip(index.files, file_digests(index), strict=True)
+        ),
+        metadata=dict(saved.metadata),
+    )
+    return [(index_path, encoded), (RECORD_NAME, encode_record(record))]
+
+
+def _record_of(path: str, data: bytes) -> FileRecord:
+    return FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
+
+
+def existing(storage: Storage) -> Existing | None:
+    """The checkpoint that is there.
+
+    Raises:
+        CheckpointError: If its record is damaged.
+    """
+    try:
+        record = read_record(storage)
+    except CheckpointNotFoundError:
+        return None
+    return Existing(f"saved {record.created}", record.save_id)
+
+
+def is_committed(storage: Storage, save_id: str) -> bool:
+    """Whether the checkpoint that is there is that of a save.
+
+    Raises:
+        CheckpointError: If there is none, or its record is damaged.
+    """
+    return read_record(storage).save_id == save_id
+
+
+NATIVE = Writer(
+    FORMAT_NAME,
+    no_grid,
+    frames,
+    small_files,
+    existing,
+    early_files=lambda saved: [values_file(saved)],
+    is_committed=is_committed,
+    has_folder=True,
+    has_metadata=True,
+)
