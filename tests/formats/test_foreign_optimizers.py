@@ -1,4 +1,4 @@
-"""Optimizers that others stored: refused if they cannot be matched; what the error says works."""
+"""Optimizers that others stored, by numbers or flattened, get the names of their parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 
 import remesh
+from remesh.errors import StateError
+from remesh.storage import MemoryStorage
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -60,29 +67,105 @@ def check_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
 def test_no_way_of_loading_loses_the_moments(kind: str, missing: Any, tmp_path: Path) -> None:
     place = stored_by(kind, tmp_path)
     model, optimizer = job(1)
-    before = model.weight.detach().clone()
-    with pytest.raises(remesh.MismatchError) as caught:
-        remesh.load({"model": model, "opt": optimizer}, place, missing=missing)
-    text = str(caught.value)
-    assert "keep" not in text
-    assert len(text.splitlines()[0]) <= 100
-    assert text.startswith("opt: the checkpoint ")
-    assert torch.equal(model.weight, before)
-    # What the error says, word for word.
-    state: dict[str, Any] = {"model": model}
-    advice = [line.strip() for line in text.splitlines() if line.startswith("  ")]
-    if kind != "flattened":
-        remesh.load(state, place)
-    names = {
-        **vars(state_dict),
-        "model": model,
-        "optimizer": optimizer,
-        "state": state,
-        "path": place,
-        "remesh": remesh,
-    }
-    exec("\n".join(advice), names)
+    remesh.load({"model": model, "opt": optimizer}, place, missing=missing, unexpected="error")
     check_trained(model, optimizer)
+
+
+def both_groups(model: torch.nn.Linear) -> torch.optim.Optimizer:
+    groups: Any = [{"params": [model.weight]}, {"params": [model.bias]}]
+    return torch.optim.AdamW(groups)
+
+
+def test_numbers_need_the_groups_that_were_saved(tmp_path: Path) -> None:
+    place = stored_by("torch.save", tmp_path)
+    model, _ = job(1)
+    before = model.weight.detach().clone()
+    reverse: Any = [model.bias, model.weight]
+    others: dict[str, torch.optim.Optimizer] = {
+        "one group of 2 parameters, the optimizer of the state has groups of 1 and 1": (
+            both_groups(model)
+        ),
+        r"parameter 0 has exp_avg of shape \(2, 3\), but in the state that is bias": (
+            torch.optim.AdamW(reverse)
+        ),
+    }
+    for problem, optimizer in others.items():
+        with pytest.raises(remesh.MismatchError, match=problem) as caught:
+            remesh.load({"model": model, "opt": optimizer}, place, missing="keep")
+        assert len(str(caught.value).splitlines()[0]) <= 100 + len(place)
+        assert torch.equal(model.weight, before)
+        assert not optimizer.state
+    # Without its model an optimizer has no names for them.
+    with pytest.raises(StateError, match="Put its module into the state"):
+        remesh.load({"opt": job(1)[1]}, place)
+    # Names that the saved optimizer knew are worth more than an order.
+    model, optimizer = trained()
+    pairs: Any = [("bias", model.bias), ("weight", model.weight)]
+    named = torch.optim.AdamW(pairs, lr=0.1)
+    named.load_state_dict(
+        {
+            "state": {n: optimizer.state[p] for n, p in enumerate([model.bias, model.weight])},
+            "param_groups": named.state_dict()["param_groups"],
+        }
+    )
+    torch.save({"model": model.state_dict(), "opt": named.state_dict()}, place)
+    other, fresh = job(1)
+    remesh.load({"model": other, "opt": fresh}, place)
+    check_trained(other, fresh)
+
+
+def test_flattened_options_of_a_group_must_agree(tmp_path: Path) -> None:
+    model, _ = trained()
+    optimizer = both_groups(model)
+    optimizer.param_groups[1]["lr"] = 0.5
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    packed = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    torch.save({"model": model.state_dict(), "opt": packed}, tmp_path / "x.pt")
+    other, one_group = job(1)
+    with pytest.raises(remesh.MismatchError, match=r"weight\.lr and .*bias\.lr differ"):
+        remesh.load({"model": other, "opt": one_group}, tmp_path / "x.pt")
+    groups = both_groups(other)
+    remesh.load({"model": other, "opt": groups}, tmp_path / "x.pt")
+    assert [group["lr"] for group in groups.param_groups] == [0.001, 0.5]
+
+
+class App(Stateful):
+    """The wrapper of torch's tutorial."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(zip(("m", "o"), get_state_dict(self.model, self.optimizer), strict=True))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["m"],
+            optim_state_dict=state_dict["o"],
+        )
+
+
+def test_a_stateful_object_gets_back_what_it_gave(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"app": App(*trained())}, checkpoint_id=tmp_path / "x")  # type: ignore[attr-defined]
+    model, optimizer = job(1)
+    remesh.load({"app": App(model, optimizer)}, tmp_path / "x")
+    check_trained(model, optimizer)
+
+
+def test_an_optimizer_without_the_two_entries_is_named() -> None:
+    class Offloading(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"offload": [], "optim": super().state_dict()}
+
+    model, _ = job(1)
+    state = {"model": model, "opt": Offloading(model.parameters())}
+    with pytest.raises(StateError, match="opt: the state dict of Offloading has no entries"):
+        remesh.save(state, MemoryStorage())
 
 
 def test_what_keeping_means_for_parameters_that_are_new_is_said(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def describe_stored(
         if found is not None:
             target = allocate(leaf_path, *found, leaves.get(leaf_path))
             rebuilds[leaf_path] = _describe_target(walk, leaf_path, target, role)
-        elif stored.has_value(name):
+        elif stored.has_value(name) and name not in walk.description.merged_lists:
             rebuilds[leaf_path] = walk.add_value(leaf_path, None)
     containers = {leaf[:end] for leaf in rebuilds for end in range(len(path), len(leaf))}
     decided = {*rebuilds, *stored.sequences}

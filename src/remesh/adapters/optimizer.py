@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ from remesh.adapters.optimizer_state import (
 )
 from remesh.adapters.placed import Placed
 from remesh.adapters.tensor_subclass import is_of_torchao
-from remesh.errors import MismatchError, StateError
+from remesh.errors import StateError
 from remesh.sharded import LocalNonpersistentObject, ShardedTensor
 from remesh.state import (
     Loaded,
@@ -94,12 +93,16 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     Raises:
         StateError: If one of its parameters is in no module of the state, a group of it has
             parameters from several stored groups, or its state cannot be stored.
-        MismatchError: If its state is stored by numbers of parameters, or flattened.
     """
-    if walk.stored is not None:
-        _refuse_other_forms(walk.stored, path)
     optimizer = leaf.optimizer if isinstance(leaf, DescribedOptimizer) else leaf
     packed = optimizer.state_dict()
+    if not packed.keys() >= {"state", "param_groups"}:
+        raise StateError(
+            f"{name_of(path)}: the state dict of {type(optimizer).__name__} has no entries 'state' "
+            "and 'param_groups', so it is not known which parameter its state belongs to\n"
+            "Keep it outside of the state and save its state_dict() as a value of each rank "
+            "(remesh.sharding.ShardedObject), or use an optimizer that has them."
+        )
     parameters = _parameters_of(walk, path, leaf, packed["state"])
     stored = walk.stored
     if stored is not None:
@@ -139,51 +142,6 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
         return leaf
 
     return rebuild
-
-
-def _refuse_other_forms(stored: Stored, path: Path) -> None:
-    """Refuse state of an optimizer whose parameters cannot be told.
-
-    Nothing of it could be matched, and to keep what the optimizer has would lose all of it.
-
-    Raises:
-        MismatchError: With what to do instead.
-    """
-    where = name_of(path)
-    names = [name.removeprefix(f"{where}.") for _, name in stored.under(path)]
-    groups = [name for name in names if name.partition(".")[0] == "param_groups"]
-    if _stored_groups(stored, (*path, "param_groups")):
-        return
-    numbers = re.compile(r"param_groups(\.\d+\.params(\.\d+)?)?")
-    owners = {n.removeprefix("state.").rpartition(".")[0] for n in names if n.startswith("state.")}
-    is_numbered = all(owner.partition(".")[0].isdecimal() for owner in owners) and any(
-        numbers.fullmatch(name) and stored.has_value(f"{where}.{name}") for name in groups
-    )
-    options_of = {name.removeprefix("param_groups.").rpartition(".")[0] for name in groups}
-    if not is_numbered and owners.isdisjoint(options_of):
-        return
-    place = "".join(f"[{part!r}]" for part in path)
-    if is_numbered:
-        problem = f"{where}: the checkpoint numbers the optimizer's parameters, without their names"
-        remedy = (
-            "Nothing was changed. In one process, with parameters that are not sharded, load "
-            "without the optimizer, then take over its state in the order of its parameters:\n"
-            f"  saved = remesh.Checkpoint(path).state(){place}\n"
-            "  saved['state'] = {int(n): state for n, state in saved['state'].items()}\n"
-            "  optimizer.load_state_dict(saved)\n"
-            "What remesh.save stores afterwards has the names and loads in any layout."
-        )
-    else:
-        problem = f"{where}: the checkpoint has the optimizer in the flattened form of torch"
-        remedy = (
-            "Nothing was changed. Put a flattened state in place of the optimizer, load, and hand "
-            "it over (both functions are in torch.distributed.checkpoint.state_dict):\n"
-            "  options = StateDictOptions(flatten_optimizer_state_dict=True)\n"
-            f"  state{place} = get_optimizer_state_dict(model, optimizer, options=options)\n"
-            "  remesh.load(state, path)\n"
-            f"  set_optimizer_state_dict(model, optimizer, state{place}, options=options)"
-        )
-    raise MismatchError(f"{problem}\n{remedy}", conflicts=(problem,))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -322,19 +280,21 @@ def _describe_groups(
     names = {id(p.tensor): [place.name for place in p.places] for p in parameters}
     stored_groups = _stored_groups(walk.stored, base)
     members: dict[int, list[str]] = {}
-    options: dict[int, Rebuild] = {}
-    rebuilds = []
+    places = []
     for number, group in enumerate(optimizer.param_groups):
         own = list(dict.fromkeys(n for tensor in group["params"] for n in names[id(tensor)]))
-        place = _stored_number(stored_groups, number, own, name_of(path))
-        if place not in options:
-            options[place] = _describe_options(walk, (*base, place), group)
-        members.setdefault(place, []).extend(own)
-        rebuilds.append((group, options[place]))
+        places.append(_stored_number(stored_groups, number, own, name_of(path)))
+        members.setdefault(places[-1], []).extend(own)
     for place, own in members.items():
         walk.add_merged_list((*base, place, "params"), own)
     walk.description.sequences[base] = "list"
-    return rebuilds
+    options: dict[int, Rebuild] = {}
+    for place, group in zip(places, optimizer.param_groups, strict=True):
+        if place not in options:
+            options[place] = _describe_options(walk, (*base, place), group)
+    return [
+        (group, options[place]) for place, group in zip(places, optimizer.param_groups, strict=True)
+    ]
 
 
 def _describe_options(walk: Walk, path: Path, group: Mapping[str, Any]) -> Rebuild:

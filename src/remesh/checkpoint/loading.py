@@ -39,6 +39,7 @@ from remesh.checkpoint.local import (
     finish_device_work,
 )
 from remesh.checkpoint.mismatch import listed, refuse
+from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
@@ -139,6 +140,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
 
     def load_once() -> tuple[Any, RestoreReport]:
         stored = open_shared(exchange, place)
+        stored = with_parameter_names(exchange, state, stored, storage.url)
         emit("load.opened")
 
         def read(reads: RankReads, on_read: OnRead) -> bool:

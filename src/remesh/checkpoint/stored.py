@@ -66,14 +66,19 @@ class StoredState:
         return f"{name}: {problem}{hint}"
 
     def has_value(self, name: str) -> bool:
-        """Whether a plain value of this name is stored, whole or taken apart."""
-        return name in self.document.values or self._parts_of(name) is not None
+        """Whether a plain value is stored under a name: whole, taken apart, or a list of names."""
+        return self._is_value(name) or self._parts_of(name) is not None
+
+    def _is_value(self, name: str) -> bool:
+        return name in self.document.values or name in self.document.lists
 
     def value(self, name: str) -> object:
         """A plain value."""
         raw = self.document.values.get(name)
         if raw is not None:
             return values.decode(bytes(raw))
+        if name in self.document.lists:
+            return list(self.document.lists[name])
         parts = self._parts_of(name)
         if parts is None:
             raise KeyError(name)
@@ -93,7 +98,7 @@ class StoredState:
             self._containers = {name_of(path): path for path in self.sequences}
         root = self._containers.get(name)
         leaves = [] if root is None else self.under(root)
-        is_plain = bool(leaves) and all(leaf in self.document.values for _, leaf in leaves)
+        is_plain = bool(leaves) and all(self._is_value(leaf) for _, leaf in leaves)
         return (root, leaves) if root is not None and is_plain else None
 
     def merged_list(self, name: str) -> list[str] | None:

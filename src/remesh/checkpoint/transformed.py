@@ -75,7 +75,8 @@ class TransformedState:
 
     def has_value(self, name: str) -> bool:
         """See `Stored.has_value`."""
-        return name in self.outputs.targets and self.outputs.targets[name] is None
+        is_value = name in self.outputs.targets and self.outputs.targets[name] is None
+        return is_value or name in self.stored.document.lists
 
     def value(self, name: str) -> object:
         """The value that is made or stored under a name.

@@ -1,0 +1,404 @@
+"""Names for optimizer state that other programs stored without them, or in another form.
+
+remesh stores the state of an optimizer by the names of parameters: `state.<parameter>.<key>`,
+`param_groups.<group>.<option>`, and the names in each group as a list. Others store
+
+* what `optimizer.state_dict()` gives, with numbers for parameters: `state.0.exp_avg`, and
+  `params = [0, 1]` in each group. Whole (`torch.save`) or taken apart (DCP);
+* what `get_optimizer_state_dict` gives, with names, in one value (`torch.save`);
+* the same flattened: `state.<parameter>.exp_avg` and `param_groups.<parameter>.lr`.
+
+A number is the place of a parameter in the groups of the optimizer. The optimizer of the state that
+is loaded into has the same groups, in the same order, and the model beside it has the names. So
+numbers get the names that stand in their place. The stored state, seen by these names, is what is
+then matched and loaded like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from remesh import values
+from remesh.checkpoint.local import describe_local
+from remesh.checkpoint.stored import StoredState
+from remesh.errors import MismatchError
+from remesh.exchange import Exchange, run_on_all
+from remesh.index import Index
+from remesh.state import Description, Path, name_of
+
+_GROUPS = "param_groups"
+_NO_OPTIONS = frozenset({"params", "param_names"})
+
+
+class LiveOptimizer(msgspec.Struct, frozen=True):
+    """What is known of an optimizer of the state that is loaded into.
+
+    Attributes:
+        path: Its place in the state.
+        groups: Names of the parameters of each group, in order.
+        shapes: Shapes of the parameters, as far as they are known.
+        is_shared: Whether all ranks that have it have these parameters.
+    """
+
+    path: list[str | int]
+    groups: list[list[str]]
+    shapes: dict[str, list[int]]
+    is_shared: bool = True
+
+    @property
+    def name(self) -> str:
+        """The stored name of its place."""
+        return name_of(tuple(self.path))
+
+
+def with_parameter_names(
+    exchange: Exchange, state: Any, stored: StoredState, url: str
+) -> StoredState:
+    """What is stored, by the names that the optimizers of a state have for it. Collective.
+
+    Args:
+        exchange: The ranks that load.
+        state: The state that is loaded into, with the modules whose parameters are optimized.
+        stored: What is stored.
+        url: Where it is, for messages.
+
+    Raises:
+        MismatchError: If the stored parameters cannot be told from their numbers.
+        StateError: If the state cannot be a target.
+    """
+    roots = unnamed_optimizers(stored)
+    if not roots:
+        return stored
+    replies = run_on_all(
+        exchange, lambda: msgspec.msgpack.encode(live_optimizers(describe_local(state)))
+    )
+    found = [msgspec.msgpack.decode(reply, type=list[LiveOptimizer]) for reply in replies]
+    return named(stored, _united([one for ranks in found for one in ranks]), url)
+
+
+def unnamed_optimizers(stored: StoredState) -> list[str]:
+    """The places of stored optimizers that have no lists of the names of their parameters."""
+    roots: dict[str, None] = {}
+    for name in stored.document.values:
+        if _GROUPS in name:
+            keys = name.split(".")
+            if _GROUPS in keys:
+                roots[".".join(keys[: keys.index(_GROUPS)])] = None
+    lists = stored.document.lists
+    return [root for root in roots if _below(root, f"{_GROUPS}.0.params") not in lists]
+
+
+def live_optimizers(description: Description) -> list[LiveOptimizer]:
+    """The optimizers of a state."""
+    shapes: dict[str, list[int]] = {}
+    for entry in description.tensors:
+        keys = entry.name.split(".")
+        for start in range(len(keys)):
+            shapes.setdefault(".".join(keys[start:]), list(entry.global_shape))
+    groups: dict[Path, dict[int, list[str]]] = {}
+    for name, items in description.merged_lists.items():
+        *path, key, number, _ = description.paths[name]
+        if key == _GROUPS and isinstance(number, int):
+            groups.setdefault(tuple(path), {})[number] = items
+    return [
+        LiveOptimizer(
+            list(path),
+            [found[number] for number in sorted(found)],
+            {name: shapes[name] for items in found.values() for name in items if name in shapes},
+        )
+        for path, found in groups.items()
+    ]
+
+
+def _united(found: list[LiveOptimizer]) -> list[LiveOptimizer]:
+    """The optimizers of all ranks, each once."""
+    united: dict[str, LiveOptimizer] = {}
+    for one in found:
+        known = united.setdefault(one.name, one)
+        if known.groups != one.groups:
+            num_groups = max(len(known.groups), len(one.groups))
+            padded = [
+                [*groups, *([[]] * (num_groups - len(groups)))]
+                for groups in (known.groups, one.groups)
+            ]
+            both = [list(dict.fromkeys([*a, *b])) for a, b in zip(*padded, strict=True)]
+            united[one.name] = LiveOptimizer(one.path, both, known.shapes | one.shapes, False)
+    return list(united.values())
+
+
+def named(stored: StoredState, optimizers: Sequence[LiveOptimizer], url: str) -> StoredState:
+    """What is stored, by the names that optimizers have for it.
+
+    A stored optimizer belongs to the one of its name; the only one that is left over, to the only
+    one of the state that is left over, for a transformation may rename it.
+
+    Raises:
+        MismatchError: If the stored parameters cannot be told from their numbers.
+    """
+    live = {one.name: one for one in optimizers}
+    roots = unnamed_optimizers(stored)
+    pairs = [(root, live[root]) for root in roots if root in live]
+    rest = [root for root in roots if root not in live]
+    others = [
+        one
+        for one in optimizers
+        if one.name not in roots
+        and _below(one.name, f"{_GROUPS}.0.params") not in stored.document.lists
+    ]
+    if len(rest) == len(others) == 1:
+        pairs.append((rest[0], others[0]))
+    for root, one in pairs:
+        stored = _Renaming(stored, root, one, url).result()
+    return stored
+
+
+@dataclass(slots=True)
+class _Renaming:
+    """One stored optimizer while it gets its names.
+
+    Attributes:
+        stored: What is stored.
+        root: The stored name of the optimizer.
+        live: The optimizer of the state.
+        url: Where it is stored, for messages.
+        renamed: Old name → new name and path, of tensors and values.
+        made: New values, by name and path.
+        dropped: Values that stand in others.
+        lists: New lists, by name and path.
+    """
+
+    stored: StoredState
+    root: str
+    live: LiveOptimizer
+    url: str
+    renamed: dict[str, tuple[str, Path]] = field(default_factory=dict)
+    made: dict[str, tuple[Path, object]] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    lists: dict[str, tuple[Path, list[str]]] = field(default_factory=dict)
+
+    def result(self) -> StoredState:
+        """What is stored, by the names of the state."""
+        groups = self._groups()
+        if groups is None:
+            self._name_flattened()
+            self._name_states({})
+        else:
+            names = self._names_of(groups)
+            self._add_groups(groups, names)
+            self._name_states(names)
+        return self._renamed()
+
+    @property
+    def _path(self) -> Path:
+        """The place of the optimizer in what was stored."""
+        return self.live_path if self.root == self.live.name else tuple(self.root.split("."))
+
+    @property
+    def live_path(self) -> Path:
+        """The place of the optimizer in the state."""
+        return tuple(self.live.path)
+
+    def _below(self, name: str) -> Iterator[tuple[str, str]]:
+        """Stored names of tensors and values below an entry of the optimizer, whole and cut."""
+        prefix = _below(self.root, f"{name}.")
+        for full in (*self.stored.index, *self.stored.document.values):
+            if full.startswith(prefix):
+                yield full, full.removeprefix(prefix)
+
+    # -- groups -----------------------------------------------------------------------------
+
+    def _groups(self) -> list[dict[str, Any]] | None:
+        """The groups, if they have lists of parameters; only those if they are taken apart."""
+        whole = _below(self.root, _GROUPS)
+        if whole in self.stored.document.values:
+            groups = self.stored.value(whole)
+            if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+                self.dropped.add(whole)
+                return groups
+            raise self._error("its groups of parameters are not a list of dicts")
+        found: list[dict[str, Any]] = []
+        while (name := f"{whole}.{len(found)}.params") in self.stored.document.values:
+            self.dropped.update((name, f"{whole}.{len(found)}.param_names"))
+            found.append(
+                {
+                    key: self.stored.value(full)
+                    for key in _NO_OPTIONS
+                    if (full := f"{whole}.{len(found)}.{key}") in self.stored.document.values
+                }
+            )
+        return found or None
+
+    def _names_of(self, groups: list[dict[str, Any]]) -> dict[str, str]:
+        """The name of each parameter in stored groups, by what it is called there.
+
+        Raises:
+            MismatchError: If it cannot be told.
+        """
+        called = [list(group.get("params", ())) for group in groups]
+        flat = [one for group in called for one in group]
+        if all(isinstance(one, str) for one in flat):
+            return {one: one for one in flat}
+        own = [name for group in groups for name in group.get("param_names") or ()]
+        live = [name for group in self.live.groups for name in group]
+        if len(own) == len(flat) and set(own) == set(live):
+            return {str(one): name for one, name in zip(flat, own, strict=True)}
+        sizes, wanted = [len(g) for g in called], [len(g) for g in self.live.groups]
+        if not self.live.is_shared:
+            raise self._error(
+                "it numbers parameters, and ranks of the state optimize different ones",
+                "Load it with ranks that all have the whole model, and save it again",
+            )
+        if sizes != wanted or len(set(map(str, flat))) != len(flat):
+            raise self._error(
+                f"it has {_counted(sizes)}, the optimizer of the state has {_counted(wanted)}",
+                "Numbers get their names from the model and the optimizer that are loaded with "
+                "them. Pass the model that was trained, and an optimizer over its parameters with "
+                "the groups that the saved one had, in their order",
+            )
+        names = {str(one): name for one, name in zip(flat, live, strict=True)}
+        self._check_order(names)
+        return names
+
+    def _check_order(self, names: Mapping[str, str]) -> None:
+        """Compare shapes of state with those of parameters, where state has such shapes.
+
+        Raises:
+            MismatchError: If the same shapes come in another order.
+        """
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for full, rest in self._below("state"):
+            number, _, key = rest.partition(".")
+            tensor = self.stored.tensor(full)
+            if tensor is not None and number in names and names[number] in self.live.shapes:
+                shapes.setdefault(key, {})[number] = tensor[1]
+        for key, found in shapes.items():
+            wanted = {number: tuple(self.live.shapes[names[number]]) for number in found}
+            if found != wanted and Counter(found.values()) == Counter(wanted.values()):
+                number = next(one for one in found if found[one] != wanted[one])
+                raise self._error(
+                    f"its parameter {number} has {key} of shape {found[number]}, but in the state "
+                    f"that is {names[number]} of shape {wanted[number]}",
+                    "The parameters come in another order. Construct the optimizer over them in "
+                    "the order in which they were saved",
+                )
+
+    def _add_groups(self, groups: list[dict[str, Any]], names: Mapping[str, str]) -> None:
+        """Add the list of names of each group, and options that were not taken apart."""
+        for number, group in enumerate(groups):
+            path = (*self._path, _GROUPS, number)
+            params = [names[str(one)] for one in group.get("params", ())]
+            self.lists[name_of((*path, "params"))] = ((*path, "params"), params)
+            for option, value in group.items():
+                if option not in _NO_OPTIONS:
+                    self.made[name_of((*path, option))] = ((*path, option), value)
+
+    def _name_flattened(self) -> None:
+        """Give each group the options of its parameters, which must be the same.
+
+        Raises:
+            MismatchError: If they are not.
+        """
+        options: dict[str, dict[str, str]] = {}
+        known = {name for group in self.live.groups for name in group}
+        for full, rest in self._below(_GROUPS):
+            owner, _, option = rest.rpartition(".")
+            if owner in known:
+                options.setdefault(owner, {})[option] = full
+        for number, group in enumerate(self.live.groups):
+            path = (*self._path, _GROUPS, number)
+            members = [name for name in group if name in options]
+            for option, first in options[members[0]].items() if members else ():
+                place = (*path, option)
+                self.renamed[first] = (name_of(place), place)
+                for other in members[1:]:
+                    self._drop_equal(first, options[other].get(option), option)
+            self.lists[name_of((*path, "params"))] = ((*path, "params"), members)
+
+    def _drop_equal(self, first: str, other: str | None, option: str) -> None:
+        raw = self.stored.document.values
+        if other is None or other not in raw or first not in raw:
+            return
+        if bytes(raw[first]) != bytes(raw[other]):
+            raise self._error(
+                f"{first} and {other} differ",
+                f"One group of the optimizer has one {option}. Split the group as it was saved",
+            )
+        self.dropped.add(other)
+
+    # -- states -----------------------------------------------------------------------------
+
+    def _name_states(self, names: Mapping[str, str]) -> None:
+        """Give each entry of the state the name of its parameter, as one key of its path."""
+        known = {name: name for group in self.live.groups for name in group} | dict(names)
+        for full, rest in self._below("state"):
+            keys = rest.split(".")
+            for end in range(len(keys) - 1, 0, -1):
+                name = known.get(".".join(keys[:end]))
+                if name is not None:
+                    place = (*self._path, "state", name, *keys[end:])
+                    self.renamed[full] = (name_of(place), place)
+                    break
+
+    # -- result -----------------------------------------------------------------------------
+
+    def _renamed(self) -> StoredState:
+        """What is stored, with all that was found."""
+        old = self.stored.document
+        renamed = {name: new for name, (new, _) in self.renamed.items()}
+        raw = {
+            renamed.get(name, name): value
+            for name, value in old.values.items()
+            if name not in self.dropped
+        }
+        raw |= {name: msgspec.Raw(values.encode(value)) for name, (_, value) in self.made.items()}
+        document = msgspec.structs.replace(
+            old,
+            values=raw,
+            lists=old.lists | {name: names for name, (_, names) in self.lists.items()},
+            paths={n: p for n, p in old.paths.items() if n not in self.renamed | self.made},
+            sequences=[*old.sequences, ([*self._path, _GROUPS], "list")],
+            unchecked=[renamed.get(name, name) for name in old.unchecked_names] or msgspec.UNSET,
+        )
+        places = [*self.renamed.values()]
+        places += [(n, path) for table in (self.made, self.lists) for n, (path, _) in table.items()]
+        for name, path in places:
+            document.set_path(name, path)
+        index = _with_names(self.stored.index, renamed)
+        if len(index) + len(raw) != len({*index, *raw}):
+            raise self._error("it is stored in two forms at once", "Remove one of them")
+        return dataclasses.replace(self.stored, index=index, document=document)
+
+    def _error(self, problem: str, remedy: str = "") -> MismatchError:
+        """The error that says why names cannot be told."""
+        problem = f"{self.root}: {problem}"
+        return MismatchError(
+            f"the optimizer in {self.url} does not fit (nothing was changed)\n"
+            f"{problem}\n{remedy or 'Load the state without the optimizer'}.",
+            conflicts=(problem,),
+        )
+
+
+def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
+    """An index with other names."""
+    tensors = index.boxes.tensors
+    names = tuple(renamed.get(name, name) for name in tensors.names)
+    boxes = dataclasses.replace(index.boxes, tensors=dataclasses.replace(tensors, names=names))
+    aliases = {renamed.get(a, a): renamed.get(name, name) for a, name in index.aliases.items()}
+    return dataclasses.replace(index, boxes=boxes, aliases=aliases)
+
+
+def _below(root: str, name: str) -> str:
+    return f"{root}.{name}" if root else name
+
+
+def _counted(sizes: Sequence[int]) -> str:
+    """`groups of 2 and 3 parameters`."""
+    if len(sizes) == 1:
+        return f"one group of {sizes[0]} parameters"
+    return f"groups of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} parameters"
