@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from remesh import errors
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,3 +65,31 @@ def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         if "://" not in target:
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def warnings_in(tree: ast.Module) -> Iterator[str]:
+    """The texts of calls to `warning`, as far as they are literal."""
+    named = {
+        node.targets[0].id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".warning"):
+            text = node.args[0]
+            value = text.value if isinstance(text, ast.Constant) else named.get(ast.unparse(text))
+            if isinstance(value, str):
+                yield value
+
+
+def test_every_exception_and_warning_is_explained() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    classes = [each for each in vars(errors).values() if isinstance(each, type)]
+    assert [each.__name__ for each in classes if f"| `{each.__name__}` |" not in page] == []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for text in warnings_in(ast.parse(file.read_text())):
+            parts = [part.strip(" :;,.") for part in re.split(r"%[.\d]*[sdfg]|[.,:;] ", text)]
+            long = [part for part in parts if len(part) > 8]
+            assert not long or any(part in page for part in long), f"{file.name}: {text!r}"
