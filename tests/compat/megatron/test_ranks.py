@@ -99,7 +99,11 @@ def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
     for _ in range(2):
         save({**shared, "step": 2}, folder / "shared", wrapper)
     assert wrapper.cached_distribution is not None
-    found["distribution"] = wrapper.cached_distribution.num_bytes
+    distribution = wrapper.cached_distribution
+    found["distribution"] = [0, 0]
+    for shard, writer in distribution.main_rank_for_shard.items():
+        described = distribution.shard_to_metadata[shard]
+        found["distribution"][writer] += described.local_shape[0] * described.dtype.itemsize
     found["replicas"] = {key: item.replica_id for key, item in shared.items() if key[0] == "w"}
     found["shared"] = bytes_by_rank(folder / "shared")
     foreign = _Foreign()

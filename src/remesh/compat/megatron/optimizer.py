@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
+KEEP_VARS_HINT = (
+    "make the model's sharded state dict of state_dict(keep_vars=True), so that it holds the "
+    "parameters themselves; where a parameter is stored in another form, use a ShardedTensorFactory"
+)
+"""What to do where a parameter of the optimizer is not found in the model's state dict."""
+
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
     """`id()` of each parameter → its number in the optimizer, the first if it has several."""
@@ -56,8 +62,8 @@ def get_param_id_to_sharded_param_map(
     }
     if not found:
         logger.warning(
-            "no tensor of the model's sharded state dict is a parameter of the optimizer; make the "
-            "sharded state dict of model.state_dict(keep_vars=True)"
+            "no tensor of the model's sharded state dict is a parameter of the optimizer; %s",
+            KEEP_VARS_HINT,
         )
     return found
 
@@ -108,7 +114,9 @@ def optim_state_to_sharding_state(
     sharded: dict[int, dict[str, ShardedParam]] = {}
     for number, state in optim_state_dict["state"].items():
         if number not in id_to_sharded_param_map:
-            raise ValueError(f"parameter {number} of the optimizer is in no sharded state dict")
+            raise ValueError(
+                f"parameter {number} of the optimizer is in no sharded state dict; {KEEP_VARS_HINT}"
+            )
         sharded[number] = {
             name: make_sharded_optimizer_tensor(
                 id_to_sharded_param_map[number], tensor, prefix=f"optimizer.state.{name}"

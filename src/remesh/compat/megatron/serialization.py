@@ -38,6 +38,7 @@ from remesh.compat.megatron.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from remesh.compat.megatron.strategies.common import COMMON_STATE_FNAME
 from remesh.compat.megatron.strategies.native import common_object
 from remesh.compat.megatron.utils import extract_sharded_base
 from remesh.compat.megatron.validation import (
@@ -45,11 +46,14 @@ from remesh.compat.megatron.validation import (
     StrictHandling,
     determine_global_metadata,
     parse_strict_flag,
+    save_integrity_manifest,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
     verify_checkpoint_and_load_strategy,
+    verify_integrity_manifest,
 )
 from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.formats.building import exists
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,  # noqa: ARG001 - requests are the drop-in's own
+    verify_integrity: bool = False,
 ) -> AsyncRequest | None:
     """Save a sharded state dict. Collective.
 
@@ -86,6 +92,9 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         preprocess_common_before_consistancy_check: Makes of the common state what is compared
             between ranks, without changing it.
         content_metadata: What `load_content_metadata` returns; plain values.
+        async_strategy: What schedules a save beside the training; the drop-in's queue does.
+        verify_integrity: Write the digests of all files to `integrity.json`, as Megatron does.
+            Checkpoints in remesh's format have digests without it.
 
     Returns:
         The rest of the save if `async_sharded_save`, else None.
@@ -122,6 +131,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
             sharded.backend, sharded.version, common.backend, common.version
         )
         save_config(config, checkpoint_dir)
+        if verify_integrity:
+            save_integrity_manifest(checkpoint_dir)
         return b""
 
     def finalize() -> None:
@@ -154,13 +165,14 @@ def _objects_and_tensors(sharded_state_dict: Any) -> tuple[Any, Any]:
     return extract_matching_values(sharded_state_dict, lambda leaf: isinstance(leaf, ShardedObject))
 
 
-def load(
+def load(  # noqa: PLR0917 - the order is Megatron's
     sharded_state_dict: Any,
     checkpoint_dir: Any,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | bool | None = None,
     validate_access_integrity: bool = True,
     strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
 ) -> Any:
     """Load into a sharded state dict. Collective.
 
@@ -177,6 +189,7 @@ def load(
         validate_access_integrity: Check first that main replicas of all ranks cover everything
             exactly once.
         strict: What to do about keys that do not match; see `StrictHandling`.
+        verify_integrity: Check all files against `integrity.json` first.
 
     Returns:
         The state dict: the stored common state, with local objects and loaded tensors and objects
@@ -197,6 +210,8 @@ def load(
     stored: CkptShardedMetadata = {}
 
     def open_checkpoint() -> bytes:
+        if verify_integrity and exchange_of(None).rank == 0:
+            verify_integrity_manifest(checkpoint_dir)
         strategies = verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         )
@@ -226,6 +241,11 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(handling):
         return result, missing, unexpected
     return result
+
+
+def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
+    """Whether the common state is in a file of its own, as in checkpoints before Megatron 0.19."""
+    return exists(storage_of(checkpoint_dir), COMMON_STATE_FNAME)
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:

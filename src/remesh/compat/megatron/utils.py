@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
 from remesh.compat.megatron.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
+    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
+
+ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
+"""Key, offset and flattened range of a shard: equal on all ranks that hold it."""
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
+    """What names a shard."""
+    flat = sharded_tensor.flattened_range
+    span = None if flat is None else (flat.start or 0, flat.stop)
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset), span
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, Any, Any]:
+    """What names an element of a grid of objects."""
+    shape, offset = sharded_object.global_shape, sharded_object.global_offset
+    return sharded_object.key, tuple(offset), tuple(shape)
+
+
+def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """`zip` of iterables of one length."""
+    return zip(*args, strict=True)
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The metadata of a sharded state dict without the process group in it."""
+    if metadata is None:
+        return None
+    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def _extract(state_dict: Any, *kinds: type) -> tuple[Any, Any]:

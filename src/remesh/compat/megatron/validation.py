@@ -10,6 +10,7 @@ Every check that can fail raises on every rank, whichever rank found the fault.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -24,6 +25,7 @@ from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
     maybe_load_config,
+    storage_of,
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
 from remesh.compat.megatron.mapping import (
@@ -35,9 +37,11 @@ from remesh.compat.megatron.mapping import (
 )
 from remesh.compat.megatron.objects import decode_object
 from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
+from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.integrity import raw_digest
 from remesh.planner import plan_save
+from remesh.storage import Storage
 from remesh.values import encode_object
 
 logger = logging.getLogger(__name__)
@@ -433,3 +437,77 @@ def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: An
         raise CheckpointingException(
             f"neither {sharded_strategy} nor {common_strategy} can handle sharded objects"
         )
+
+
+# ---------------------------------------------------------------------------------------------
+# Digests of files
+# ---------------------------------------------------------------------------------------------
+
+INTEGRITY_FNAME = "integrity.json"
+_ALGORITHM = "sha256"
+_PART = 1 << 26
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """What `integrity.json` holds."""
+
+    files: dict[str, str]
+    algorithm: str = _ALGORITHM
+
+
+def save_integrity_manifest(checkpoint_dir: Any) -> None:
+    """Write the SHA-256 of every file at the top of a checkpoint to `integrity.json`.
+
+    Not collective. Megatron's own package checks this file, and writes it the same way.
+    """
+    storage = storage_of(checkpoint_dir)
+    files = {
+        path: _digest(storage, path)
+        for path in sorted(storage.list())
+        if "/" not in path and path != INTEGRITY_FNAME
+    }
+    storage.put(INTEGRITY_FNAME, msgspec.json.encode(_Manifest(files)), overwrite=True)
+
+
+def verify_integrity_manifest(checkpoint_dir: Any) -> None:
+    """Check the files of a checkpoint against `integrity.json`. Not collective.
+
+    Raises:
+        CheckpointingException: If there is no such file, or files differ from it or are missing.
+    """
+    storage = storage_of(checkpoint_dir)
+    where = f"{storage.url}/{INTEGRITY_FNAME}"
+    try:
+        manifest = msgspec.json.decode(storage.read(INTEGRITY_FNAME), type=_Manifest)
+    except CheckpointNotFoundError as error:
+        raise CheckpointingException(
+            f"Integrity manifest not found at {where}; load without verify_integrity, or save with "
+            "it"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise CheckpointingException(f"{where}: not a list of digests ({error})") from error
+    if manifest.algorithm != _ALGORITHM:
+        raise CheckpointingException(
+            f"Unsupported hash algorithm {manifest.algorithm!r} in {where}; load without "
+            "verify_integrity"
+        )
+    wrong = []
+    for path, digest in manifest.files.items():
+        try:
+            if _digest(storage, path) != digest:
+                wrong.append(f"{path}: hash mismatch")
+        except CheckpointNotFoundError:
+            wrong.append(f"{path}: file missing")
+    if wrong:
+        raise CheckpointingException(
+            f"Checkpoint integrity verification failed for {len(wrong)} files of {storage.url}: "
+            f"{_listed(wrong)}; load another checkpoint, or restore these files from a copy"
+        )
+
+
+def _digest(storage: Storage, path: str) -> str:
+    """The SHA-256 of a file, read in parts."""
+    digest, size = hashlib.sha256(), storage.size(path)
+    for start in range(0, size, _PART):
+        digest.update(storage.read(path, start, min(start + _PART, size)))
+    return digest.hexdigest()

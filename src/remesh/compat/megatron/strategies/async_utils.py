@@ -15,12 +15,16 @@ The background uses no collective, so the training's own are never disturbed.
 
 from __future__ import annotations
 
+import gc
+import logging
 import multiprocessing
+import os
 import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from types import MappingProxyType
@@ -34,6 +38,39 @@ from remesh.errors import RankFailedError
 from remesh.exchange import run_on_all
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _disable_gc() -> Iterator[None]:
+    """No garbage is collected in a `with` block, or in a function that this decorates."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
+    """Let this process yield to others; what the system refuses is logged.
+
+    Args:
+        cpu_priority: Niceness to raise this process to, 0 to 19; None leaves it.
+        io_priority: Class of input and output, 1 real time, 2 best effort, 3 idle; None leaves it.
+    """
+    try:
+        if cpu_priority is not None:
+            os.nice(max(0, cpu_priority - os.nice(0)))
+        if io_priority is not None:
+            import psutil
+
+            psutil.Process().ionice(io_priority)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        logger.warning("the priority of process %d stays as it is: %s", os.getpid(), error)
 
 
 class AsyncRequest(NamedTuple):
@@ -338,6 +375,11 @@ class AsyncCallsQueue:
         self._persistent = PersistentAsyncCaller() if persistent else None
         self._active: deque[_ActiveRequest] = deque()
         self._call_idx = -1
+
+    @staticmethod
+    def warmup_persistent_caller(rank: int, **_priorities: Any) -> None:
+        """Nothing: saves of this library's strategies need no process, others start it."""
+        logger.debug("rank %d: no process for saves is started in advance", rank)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request; returns its number, counted from 0.

@@ -33,6 +33,9 @@ from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.state import Path, assemble
 from remesh.values import encode_object
 
+COMMON_STATE_FNAME = COMMON_NAME
+"""The file of the common state."""
+
 
 def torch_bytes(value: Any, where: str) -> bytes:
     """What `torch.save` writes for a value, if the restricted unpickler will read it again.

@@ -24,6 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
+from remesh.compat.megatron.strategies.dcp import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    get_async_strategy,
+    get_reformulation_metadata,
+)
 from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
@@ -40,25 +46,77 @@ from remesh.formats.torch_dcp import (
 )
 from remesh.storage import Storage
 
+__all__ = [
+    "MCoreLoadPlanner",
+    "MCoreSavePlanner",
+    "TorchDistLoadShardedStrategy",
+    "TorchDistSaveShardedStrategy",
+    "get_async_strategy",
+    "get_reformulation_metadata",
+]
+
 
 class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
-    """Writes backend `torch_dist`."""
+    """Writes backend `torch_dist`.
+
+    Args:
+        backend: What `metadata.json` calls it.
+        version: Its version.
+        keep_only_main_replica: Only main replicas are written, whatever is said.
+        thread_count: A rank writes one file, whatever is said.
+        cached_metadata: Sets `use_cached_ckpt_structure`.
+        separation_hint: No file is made of some keys alone; `remove_sharded_tensors` needs none.
+        writer: See `EngineSaveShardedStrategy`.
+        **_ignored: What newer Megatron tunes its writer by.
+
+    Attributes:
+        use_cached_ckpt_structure: Whether saves have the structure of the ones before.
+        cached_global_metadata: The metadata of such a save, for code that hands it on.
+        validated_loaded_metadata_reuse: Megatron's: whether it spared planning. Always False.
+    """
 
     def __init__(
         self,
         backend: str = "torch_dist",
         version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 1,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
         *,
         writer: Literal["thread", "process"] = "thread",
+        **_ignored: Any,
     ) -> None:
         super().__init__(backend, version, writer=writer, file_format="torch_dcp")
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.use_cached_ckpt_structure = cached_metadata
+        self.separation_hint = separation_hint
+        self.cached_global_metadata: Metadata | None = None
+        self.validated_loaded_metadata_reuse = False
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
-    """Reads backend `torch_dist`."""
+    """Reads backend `torch_dist`.
+
+    Args:
+        cache_metadata: The metadata are read once for each load, whatever is said.
+        stream_ckpt_dequant: Quantised tensors are read as they are, whatever is said.
+        **_ignored: What newer Megatron tunes its reader by.
+
+    Attributes:
+        cached_global_metadata: The metadata of the last checkpoint that was loaded.
+    """
 
     backend = "torch_dist"
     format = "torch_dcp"
+
+    def __init__(
+        self, cache_metadata: bool = True, stream_ckpt_dequant: bool = True, **_ignored: Any
+    ) -> None:
+        self.cache_metadata = cache_metadata
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+        self.cached_global_metadata: Metadata | None = None
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         """Take the tensors and objects whose keys begin with a prefix out. Not collective.

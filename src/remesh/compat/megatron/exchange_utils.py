@@ -1,0 +1,189 @@
+"""Which rank of a group does the work for each shard, and how its tensor gets to the others.
+
+All ranks tell each other which shards they hold, and each decides alike: greedily, shards that few
+ranks hold first, large ones before small ones, each for the rank that has least to do. Shards whose
+main replica is in another group come last, so that a load is spread as the save before it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.megatron.boxes import num_elements
+from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
+from remesh.compat.megatron.dict_utils import nested_values
+from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
+from remesh.compat.megatron.utils import ShardId, _sharded_tensor_shard_id
+from remesh.compat.megatron.validation import determine_global_metadata
+from remesh.resharding import reshard
+from remesh.sharded import ShardedTensor as EngineTensor
+
+Shard = TypeVar("Shard")
+
+EXCHANGE_ALGORITHMS = frozenset({"broadcast", "gather_rounds", "gather_object"})
+
+
+class ShardDistribution(NamedTuple):
+    """Which rank of a group does the work for each shard.
+
+    Attributes:
+        main_rank_for_shard: Shard → rank in the group.
+        shards_in_this_group: The shards that the group has work with.
+        shard_to_metadata: Shard → its description, without data.
+        all_ranks_for_shard: Shard → the ranks of the group that hold it.
+    """
+
+    main_rank_for_shard: dict[ShardId, int]
+    shards_in_this_group: set[ShardId]
+    shard_to_metadata: dict[ShardId, ShardedTensor]
+    all_ranks_for_shard: dict[ShardId, list[int]]
+
+
+def distribute_shards_to_ranks(
+    shard_to_ranks: Mapping[Shard, Sequence[int]],
+    shard_to_size: Mapping[Shard, int],
+    num_ranks: int,
+    cross_parallelization_group_loads: Collection[Shard] = (),
+) -> dict[Shard, int]:
+    """Give each shard to one of the ranks that hold it.
+
+    Args:
+        shard_to_ranks: Shard → ranks that hold it.
+        shard_to_size: Shard → bytes.
+        num_ranks: Ranks in the group.
+        cross_parallelization_group_loads: Shards that come last.
+
+    Returns:
+        Shard → rank. The same for the same arguments, whatever their order.
+    """
+    last = set(cross_parallelization_group_loads)
+
+    def order(shard: Any) -> tuple[bool, int, int, Any]:
+        return shard in last, len(shard_to_ranks[shard]), -shard_to_size[shard], shard
+
+    loads = [0] * num_ranks
+    chosen: dict[Shard, int] = {}
+    for shard in sorted(shard_to_ranks, key=order):
+        rank = min(shard_to_ranks[shard], key=lambda rank: (loads[rank], rank))
+        chosen[shard] = rank
+        loads[rank] += shard_to_size[shard]
+    return chosen
+
+
+def determine_main_replica_uniform_distribution(
+    sharded_state_dict: Any, parallelization_group: Any = None, ignore_groups: bool = False
+) -> ShardDistribution | None:
+    """Decide which rank of a group does the work for each shard. Collective in the group.
+
+    Args:
+        sharded_state_dict: What this rank holds; objects do not count.
+        parallelization_group: The ranks; by default all.
+        ignore_groups: Include shards whose main replica is in another group, as a load must.
+
+    Returns:
+        The distribution, or None for a group of one rank, which does everything.
+    """
+    if exchange_of(parallelization_group).world_size == 1:
+        return None
+    mine = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
+    with as_checkpointing_exception():
+        _, everybody = determine_global_metadata({"": mine}, parallelization_group)
+    holders: dict[ShardId, list[int]] = {}
+    described: dict[ShardId, ShardedTensor] = {}
+    mains: set[ShardId] = set()
+    for rank, tensors in enumerate(everybody):
+        for one in tensors:
+            assert isinstance(one, ShardedTensor)
+            shard = _sharded_tensor_shard_id(one)
+            described.setdefault(shard, one)
+            ranks = holders.setdefault(shard, [])
+            if rank not in ranks:
+                ranks.append(rank)
+            if is_main_replica(one.replica_id):
+                mains.add(shard)
+    shards = set(holders) if ignore_groups else mains
+    holders = {shard: ranks for shard, ranks in holders.items() if shard in shards}
+    sizes = {
+        shard: num_elements(described[shard]) * described[shard].dtype.itemsize for shard in holders
+    }
+    chosen = distribute_shards_to_ranks(holders, sizes, len(everybody), shards - mains)
+    return ShardDistribution(chosen, shards, described, holders)
+
+
+def _get_empty_tensor_for_exchange(
+    shard_id: ShardId,
+    needed_shards: Mapping[ShardId, ShardedTensor],
+    unneeded_shards: Mapping[ShardId, ShardedTensor],
+    loaded_tensors: dict[ShardId, torch.Tensor],
+) -> tuple[torch.Tensor, torch.device | None]:
+    """The tensor that a shard of another rank is received into, entered in `loaded_tensors`.
+
+    Args:
+        shard_id: The shard.
+        needed_shards: What this rank has to receive.
+        unneeded_shards: Descriptions of shards that others receive.
+        loaded_tensors: What this rank has; a shard that it does not need is not entered.
+
+    Returns:
+        The tensor, and its device if it is kept.
+    """
+    if shard_id not in needed_shards:
+        template = unneeded_shards[shard_id].without_data()
+        template.init_data("cpu")
+        assert template.data is not None
+        return template.data, None
+    wanted = needed_shards[shard_id]
+    wanted.init_data("cpu")
+    assert wanted.data is not None
+    loaded_tensors[shard_id] = wanted.data.detach()
+    return loaded_tensors[shard_id], wanted.data.device
+
+
+def exchange_by_distribution(
+    loaded_tensors: Mapping[ShardId, torch.Tensor],
+    unloaded_shards: Mapping[ShardId, ShardedTensor],
+    shard_distribution: ShardDistribution,
+    parallelization_group: Any = None,
+    exchange_algo: str = "broadcast",
+) -> dict[ShardId, torch.Tensor]:
+    """Pass tensors on to the ranks of a group that lack them. Collective in the group.
+
+    Args:
+        loaded_tensors: What this rank has: at least the shards that are its work.
+        unloaded_shards: What it lacks; data is filled in place, and made where there is none.
+        shard_distribution: Who has what.
+        parallelization_group: The ranks; by default all.
+        exchange_algo: `broadcast`, `gather_rounds` or `gather_object`. All mean the same here: only
+            what a rank needs travels to it.
+
+    Returns:
+        What this rank had and what it received.
+
+    Raises:
+        CheckpointingException: If `exchange_algo` is none of these, or on every rank, if a rank
+            lacks what is its work.
+    """
+    if exchange_algo not in EXCHANGE_ALGORITHMS:
+        raise CheckpointingException(
+            f"exchange_algo={exchange_algo!r} is none of {sorted(EXCHANGE_ALGORITHMS)}"
+        )
+    rank = exchange_of(parallelization_group).rank
+    have = dict(loaded_tensors)
+    source: dict[str, EngineTensor] = {}
+    target: dict[str, EngineTensor] = {}
+    for shard, main_rank in shard_distribution.main_rank_for_shard.items():
+        name = repr(shard)
+        if main_rank == rank and shard in have:
+            source[name] = EngineTensor.whole(name, have[shard].detach())
+        elif main_rank != rank and shard in unloaded_shards:
+            into, _ = _get_empty_tensor_for_exchange(
+                shard, unloaded_shards, shard_distribution.shard_to_metadata, have
+            )
+            target[name] = EngineTensor.whole(name, into)
+    with as_checkpointing_exception():
+        reshard(source, target, group=parallelization_group)
+    return have

@@ -1,0 +1,126 @@
+"""What Megatron asks of `strategies.torch` besides the strategies: names, planners, modules.
+
+For code that calls torch.distributed.checkpoint with its own planners or schedules saves itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from remesh.compat.megatron.core import CheckpointingException
+from remesh.compat.megatron.mapping import ShardedTensor
+from remesh.compat.megatron.strategies import (
+    async_utils,
+    cached_metadata_filesystem_reader,
+    filesystem_async,
+    state_dict_saver,
+)
+from remesh.compat.megatron.strategies.resharding import TensorReformulationMetadata
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+    """What schedules saves beside the training.
+
+    Args:
+        async_strategy: `mcore`, which the drop-in provides.
+        module: The name of one of the classes or functions.
+
+    Returns:
+        The strategy, and its classes and functions by name, or the one that was asked for.
+
+    Raises:
+        ModuleNotFoundError: For `nvrx`; see `nvrx.has_nvrx_async_support`.
+        TypeError: For any other.
+    """
+    if async_strategy == "nvrx":
+        raise ModuleNotFoundError(
+            "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
+            " has not the memory of the drop-in's saves; set async_strategy to 'mcore'"
+        )
+    if async_strategy != "mcore":
+        raise TypeError(f"async_strategy={async_strategy!r} is not supported; set it to 'mcore'")
+    places = {
+        "AsyncCallsQueue": async_utils,
+        "AsyncRequest": async_utils,
+        "CachedMetadataFileSystemReader": cached_metadata_filesystem_reader,
+        "FileSystemWriterAsync": filesystem_async,
+        "_results_queue": filesystem_async,
+        "get_write_results_queue": filesystem_async,
+        "save_state_dict_async_finalize": state_dict_saver,
+        "save_state_dict_async_plan": state_dict_saver,
+    }
+    found = {name: getattr(place, name) for name, place in places.items()}
+    return "mcore", found if module is None else found[module]
+
+
+def get_reformulation_metadata(
+    sharded_state_dict: Any,  # noqa: ARG001 - the interface is Megatron's
+    checkpoint_dir: Any,  # noqa: ARG001
+) -> dict[str, TensorReformulationMetadata]:
+    """The stored tensors that have to be cut before a load: none, see `resharding`."""
+    return {}
+
+
+class MCoreSavePlanner(DefaultSavePlanner):
+    """Torch's own planner; shards come as they are."""
+
+
+class MCoreLoadPlanner(DefaultLoadPlanner):
+    """Torch's own planner, with a check of global shapes.
+
+    Args:
+        *args: As for `DefaultLoadPlanner`.
+        shapes_validation_sharded_tensors: Tensors that must be stored with their global shape.
+        allow_shape_mismatch_sharded_tensors: Tensors by key that may be stored with another one.
+        stream_ckpt_dequant: Quantised tensors are read as they are, whatever is said.
+        **kwargs: As for `DefaultLoadPlanner`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shapes_validation_sharded_tensors: Iterable[ShardedTensor] = (),
+        allow_shape_mismatch_sharded_tensors: Mapping[str, ShardedTensor] | None = None,
+        stream_ckpt_dequant: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
+        self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors or {}
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+
+    def _validate_global_shapes(
+        self, metadata: Metadata, sharded_tensors: Iterable[ShardedTensor]
+    ) -> None:
+        for tensor in sharded_tensors:
+            entry: Any = metadata.state_dict_metadata.get(tensor.key)
+            if entry is None:
+                raise KeyError(
+                    f"{tensor.key} from model not in state dict; ask for keys that are stored"
+                )
+            if tuple(entry.size) != tuple(tensor.global_shape):
+                raise CheckpointingException(
+                    f"Global shape mismatch for loaded ({entry.size}) and expected "
+                    f"({tensor.global_shape}) tensor for key {tensor.key}; set "
+                    "allow_shape_mismatch, or ask for the stored shape"
+                )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Torch's plan, after the check."""
+        metadata = self.metadata
+        assert metadata is not None
+        self._validate_global_shapes(metadata, self.shapes_validation_sharded_tensors)
+        entries: Any = metadata.state_dict_metadata
+        sizes = {key: entries[key].size for key in self.allow_shape_mismatch_sharded_tensors}
+        try:
+            for key, tensor in self.allow_shape_mismatch_sharded_tensors.items():
+                entries[key].size = tensor.global_shape
+            return super().create_local_plan()
+        finally:
+            for key, size in sizes.items():
+                entries[key].size = size

@@ -1,0 +1,39 @@
+"""Run Megatron's own unit tests of `dist_checkpointing` against the drop-in, on the CPU.
+
+`python -m tests.compat.megatron.own_tests SOURCES [--package own] [FILE...]`
+
+SOURCES is a checkout of Megatron-LM (https://github.com/NVIDIA/Megatron-LM, for example at tag
+`core_v0.15.0`); the tests are run from there, unchanged, by 8 ranks over gloo. `--package own` runs
+them against Megatron's own package, to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.compat.megatron.own_tests import count, report, run_files, test_files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.compat.megatron.own_tests")
+    parser.add_argument("sources", type=Path, help="a checkout of Megatron-LM")
+    parser.add_argument("files", nargs="*", help="parts of names of files to run; default: all")
+    parser.add_argument("--package", choices=["remesh", "own"], default="remesh")
+    parser.add_argument("--verbose", action="store_true", help="print why each test failed")
+    arguments = parser.parse_args()
+    chosen = arguments.files or [""]
+    files = [name for name in test_files(arguments.sources) if any(part in name for part in chosen)]
+    if not files:
+        sys.exit(f"{arguments.sources}: there are no such tests of dist_checkpointing")
+    total: dict[str, int] = {}
+    for name, results in run_files(arguments.sources, files, arguments.package):
+        print(report(name, results, verbose=arguments.verbose), flush=True)
+        for outcome, number in count(results).items():
+            total[outcome] = total.get(outcome, 0) + number
+    print("all", total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Every name that Megatron imports is there and does its work."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
+
+from remesh.compat.megatron import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+)
+from remesh.compat.megatron.exchange_utils import distribute_shards_to_ranks
+from remesh.compat.megatron.gpt_checkpoint_interop import (
+    gpt_compatible_layer_maps,
+    retarget_fsdp_state_dict_to_gpt_checkpoint,
+    retarget_sharded_state_dict_to_gpt_checkpoint,
+)
+from remesh.compat.megatron.strategies.async_utils import _disable_gc
+from remesh.compat.megatron.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from remesh.compat.megatron.strategies.torch import get_async_strategy
+from remesh.compat.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from remesh.exchange import Exchange
+from remesh.testing import run_processes
+from tests.compat.megatron.names import imported, missing
+
+
+def test_the_installed_release_imports_nothing_that_is_missing() -> None:
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    assert "optimizer.KEEP_VARS_HINT" in imported(
+        root / "megatron/core/optimizer/distrib_optimizer.py", root
+    )
+    assert missing(root) == {}
+
+
+def test_shards_go_to_the_rank_that_has_least_to_do() -> None:
+    holders = {"a": [0], "b": [0, 1], "c": [0, 1], "far": [0, 1]}
+    sizes = {"a": 4, "b": 3, "c": 9, "far": 9}
+    assert distribute_shards_to_ranks(holders, sizes, 2, {"far"}) == {
+        "a": 0,  # which no other rank holds
+        "c": 1,  # large before small
+        "b": 0,
+        "far": 0,  # last, though it is large
+    }
+
+
+def _tensor_aware(exchange: Exchange) -> None:
+    rank = exchange.rank
+
+    def state(value: int) -> dict[str, object]:
+        tensors = {
+            f"w{n}": ShardedTensor.from_rank_offsets(
+                f"w{n}", torch.full((4,), value + n), replica_id=rank
+            )
+            for n in range(3)
+        }
+        own = ShardedTensor.from_rank_offsets("own", torch.full((2,), value + rank), (0, rank, 2))
+        rng = ShardedObject("rng", {"rank": rank}, (2,), (rank,))
+        return {**tensors, "own": own, "rng": rng, "step": value}
+
+    for algo in ("atomic", "fully_parallel"):
+        taken, distribution = MCoreTensorAwareStateDict.from_state_dict(state(5), algo=algo)
+        kept = taken.pop_tensors()
+        assert taken.is_hollow
+        with pytest.raises(CheckpointingException, match="insert_tensors"):
+            taken.pop_tensors()
+        # Fully parallel, a tensor that both ranks have is kept once.
+        assert (len(kept) == 4) == (algo == "atomic")
+        taken.init_tensors()
+        assert len(taken.pop_tensors()) == len(kept)
+        taken.insert_tensors(kept)
+        taken.copy_tensors_to_cpu()
+        for tensor in kept:
+            tensor.zero_()  # a copy is what is kept
+        taken.restore_tensor_device()
+        found = taken.to_state_dict(state(0), algo=algo)
+        assert [found[f"w{n}"].tolist() for n in range(3)] == [[5 + n] * 4 for n in range(3)]
+        assert found["own"].tolist() == [5 + rank] * 2
+        assert (found["rng"], found["step"]) == ({"rank": rank}, 5)
+        again, cached = MCoreTensorAwareStateDict.from_state_dict(
+            state(7), algo=algo, cached_metadata=distribution
+        )
+        assert cached is distribution
+        assert again.common_state_dict == {"step": 7}
+    other = ShardedTensor.from_rank_offsets("own", torch.zeros(1), (0, 2 * rank + 1, 4))
+    with pytest.raises(CheckpointingException, match="own"):
+        taken.to_state_dict({"own": other}, validate_access_integrity=False)
+
+
+def test_local_checkpoints_take_tensors_apart_and_put_them_together() -> None:
+    run_processes(2, _tensor_aware)
+
+
+def test_a_hybrid_model_finds_the_layers_of_a_gpt_checkpoint() -> None:
+    maps = gpt_compatible_layer_maps("M*-|M*-")
+    assert (maps.attention_to_gpt, maps.mlp_to_gpt) == ({1: 0, 4: 1}, {2: 0, 5: 1})
+
+    def weight(key: str) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, torch.ones(4), (0, 1, 2))
+
+    state: dict[str, object] = {
+        name: weight(f"optimizer.state.exp_avg.decoder.{name}")
+        for name in ("layers.5.mlp.w", "layers.0.mixer.w", "final_norm.w")
+    }
+    state["extra"] = ShardedObject("decoder.layers.4.attention._extra_state", None, (1,), (0,))
+    retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
+    mlp, norm, extra = state["layers.5.mlp.w"], state["final_norm.w"], state["extra"]
+    assert isinstance(mlp, ShardedTensor)
+    assert isinstance(norm, ShardedTensor)
+    assert isinstance(extra, ShardedObject)
+    assert mlp.key == "optimizer.state.exp_avg.decoder.layers.mlp.w"
+    assert (mlp.global_shape, mlp.global_offset) == ((2, 8), (1, 4))
+    assert norm.key == "optimizer.state.exp_avg.decoder.final_layernorm.w"
+    assert extra.unique_key == "decoder.layers.attention._extra_state/shard_1_2"
+    assert isinstance(state["layers.0.mixer.w"], LocalNonpersistentObject)
+    names = {"module.decoder.layers.5.mlp.w": 1, "decoder.layers.0.mixer.w": 2, "lr": {"x": 3}}
+    stored = ["module.module.decoder.layers.1.mlp.w"]
+    assert retarget_fsdp_state_dict_to_gpt_checkpoint(names, maps, stored) == {
+        "module.module.decoder.layers.1.mlp.w": 1,
+        "lr": {},
+    }
+    for pattern, message in {"M*-/*": "MTP", "*-*E": "mixes", "**-": "equal", "*G-": "'G'"}.items():
+        with pytest.raises(ValueError, match=message):
+            gpt_compatible_layer_maps(pattern)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_shards_are_what_torch_saves(tmp_path: Path) -> None:
+    def shards(value: float) -> LocalShardsContainer:
+        parts = [
+            ShardedTensor.from_rank_offsets("w", torch.full((3,), value + n), (0, n, 2))
+            for n in range(2)
+        ]
+        return LocalShardsContainer([CheckpointableShardedTensor.from_sh_ten(p) for p in parts])
+
+    save_with_torch({"w": shards(1)}, checkpoint_id=tmp_path)
+    target = shards(8)
+    load_with_torch({"w": target}, checkpoint_id=tmp_path)
+    found = [shard._sh_ten.data for shard in target._local_shards]
+    assert [part.tolist() for part in found if part is not None] == [[1.0] * 3, [2.0] * 3]
+
+
+def _async_save_of_torch(exchange: Exchange, folder: Path) -> None:
+    _, names = get_async_strategy("mcore")
+    queue = names["AsyncCallsQueue"]()
+
+    def schedule(tensor: torch.Tensor, folder: Path, writes: object = None) -> None:
+        writer = names["FileSystemWriterAsync"](folder)
+        writer.write_preloaded_data = writes or writer.write_preloaded_data
+        planned = names["save_state_dict_async_plan"]({"w": tensor, "step": 3}, writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: names["save_state_dict_async_finalize"](*planned)]
+        queue.schedule_async_request(
+            names["AsyncRequest"](save_fn, args, finalize, preload_fn=preload_fn)
+        )
+
+    tensor = torch.arange(4.0)
+    schedule(tensor, folder / "one")
+    tensor.zero_()  # it is staged
+    queue.maybe_finalize_async_calls(blocking=True)
+    loaded: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
+    reader = names["CachedMetadataFileSystemReader"](folder / "one")
+    load_with_torch(loaded, storage_reader=reader)
+    assert (loaded["w"].tolist(), loaded["step"]) == ([0.0, 1.0, 2.0, 3.0], 3)
+    reader.clear_metadata_cache()
+    # A rank that cannot write fails the save everywhere.
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    schedule(tensor, folder / "two", fail if exchange.rank == 0 else None)
+    with pytest.raises(CheckpointException, match="disk full"):
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_states_of_torch_are_saved_beside_the_training(tmp_path: Path) -> None:
+    run_processes(2, _async_save_of_torch, tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="mcore"):
+        get_async_strategy()
+    with pytest.raises(TypeError, match="other"):
+        get_async_strategy("other")
+
+
+def test_digests_of_files_are_checked(tmp_path: Path) -> None:
+    def state() -> dict[str, object]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+
+    save(state(), tmp_path, ("torch_dist", 1), verify_integrity=True)
+    load(state(), tmp_path, verify_integrity=True)
+    file = next(tmp_path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointingException, match=f"{file.name}: hash mismatch"):
+        load(state(), tmp_path, verify_integrity=True)
+    (tmp_path / "integrity.json").unlink()
+    with pytest.raises(CheckpointingException, match="Integrity manifest not found"):
+        load(state(), tmp_path, verify_integrity=True)
+
+
+def test_no_garbage_is_collected_meanwhile() -> None:
+    with _disable_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
