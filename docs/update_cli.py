@@ -1,9 +1,9 @@
 # ruff: noqa: INP001 - a script, not a package
-"""Bring the outputs in docs/cli.md up to date: `python docs/update_cli.py`.
+"""Bring the outputs in docs/cli.md and docs/how-to/broken-checkpoint.md up to date.
 
-Each block of that page that begins with `$ remesh ...` is the output of that command, run in a
-directory with a few small checkpoints that this script saves. What differs from one save to the
-next (save ids, times) is replaced by something fixed.
+Run `python docs/update_cli.py`. Each block of these pages that begins with `$ remesh ...` is the
+output of that command, run in a directory with a few small checkpoints that this script saves. What
+differs from one save to the next (save ids, times) is replaced by something fixed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from remesh.cli import cli
 from remesh.exchange import ThreadExchange
 from remesh.testing import run_ranks
 
-PAGE = Path(__file__).with_name("cli.md")
 BLOCK = re.compile(r"```console\n\$ (remesh[^\n]*)\n.*?```", re.DOTALL)
 TIME = re.compile(r"\b\d{4}-\d\d-\d\d([T ])\d\d:\d\d:\d\d\b")
 
@@ -67,6 +66,48 @@ def _save(exchange: ThreadExchange, path: Path, step: int) -> None:
     remesh.save(state, path, group=exchange, metadata={"git": "2f0c1d7"})
 
 
+DAMAGES = {
+    "lost-record": ["remesh.json"],
+    "lost-index": ["data-*/index.safetensors"],
+    "lost-values": ["data-*/values.msgpack"],
+    "lost-file": ["data-*/00001.safetensors"],
+    "lost-both": ["remesh.json", "data-*/index.safetensors"],
+}
+"""Directory of the second page → the files that are lost there."""
+
+
+def save_broken(directory: Path) -> dict[str, str]:
+    """Save the checkpoints of the second page, and damage them; returns what to replace."""
+    replaced = {str(directory): "/scratch"}
+    names = [*DAMAGES, "empty-record", "cut-short", "wrong-bytes", "two-saves"]
+    for number, name in enumerate(names):
+        path = directory / name / "step_00001000"
+        run_ranks(2, _save, path, 1000)
+        replaced[remesh.Checkpoint(path).record.save_id] = f"{0x5F3A9C1E0700 + number:012x}"
+        for pattern in DAMAGES.get(name, []):
+            next(path.glob(pattern)).unlink()
+    run_ranks(2, _save, directory / "lost-record/step_00000900", 900)
+
+    def file(name: str, pattern: str) -> Path:
+        return next((directory / name / "step_00001000").glob(pattern))
+
+    file("empty-record", "remesh.json").write_bytes(b"")
+    short = file("cut-short", "data-*/00001.safetensors")
+    os.truncate(short, short.stat().st_size - 8)
+    wrong = file("wrong-bytes", "data-*/00001.safetensors")
+    wrong.write_bytes(wrong.read_bytes()[:-1] + b"\xff")
+    # A second save into the same directory was interrupted, and the record was lost.
+    path = directory / "two-saves/step_00001000"
+    (path / "data-000000000001").mkdir()
+    (path / "data-000000000001/00000.safetensors").write_bytes(bytes(64))
+    (path / "remesh.json").unlink()
+    return replaced
+
+
+PAGES = {"cli.md": save_examples, "how-to/broken-checkpoint.md": save_broken}
+"""The pages with outputs of commands → what saves their checkpoints."""
+
+
 def output_of(command: str) -> str:
     """What a command prints, results and errors, as in a terminal of 80 columns."""
     _, *args = shlex.split(command)
@@ -74,12 +115,20 @@ def output_of(command: str) -> str:
     return runner.invoke(cli, args, prog_name="remesh", terminal_width=80).output
 
 
-def updated(page: str) -> str:
-    """The page with the outputs of its commands as they are now."""
-    with _examples() as replaced:
+def updated(name: str) -> str:
+    """A page with the outputs of its commands as they are now.
+
+    Args:
+        name: The page, as in `PAGES`.
+    """
+    page = (Path(__file__).parent / name).read_text()
+    with _examples(PAGES[name]) as replaced:
 
         def block(found: re.Match[str]) -> str:
-            output = TIME.sub(r"2026-01-31\g<1>12:00:00", output_of(found[1]))
+            command = found[1]
+            for old, new in replaced.items():
+                command = command.replace(new, old)
+            output = TIME.sub(r"2026-01-31\g<1>12:00:00", output_of(command))
             for old, new in replaced.items():
                 output = output.replace(old, new)
             return f"```console\n$ {found[1]}\n{output.rstrip()}\n```"
@@ -88,11 +137,12 @@ def updated(page: str) -> str:
 
 
 @contextlib.contextmanager
-def _examples() -> Iterator[dict[str, str]]:
+def _examples(save: Callable[[Path], dict[str, str]]) -> Iterator[dict[str, str]]:
     """A working directory with the example checkpoints; yields what to replace in outputs."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
-        yield save_examples(Path.cwd())
+        yield save(Path.cwd())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    for name in PAGES:
+        (Path(__file__).parent / name).write_text(updated(name))

@@ -23,7 +23,6 @@ import torch
 from click.testing import Result
 
 import remesh
-from remesh.cli import inspect
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer
 
@@ -151,7 +150,7 @@ def test_a_fault_of_remesh_has_a_code_of_its_own(
     def fail(_place: str) -> remesh.Checkpoint:
         raise error
 
-    monkeypatch.setattr(inspect, "Checkpoint", fail)
+    monkeypatch.setattr("remesh.cli.show.Checkpoint", fail)
     result = run("show", checkpoint, "step")
 
     assert (result.exit_code, result.stdout) == (70, "")
@@ -220,13 +219,13 @@ def test_no_permission(
 def test_ctrl_c_ends_quietly(checkpoint: Path) -> None:
     program = (
         "import signal, sys, time\n"
-        "from remesh.cli import inspect, main\n"
+        "from remesh.cli import main, verify\n"
         # A shell starts what runs in the background with Ctrl-C ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def check(path):\n"
         "    print('checking', flush=True)\n"
         "    time.sleep(60)\n"
-        "inspect.check = check\n"
+        "verify.check = check\n"
         "main()\n"
     )
     process = subprocess.Popen(
@@ -381,8 +380,15 @@ def test_keyboard_interrupt_inside_a_command(
     def interrupted(_path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect, "check", interrupted)
+    monkeypatch.setattr("remesh.cli.verify.check", interrupted)
 
     result = run("verify", checkpoint)
 
     assert (result.exit_code, result.output) == (130, "")
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "remesh", "--version"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+
+    assert (done.returncode, done.stdout) == (0, f"remesh {remesh.__version__}\n")

@@ -63,13 +63,14 @@ def test_tensors_in_natural_order_with_ties(run: Run, checkpoint: Path) -> None:
 def test_head_says_who_saved_what(run: Run, checkpoint: Path) -> None:
     set_created(checkpoint, "2026-01-31T12:00:00+00:00")
     facts = dict(
-        line.strip().split("  ", 1) for line in run("ls", checkpoint).stdout.splitlines()[1:6]
+        line.strip().split("  ", 1) for line in run("ls", checkpoint).stdout.splitlines()[1:7]
     )
 
     assert facts["saved"].strip() == (
         f"2026-01-31 12:00:00 UTC by 2 ranks, remesh {remesh.__version__}, format 1"
     )
     assert facts["tensors"].strip() == "5 tensors in 6 pieces, 284 B, 1 tie"
+    assert facts["elements"].strip() == "68: model 60, layers 8"
     assert facts["values"].strip() == "3 values, 2 objects (--values lists them)"
     assert facts["files"].strip().startswith("2 files with tensors, ")
     assert facts["metadata"].strip() == "{'git': 'abc'}"
@@ -130,6 +131,7 @@ def test_json_of_a_checkpoint(run_json: RunJson, checkpoint: Path) -> None:
             "num_tensors": 5,
             "num_ties": 1,
             "num_pieces": 6,
+            "num_elements": 68,
             "num_tensor_bytes": 284,
             "num_values": 3,
             "num_objects": 2,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import remesh
 from remesh.catalog import natural_key
 from remesh.cli import output
 from remesh.values import UnresolvedValue
+
+from .conftest import Run
 
 
 @pytest.mark.parametrize(
@@ -96,3 +101,19 @@ def test_printed_json_is_what_was_given(value: object) -> None:
     document = {"value": output.json_value(value)}
 
     assert json.loads(output._laid_out(document, "")) == document
+
+
+def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> None:
+    monkeypatch.setattr(output, "MAX_ROWS", 3)
+    remesh.save({f"w{n}": np.zeros(2) for n in range(5)}, tmp_path / "ck")
+
+    shown = run("ls", tmp_path / "ck").stdout
+    assert shown.endswith("w2\n  ... and 2 more; --all lists them\n")
+    assert "w4" in run("ls", tmp_path / "ck", "--all").stdout
+    assert [output.format_count(n) for n in (9999, 10_000, 999_499, 999_500, 7 * 10**9)] == [
+        "9999",
+        "10 k",
+        "999 k",
+        "1 M",
+        "7 G",
+    ]

@@ -212,22 +212,33 @@ def test_index_and_record_of_different_saves(run_json: RunJson, checkpoint: Path
 def test_many_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, runs: Path) -> None:
     (data,) = data_files(runs / "step_10")
     flip_byte(data, 0)
-    paths = [checkpoint, runs / "step_10", runs / "step_200", runs, runs / "README"]
+    paths = [checkpoint, runs / "step_10", runs / "step_200", runs / "README"]
 
     verdicts = run_json("verify", *paths, exit_code=1)["checkpoints"]
 
     assert [verdict["path"] for verdict in verdicts] == [str(path) for path in paths]
-    assert [verdict["status"] for verdict in verdicts] == [
-        "sound",
-        "damaged",
-        "absent",
-        "absent",
-        "absent",
-    ]
+    assert [verdict["status"] for verdict in verdicts] == ["sound", "damaged", "absent", "absent"]
     result = run("verify", *paths)
     assert result.exit_code == 1
-    assert result.stderr.count("error: ") == 3
+    assert result.stderr.count("error: ") == 2
     assert "sound" in result.stdout
+
+
+def test_a_directory_of_checkpoints(run: Run, run_json: RunJson, runs: Path) -> None:
+    assert run("verify", runs).exit_code == 0  # an unfinished save is no damage
+    (data,) = data_files(runs / "step_10")
+    flip_byte(data, 0)
+
+    verdicts = run_json("verify", runs, exit_code=1)["checkpoints"]
+
+    assert {Path(verdict["path"]).name: verdict["status"] for verdict in verdicts} == {
+        "step_9": "sound",
+        "step_10": "damaged",
+        "step_100": "sound",
+        "step_200": "unfinished",
+    }
+    for name in ("step_10", "step_200"):
+        assert f"remesh repair {runs / name} --dry-run" in run("verify", runs).stdout
 
 
 def test_nothing_there_is_not_damage(run: Run, run_json: RunJson, runs: Path) -> None:

@@ -189,7 +189,7 @@ def test_without_record_and_index_nothing_is_proven(damaged: Path) -> None:
     assert set(report.unchecked) == (ALL | VALUES | {"tied"}) - {"empty"}
     assert not report.is_complete
     assert report.lost == ()
-    assert report.notes[0].startswith("without the index nobody knows what a lost file held")
+    assert report.notes[0].startswith("the index is lost, and with it what lost files held")
 
 
 @pytest.mark.parametrize("with_record", [True, False])

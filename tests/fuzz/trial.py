@@ -76,7 +76,7 @@ class _Watch:
 _IMPORTED_LATE = (
     "encodings.cp437",  # zipfile: names that are not in Unicode
     "numpy.ma",
-    "remesh.cli.inspect",
+    "remesh.cli.show",
     "torch._subclasses.schema_check_mode",  # torch: when it first prints a tensor
 )
 """Modules that are imported when they are first needed, by whatever needs them."""

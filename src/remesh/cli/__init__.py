@@ -30,9 +30,9 @@ from remesh.cli.output import (
 from remesh.errors import RemeshError
 
 _HOMES = {
-    "ls": "remesh.cli.inspect",
-    "show": "remesh.cli.inspect",
-    "verify": "remesh.cli.inspect",
+    "ls": "remesh.cli.ls",
+    "show": "remesh.cli.show",
+    "verify": "remesh.cli.verify",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.keeping",
     "pin": "remesh.cli.keeping",

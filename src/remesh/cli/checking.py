@@ -31,8 +31,9 @@ class Verdict:
 
     Attributes:
         path: What the user called it, without secrets.
-        status: `sound`; `damaged`; `absent`, if there is no checkpoint; or `unreadable`, because
-            the storage refused or a newer remesh wrote it.
+        status: `sound`; `damaged`; `unfinished`, without a commit record, if a directory of
+            checkpoints was asked for; `absent`, if there is no checkpoint; or `unreadable`,
+            because the storage refused or a newer remesh wrote it.
         num_files: Data files of a checkpoint that could be opened.
         num_bytes: Their bytes.
         damages: Everything that is not as it was written, by file and byte.
@@ -45,7 +46,7 @@ class Verdict:
     """
 
     path: str
-    status: Literal["sound", "damaged", "absent", "unreadable"]
+    status: Literal["sound", "damaged", "unfinished", "absent", "unreadable"]
     num_files: int = 0
     num_bytes: int = 0
     damages: tuple[Finding, ...] = ()
@@ -54,6 +55,24 @@ class Verdict:
     unchecked: tuple[str, ...] = ()
     incomplete: tuple[str, ...] = ()
     advice: str = ""
+
+
+def paths_in(path: str) -> list[catalog.Entry]:
+    """The checkpoints in a directory of them; empty if the path is a checkpoint or holds none.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    return [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
+
+
+def check_entry(entry: catalog.Entry) -> Verdict:
+    """As `check`, of what a directory of checkpoints holds."""
+    if entry.status == "unfinished":
+        return Verdict(
+            entry.path, "unfinished", error=entry.reason, advice=repair_advice(entry.path)
+        )
+    return check(entry.path)
 
 
 def check(path: str) -> Verdict:

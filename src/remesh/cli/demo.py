@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from remesh.cli.inspect import ls
+from remesh.cli.ls import ls
 from remesh.cli.output import EXIT_USAGE, example, print_error
 
 EXIT_FAILED = 1

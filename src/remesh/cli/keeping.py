@@ -23,7 +23,7 @@ from remesh.training.retention import Fate, KeepBest, KeepEvery, KeepLast, KeepP
 
 @click.command(epilog=output.example("remesh latest runs"))
 @click.argument("root")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def latest(*, root: str, as_json: bool) -> None:
     """Print the path of the newest checkpoint in a directory.
 

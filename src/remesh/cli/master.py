@@ -137,7 +137,7 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
 @click.argument("url")
 @click.option("--token-file", metavar="FILE", help="The master's token.")
 @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
     """Show how the job of a master goes."""
     now = Client(url, token=read_token(token_file), tls_ca=tls_ca).status()

@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import click
 import numpy as np
@@ -22,6 +23,19 @@ from rich.console import Console
 
 from remesh.errors import CorruptCheckpointError, CoverageError, MismatchError, RemeshError
 from remesh.values import UnresolvedValue
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+"""The option that all commands have."""
+
+_Row = TypeVar("_Row")
+
+all_option = click.option("--all", "show_all", is_flag=True, help="Do not cut long lists.")
+"""The option of commands whose lists may be long; JSON is always complete."""
+
+MAX_ROWS = 500
+"""Rows of a table that are printed without `--all`."""
+MAX_NAMES = 8
+"""Names in a cell or a sentence that are printed without `--all`."""
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
@@ -84,6 +98,30 @@ def format_shape(shape: Sequence[int]) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def capped(rows: Sequence[_Row], *, show_all: bool) -> Sequence[_Row]:
+    """The rows of a long table that are printed."""
+    return rows if show_all else rows[:MAX_ROWS]
+
+
+def listed(names: Sequence[str], *, show_all: bool) -> str:
+    """Names with commas between them, the first few of many."""
+    shown = names if show_all else names[:MAX_NAMES]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def format_count(count: int) -> str:
+    """A count with three digits and a unit, as parameters are counted: `1.24 G`; exact if short."""
+    if count < 10_000:
+        return str(count)
+    size, unit = float(count), ""
+    for unit in ("k", "M", "G", "T", "P"):  # noqa: B007 - read after the loop
+        size /= 1000
+        if size < 999.5:
+            break
+    return f"{size:.3g} {unit}"
 
 
 def format_time(created: str) -> str:
@@ -249,6 +287,13 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in facts)
     for name, fact in facts:
         console.out(f"  {name.ljust(width)}  {fact}", highlight=False)
+
+
+def print_rest(console: Console, num_rows: int, *, show_all: bool) -> None:
+    """Print how many rows `capped` has left out, if any."""
+    rest = 0 if show_all else num_rows - MAX_ROWS
+    if rest > 0:
+        console.out(f"  ... and {rest} more; --all lists them", highlight=False)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
 )
 @click.option("--run", help="Whose checkpoints may be removed; by default the newest one's run.")
 @click.option("--yes", "removes", is_flag=True, help="Remove it; otherwise it is only listed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def prune(
     *,
     root: str,

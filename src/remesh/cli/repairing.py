@@ -36,7 +36,7 @@ MAX_HOLES = 4
     is_flag=True,
     help="Save also what no digest proves, which may be wrong.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 @click.pass_context
 def repair(
     ctx: click.Context,
@@ -66,16 +66,16 @@ def repair(
         is_complete = report.is_complete
         output.print_json({**asdict(report), "is_complete": is_complete})
     else:
-        _print_report(output.stdout_console(), report)
+        _print_report(output.stdout_console(), report, save_id)
     if report.is_empty:
         hint = "; --keep-unchecked saves what no digest proves" if report.left_out else ""
-        output.print_error(f"{path}: nothing can be saved; load another checkpoint{hint}")
+        output.print_error(f"{path}: nothing can be saved{hint}")
         ctx.exit(output.EXIT_USAGE)
     if not report.is_complete:
         ctx.exit(EXIT_LOST)
 
 
-def _print_report(console: Console, report: RepairReport) -> None:
+def _print_report(console: Console, report: RepairReport, save_id: str | None) -> None:
     def line(text: str, style: str | None = None) -> None:
         console.out(output.printable(text), style=style, highlight=False)
 
@@ -117,13 +117,15 @@ def _print_report(console: Console, report: RepairReport) -> None:
     if report.target:
         line(f"written to {report.target}")
     elif not report.is_empty:
-        line(f"To save it: {_next_command(report)}")
+        line(f"To save it: {_next_command(report, save_id)}")
 
 
-def _next_command(report: RepairReport) -> str:
+def _next_command(report: RepairReport, save_id: str | None) -> str:
     """The command that writes what a dry run found."""
     source = report.source.rstrip("/")
     words = ["remesh", "repair", source, "--to", f"{source}-repaired"]
+    if save_id is not None:
+        words += ["--save", save_id]
     if report.left_out:
         words.append("--keep-unchecked")
     return shlex.join(words)

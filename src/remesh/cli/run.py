@@ -43,7 +43,7 @@ def run(*, arguments: tuple[str, ...]) -> None:
 @click.option("--master", metavar="URL", help="Have all nodes of this master's job tested.")
 @click.option("--token-file", metavar="FILE", help="The master's token.")
 @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def check(*, master: str | None, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
     """Test this machine: its processors, memory and GPUs.
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from remesh.checkpoint import Checkpoint
 from remesh.dtypes import BY_NAME
 from remesh.geometry import Box, boxes_of_flat_range
+from remesh.index import Index
 from remesh.memory import CarrierArray
 
 Array = npt.NDArray[Any]
@@ -56,6 +57,17 @@ class Statistics:
     maximum: int | float | None = None
     mean: float | None = None
     std: float | None = None
+
+
+def elements_by_part(index: Index) -> dict[str, int]:
+    """Elements of tensors by the first part of their names (`model`, `optimizer`), ties once."""
+    tensors = index.boxes.tensors
+    sizes = tensors.shapes.prod(axis=1).tolist()
+    found: dict[str, int] = {}
+    for name, size in zip(tensors.names, sizes, strict=True):
+        part = name.partition(".")[0]
+        found[part] = found.get(part, 0) + size
+    return found
 
 
 def is_summarised(dtype: str) -> bool:

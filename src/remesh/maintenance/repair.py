@@ -226,8 +226,8 @@ def _notes(report: RepairReport) -> Iterable[str]:
     lost: set[SmallFileState] = {"damaged", "missing"}
     if not report.knows_all:
         yield (
-            "without the index nobody knows what a lost file held: a tensor that lay wholly in "
-            "one is not listed here"
+            "the index is lost, and with it what lost files held: a tensor that lay wholly in one "
+            "is not listed here"
         )
     if report.index in lost:
         yield "tensors without elements were only in the index: they are not listed here"

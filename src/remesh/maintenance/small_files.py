@@ -132,7 +132,8 @@ def _only_save(storage: Storage) -> str:
     if len(saves) > 1:
         raise CheckpointError(
             f"{storage.url} has files of {len(saves)} saves and no readable {native.RECORD_NAME} "
-            f"that says which is the checkpoint. Name one of them: {', '.join(saves)}"
+            f"that says which is the checkpoint. Look at each of them with --save: "
+            f"{', '.join(saves)}"
         )
     return saves[0]
 

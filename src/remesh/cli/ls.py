@@ -1,0 +1,362 @@
+"""`remesh ls`: what a checkpoint holds, and what lies in a directory of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+
+import click
+from rich.console import Console
+
+from remesh import catalog
+from remesh.checkpoint import Checkpoint
+from remesh.cli import output, places
+from remesh.cli.pieces import piece_document, piece_lines
+from remesh.cli.summary import elements_by_part
+from remesh.errors import CorruptCheckpointError, StateError
+from remesh.formats import native
+from remesh.integrity import repair_advice
+from remesh.storage import open_storage, shown_url
+
+
+@click.command(
+    epilog=output.example("remesh ls runs", "remesh ls runs/step_00001000 'model.*' --pieces")
+)
+@click.argument("path")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option("--values", "with_values", is_flag=True, help="List plain values and objects too.")
+@click.option("--pieces", "with_pieces", is_flag=True, help="List the pieces of each tensor.")
+@output.all_option
+@output.json_option
+def ls(
+    *,
+    path: str,
+    patterns: tuple[str, ...],
+    with_values: bool,
+    with_pieces: bool,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """List what a checkpoint holds, or the checkpoints in a directory.
+
+    PATTERNs choose names (* any text, ? any character, [ab] one of these); quote them.
+
+    Of a directory of checkpoints, each is listed with its status: committed (the newest has a *),
+    unfinished (no commit record), damaged (files are missing or have another size), or unreadable.
+    Only `remesh verify` reads everything.
+    """
+    storage = open_storage(path)
+    if places.is_checkpoint(path):
+        listing = native.begin_anew(lambda: _Listing.of(path, patterns))
+        _list_checkpoint(listing, with_values, with_pieces, show_all, as_json)
+        return
+    steps = catalog.scan(storage)
+    if not steps:
+        raise catalog.nothing_at(storage)
+    found = [step for step in steps if _matches(step.name, patterns)]
+    if not found:
+        raise StateError(f"no checkpoint in {shown_url(path)} matches {' '.join(patterns)}")
+    newest = catalog.newest_entry(steps)
+    if as_json:
+        checkpoints = [{**asdict(step), "newest": step is newest} for step in found]
+        output.print_json(
+            {"kind": "directory", "path": shown_url(path), "checkpoints": checkpoints}
+        )
+    else:
+        _print_steps(found, newest)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -> None:
+    console = output.stdout_console()
+    columns = ("<status", "<committed", ">ranks", ">size", "<name")
+    rows = [
+        (
+            step.status,
+            output.format_time(step.created) if step.created else "-",
+            str(step.world_size) if step.world_size else "-",
+            output.format_bytes(step.num_bytes),
+            output.printable(step.name) + _marks(step, newest),
+        )
+        for step in steps
+    ]
+    titles, *lines = output.table_lines(columns, rows)
+    console.out(titles, style="bold", highlight=False)
+    styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
+    for step, line in zip(steps, lines, strict=True):
+        style = "bold green" if step is newest else styles[step.status]
+        console.out(line, style=style, highlight=False)
+    reasons = [step for step in steps if step.reason]
+    if reasons:
+        console.out("")
+    for step in reasons:
+        console.out(output.printable(f"{step.name}: {step.reason}"), highlight=False)
+    broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
+    if broken:
+        console.out(output.printable(repair_advice(broken[-1].path)), highlight=False)
+
+
+def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
+    """What stands behind the name of a checkpoint."""
+    marks = [" *"] if step is newest else []
+    if step.format != native.FORMAT_NAME:
+        marks.append(f"  ({step.format})")
+    if step.repaired_from:
+        marks.append("  (repaired)")
+    return "".join(marks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listing:
+    """A checkpoint, and the names in it that were asked for.
+
+    Attributes:
+        path: What the user called it.
+        patterns: What chose the names; empty if all are chosen.
+        checkpoint: The checkpoint.
+        findings: Files that are missing or have another size.
+        totals: Counts over the whole checkpoint, whatever was chosen.
+        tensors: Chosen names of tensors, ties included.
+        values: Chosen values, lists of names included.
+        objects: Chosen elements of sharded objects.
+    """
+
+    path: str
+    patterns: tuple[str, ...]
+    checkpoint: Checkpoint
+    findings: list[catalog.Finding]
+    totals: dict[str, int]
+    tensors: list[str]
+    values: dict[str, object]
+    objects: dict[str, object]
+
+    @classmethod
+    def of(cls, path: str, patterns: tuple[str, ...]) -> _Listing:
+        """Open a checkpoint and choose.
+
+        Raises:
+            StateError: If no name matches.
+            CheckpointError: If there is no sound checkpoint, or it was replaced meanwhile.
+        """
+        checkpoint = Checkpoint(path)
+        values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
+        listing = cls(
+            shown_url(path),
+            patterns,
+            checkpoint,
+            places.findings_of(open_storage(path), checkpoint),
+            _totals(checkpoint, values, objects),
+            _chosen(checkpoint.index, patterns),
+            {name: values[name] for name in _chosen(values, patterns)},
+            {name: objects[name] for name in _chosen(objects, patterns)},
+        )
+        if patterns and not (listing.tensors or listing.values or listing.objects):
+            raise StateError(f"no name in {shown_url(path)} matches {' '.join(patterns)}")
+        return listing
+
+
+def _totals(
+    checkpoint: Checkpoint, values: Mapping[str, object], objects: Mapping[str, object]
+) -> dict[str, int]:
+    """Counts over a whole checkpoint."""
+    index = checkpoint.index
+    return {
+        "num_tensors": len(index.boxes.tensors),
+        "num_ties": len(index.aliases),
+        "num_pieces": len(index.boxes),
+        "num_elements": sum(elements_by_part(index).values()),
+        "num_tensor_bytes": int(index.boxes.num_bytes.sum()),
+        "num_values": len(values),
+        "num_objects": len(objects),
+        "num_files": len(index.files),
+        "num_file_bytes": _num_file_bytes(checkpoint),
+    }
+
+
+def _num_file_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all files that a checkpoint is known to have."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return sum(file.num_bytes for file in checkpoint.index.files)
+    return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
+
+
+def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that match, in natural order."""
+    return sorted((name for name in names if _matches(name, patterns)), key=catalog.natural_key)
+
+
+def _list_checkpoint(
+    listing: _Listing, with_values: bool, with_pieces: bool, show_all: bool, as_json: bool
+) -> None:
+    """Print a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: After printing, if files are missing or have another size.
+    """
+    if as_json:
+        output.print_json(_listing_document(listing, with_values, with_pieces))
+    else:
+        console = output.stdout_console()
+        # What a pattern chose is shown; by default there may be too many.
+        shows_values = with_values or bool(listing.patterns)
+        _print_head(console, listing, shows_values)
+        _print_tensors(console, listing, with_pieces, show_all)
+        if shows_values:
+            _print_values(console, "value", listing.values, show_all)
+            _print_values(console, "object", listing.objects, show_all)
+    if listing.findings:
+        raise CorruptCheckpointError(
+            f"{listing.path}: damaged: {catalog.describe_findings(listing.findings)}. "
+            f"{repair_advice(listing.path)}"
+        )
+
+
+def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -> dict[str, object]:
+    index = listing.checkpoint.index
+    tensors = []
+    for name in listing.tensors:
+        stored = index[name]
+        entry: dict[str, object] = {
+            "name": name,
+            "tied_to": index.aliases.get(name),
+            "dtype": stored.dtype,
+            "shape": stored.shape,
+            "num_pieces": stored.num_pieces,
+            "num_bytes": stored.num_bytes,
+        }
+        if with_pieces:
+            entry["pieces"] = [piece_document(piece) for piece in index.pieces(name)]
+        tensors.append(entry)
+
+    def listed(values: Mapping[str, object]) -> list[dict[str, object]]:
+        return [
+            {"name": name, "type": output.type_name(value)}
+            | ({"value": value} if with_values else {})
+            for name, value in values.items()
+        ]
+
+    return {
+        "kind": "checkpoint",
+        "path": listing.path,
+        "status": "damaged" if listing.findings else "committed",
+        "damages": [asdict(finding) for finding in listing.findings],
+        "format": listing.checkpoint.format,
+        **_record_document(listing.checkpoint),
+        "totals": listing.totals,
+        "tensors": tensors,
+        "values": listed(listing.values),
+        "objects": listed(listing.objects),
+    }
+
+
+def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
+    """What the commit record says; nothing for other systems' checkpoints, which have none."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return {}
+    record = checkpoint.record
+    return {
+        "created": record.created,
+        "world_size": record.world_size,
+        "remesh_version": record.remesh_version,
+        "format_version": record.version,
+        "metadata": record.metadata,
+    }
+
+
+def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None:
+    """Where, when, by whom, and how much."""
+    checkpoint, totals = listing.checkpoint, listing.totals
+    tensors = output.plural(totals["num_tensors"], "tensor")
+    pieces = output.plural(totals["num_pieces"], "piece")
+    files = output.plural(totals["num_files"], "file")
+    ties = f", {output.plural(totals['num_ties'], 'tie')}" if totals["num_ties"] else ""
+    others = (
+        f"{output.plural(totals['num_values'], 'value')}, "
+        f"{output.plural(totals['num_objects'], 'object')}"
+    )
+    num_others = totals["num_values"] + totals["num_objects"]
+    hint = " (--values lists them)" if num_others and not shows_values else ""
+    size = output.format_bytes(totals["num_tensor_bytes"])
+    facts = [
+        _origin(checkpoint),
+        ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
+        ("elements", _elements(checkpoint)),
+        ("values", others + hint),
+        ("files", f"{files} with tensors, {output.format_bytes(totals['num_file_bytes'])} in all"),
+    ]
+    if checkpoint.metadata:
+        facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
+    console.out(output.printable(listing.path), style="bold", highlight=False)
+    output.print_facts(console, facts)
+
+
+def _elements(checkpoint: Checkpoint) -> str:
+    """How many numbers are stored, and in which parts of the state."""
+    parts = elements_by_part(checkpoint.index)
+    text = output.format_count(sum(parts.values()))
+    if len(parts) < 2:
+        return text
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    shown = [f"{output.printable(name)} {output.format_count(n)}" for name, n in largest[:4]]
+    others = sum(count for _, count in largest[4:])
+    return f"{text}: {', '.join(shown)}" + (
+        f", others {output.format_count(others)}" if others else ""
+    )
+
+
+def _origin(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Who saved it, as far as it says."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return "format", f"{checkpoint.format}, without digests"
+    record = checkpoint.record
+    ranks = output.plural(record.world_size, "rank")
+    version = f"remesh {record.remesh_version}, format {record.version}"
+    return "saved", f"{output.format_time(record.created)} by {ranks}, {version}"
+
+
+def _print_tensors(console: Console, listing: _Listing, with_pieces: bool, show_all: bool) -> None:
+    """The chosen tensors, a line each, with their pieces below."""
+    if not listing.tensors:
+        return
+    index = listing.checkpoint.index
+    rows = []
+    names = output.capped(listing.tensors, show_all=show_all)
+    for name in names:
+        stored, tied_to = index[name], index.aliases.get(name)
+        shown = output.printable(name) + (f" -> {output.printable(tied_to)}" if tied_to else "")
+        size = output.format_bytes(stored.num_bytes)
+        shape = output.format_shape(stored.shape)
+        rows.append((stored.dtype, shape, str(stored.num_pieces), size, shown))
+    console.out("")
+    columns = ("<dtype", "<shape", ">pieces", ">size", "<name")
+    if not with_pieces:
+        output.print_table(console, columns, rows)
+        output.print_rest(console, len(listing.tensors), show_all=show_all)
+        return
+    titles, *lines = output.table_lines(columns, rows)
+    console.out(titles, style="bold", highlight=False)
+    shown_lines = []
+    for name, line in zip(names, lines, strict=True):
+        shown_lines.append(line)
+        if name not in index.aliases:
+            shown_lines += piece_lines(index.pieces(name), "    ")[1:]
+    console.out("\n".join(shown_lines), highlight=False)
+    output.print_rest(console, len(listing.tensors), show_all=show_all)
+
+
+def _print_values(
+    console: Console, kind: str, values: Mapping[str, object], show_all: bool
+) -> None:
+    if not values:
+        return
+    rows = [
+        (output.type_name(value), output.printable(name), output.format_value_short(value))
+        for name, value in output.capped(list(values.items()), show_all=show_all)
+    ]
+    console.out("")
+    output.print_table(console, ("<type", f"<{kind}", "<content"), rows)
+    output.print_rest(console, len(values), show_all=show_all)

@@ -1,0 +1,189 @@
+"""`remesh show`: one tensor or value of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import click
+import numpy as np
+from rich.console import Console
+
+from remesh.checkpoint import Checkpoint
+from remesh.cli import output, places, summary
+from remesh.cli.boxes import BoxText, parse_box
+from remesh.cli.pieces import piece_document, piece_lines
+from remesh.dtypes import BY_NAME
+from remesh.errors import StateError
+from remesh.formats import native
+from remesh.geometry import Box
+from remesh.index import Piece
+from remesh.state import TENSOR_RECORD
+from remesh.storage import shown_url
+
+NUM_FIRST_ELEMENTS = 10
+NUM_BOX_ELEMENTS = 1000
+"""How many elements are shown of a box that was asked for."""
+
+
+@click.command(
+    epilog=output.example("remesh show runs/step_00001000 model.embed.weight --box 0:10,5:7")
+)
+@click.argument("path")
+@click.argument("name")
+@click.option(
+    "--box",
+    "box_text",
+    callback=parse_box,
+    help="A region to look at, such as 0:10,5:7. A single number is one index, an empty side the "
+    "end of the dim; dims that are not given are whole.",
+)
+@output.json_option
+def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> None:
+    """Show one tensor or value of a checkpoint.
+
+    Of a tensor: type, shape, pieces, statistics and first elements; of a --box with up to 1000
+    elements, all of them. Statistics are over the finite elements; std divides by their number.
+    Complex tensors have none. The tensor is read in chunks, so it may be larger than memory.
+    Of a tensor that is made of others, it shows their names and what they make.
+    """
+    checkpoint, looked = native.begin_anew(lambda: _open_and_look(path, name, box_text))
+    if looked is not None:
+        if as_json:
+            output.print_json(_tensor_document(path, looked))
+        else:
+            _print_tensor(output.stdout_console(), looked)
+        return
+    values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
+    if f"{name}.{TENSOR_RECORD}" in values:
+        name = f"{name}.{TENSOR_RECORD}"
+    if name not in values and name not in objects:
+        raise StateError(places.no_such_name(path, name, [*checkpoint.index, *values, *objects]))
+    if box_text is not None:
+        raise StateError(f"{name} is not a tensor, so it has no --box")
+    kind, value = ("value", values[name]) if name in values else ("object", objects[name])
+    if as_json:
+        shown = {"type": output.type_name(value), "value": value}
+        output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
+    else:
+        output.stdout_console().out(output.format_value(value), highlight=False)
+
+
+def _open_and_look(
+    path: str, name: str, box_text: BoxText | None
+) -> tuple[Checkpoint, _Looked | None]:
+    """A checkpoint, and what is found in it if the name is that of a tensor."""
+    checkpoint = Checkpoint(path)
+    is_tensor = name in checkpoint.index
+    return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Looked:
+    """A tensor, and what was found in a region of it; `statistics` is None if its type has none."""
+
+    checkpoint: Checkpoint
+    name: str
+    box: Box
+    statistics: summary.Statistics | None
+    elements: summary.Array
+
+
+def _look_at(checkpoint: Checkpoint, name: str, box_text: BoxText | None) -> _Looked:
+    stored = checkpoint.tensor(name)
+    box = Box.whole(stored.shape) if box_text is None else box_text.in_shape(name, stored.shape)
+    statistics = None
+    if summary.is_summarised(stored.dtype):
+        num_bytes = stored.num_bytes // max(Box.whole(stored.shape).size, 1) * box.size
+        with output.progress(name, num_bytes) as on_read:
+            statistics = summary.statistics_of(checkpoint, name, box, on_read)
+    whole_box = box_text is not None and box.size <= NUM_BOX_ELEMENTS
+    count = NUM_BOX_ELEMENTS if whole_box else NUM_FIRST_ELEMENTS
+    elements = summary.first_elements(checkpoint, name, box, count)
+    return _Looked(checkpoint, name, box, statistics, elements)
+
+
+def _tensor_document(path: str, looked: _Looked) -> dict[str, object]:
+    index = looked.checkpoint.index
+    stored = index[looked.name]
+    return {
+        "kind": "tensor",
+        "path": shown_url(path),
+        "name": looked.name,
+        "tied_to": index.aliases.get(looked.name),
+        "dtype": stored.dtype,
+        "shape": stored.shape,
+        "num_bytes": stored.num_bytes,
+        "box": {"offset": looked.box.offset, "shape": looked.box.shape},
+        "pieces": [piece_document(piece) for piece in _pieces_in(looked)],
+        "statistics": None if looked.statistics is None else asdict(looked.statistics),
+        "elements": looked.elements,
+    }
+
+
+def _pieces_in(looked: _Looked) -> list[Piece]:
+    """The pieces that hold something of the region."""
+    pieces = looked.checkpoint.index.pieces(looked.name)
+    if looked.box == Box.whole(looked.checkpoint.index[looked.name].shape):
+        return pieces
+    return [piece for piece in pieces if piece.box.intersect(looked.box) is not None]
+
+
+def _print_tensor(console: Console, looked: _Looked) -> None:
+    index, box = looked.checkpoint.index, looked.box
+    stored, tied_to = index[looked.name], index.aliases.get(looked.name)
+    facts = [
+        ("dtype", stored.dtype),
+        ("shape", output.format_shape(stored.shape)),
+        ("size", output.format_bytes(stored.num_bytes)),
+    ]
+    if tied_to is not None:
+        facts.append(("tied to", output.printable(tied_to)))
+    if box != Box.whole(stored.shape):
+        facts.append(("box", f"{box}, {output.plural(box.size, 'element')}"))
+    console.out(output.printable(looked.name), style="bold", highlight=False)
+    output.print_facts(console, facts)
+    pieces = _pieces_in(looked)
+    if pieces:
+        console.out("")
+        titles, *lines = piece_lines(pieces, "  ")
+        console.out(titles, style="bold", highlight=False)
+        console.out("\n".join(lines), highlight=False)
+    console.out("")
+    if looked.statistics is None:
+        reason = "only its bits are known" if BY_NAME[stored.dtype].is_opaque else "it has no order"
+        console.out(f"  statistics of {stored.dtype} are not given: {reason}")
+    else:
+        output.print_facts(console, _statistics_facts(looked.statistics))
+    _print_elements(console, looked)
+
+
+def _statistics_facts(statistics: summary.Statistics) -> list[tuple[str, str]]:
+    def shown(number: float | None, absent: str) -> str:
+        if number is None:
+            return absent
+        return str(number) if isinstance(number, int) else f"{number:.6g}"
+
+    none_finite = "- (no finite element)"
+    absent = none_finite if statistics.minimum is None else "- (beyond float64)"
+    return [
+        ("min", shown(statistics.minimum, none_finite)),
+        ("max", shown(statistics.maximum, none_finite)),
+        ("mean", shown(statistics.mean, absent)),
+        ("std", shown(statistics.std, absent)),
+        ("zeros", f"{statistics.num_zero} of {statistics.num_elements}"),
+        ("NaN", str(statistics.num_nan)),
+        ("inf", str(statistics.num_inf)),
+    ]
+
+
+def _print_elements(console: Console, looked: _Looked) -> None:
+    elements, box = looked.elements, looked.box
+    if not elements.size:
+        return
+    if elements.size == box.size:
+        title, shown = "elements", elements.reshape(box.shape)
+    else:
+        title, shown = f"first {elements.size} of {box.size} elements", elements
+    text = np.array2string(shown, max_line_width=78, threshold=NUM_BOX_ELEMENTS + 1, precision=6)
+    console.out(f"\n  {title}", style="bold", highlight=False)
+    console.out("\n".join(f"  {line}" for line in text.splitlines()), highlight=False)
