@@ -273,9 +273,9 @@ def test_checkpoints_of_other_pythons_and_torches(written: str) -> None:
 
 
 def test_allowed_names_run_by_the_users_decision(tmp_path: Path) -> None:
-    torch.save({"counts": __import__("collections").Counter("aab")}, tmp_path / "x.pt")
-    source = Source(tmp_path / "x.pt", allow=("collections.Counter",))
-    assert remesh.Checkpoint(source).values == {"counts.a": 2, "counts.b": 1}
+    torch.save({"counts": __import__("collections").ChainMap({"a": 2})}, tmp_path / "x.pt")
+    source = Source(tmp_path / "x.pt", allow=("collections.ChainMap",))
+    assert remesh.Checkpoint(source).values == {"counts.a": 2}
     # What an allowed call gives is not called in turn.
     data = call(call(name("builtins.getattr"), name("os.system"), text("x")), text("y")) + b"."
     (tmp_path / "y.pt").write_bytes(archive(data))

@@ -158,20 +158,20 @@ def test_a_pickle_cannot_change_what_names_stand_for(target: str) -> None:
 
 
 def test_a_refused_class_is_named_with_the_way_to_allow_it() -> None:
-    data = pickle.dumps({"seen": collections.Counter("aab"), "kept": 1})
+    data = pickle.dumps({"seen": collections.ChainMap({"a": 1}), "kept": 1})
     with pytest.raises(PickleRefusedError) as caught:
         loads(data, "run/common.pt")
-    assert caught.value.type_name == "collections.Counter"
+    assert caught.value.type_name == "collections.ChainMap"
     assert "run/common.pt" in str(caught.value)
-    assert "allow=['collections.Counter']" in str(caught.value)
+    assert "allow=['collections.ChainMap']" in str(caught.value)
 
     found = read(data, lenient=True)
     assert found["kept"] == 1
-    assert found["seen"].type_name == "collections.Counter"
+    assert found["seen"].type_name == "collections.ChainMap"
     assert isinstance(found["seen"], UnresolvedValue)
 
-    allowed = read(data, allow=("collections.Counter",))
-    assert allowed == {"seen": collections.Counter("aab"), "kept": 1}
+    allowed = read(data, allow=("collections.ChainMap",))
+    assert allowed == {"seen": collections.ChainMap({"a": 1}), "kept": 1}
 
 
 def test_arrays_of_objects_are_refused() -> None:

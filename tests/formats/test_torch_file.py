@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import remesh
 
@@ -53,3 +55,51 @@ def test_what_is_not_such_a_file(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(remesh.CheckpointNotFoundError, match=r"model\.pt"):
         remesh.Checkpoint(path)
+
+
+def training_state(seed: int) -> dict[str, Any]:
+    """What a training script keeps: schedulers of all kinds, a scaler, averaged weights."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    schedulers = {
+        "multi": lr_scheduler.MultiStepLR(optimizer, [2 + seed, 80]),
+        "cosine": lr_scheduler.CosineAnnealingLR(optimizer, 10 + seed),
+        "sequence": lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 3 + seed)],
+            [2 + seed],
+        ),
+        "plateau": lr_scheduler.ReduceLROnPlateau(optimizer, patience=seed),
+        "one": lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10 + seed),
+    }
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(2 - 2 * seed):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+        schedulers["multi"].step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + seed))
+    objects = {"model": model, "optimizer": optimizer, "ema": averaged, "scaler": scaler}
+    return {**objects, **schedulers, "epoch": 3 - seed, "more": {"seen": Counter("aab"), 7: "x"}}
+
+
+def test_whole_training_states(tmp_path: Path) -> None:
+    saved, live = training_state(0), training_state(1)
+    packed = {
+        key: value.state_dict() if hasattr(value, "state_dict") else value
+        for key, value in saved.items()
+    }
+    torch.save(packed, tmp_path / "state.pt")
+    remesh.load(live, tmp_path / "state.pt", unexpected="error")
+    for key, value in live.items():
+        if key in {"model", "ema", "optimizer"}:
+            continue
+        found = value.state_dict() if hasattr(value, "state_dict") else value
+        assert found == packed[key], key
+    assert type(live["multi"].milestones) is Counter
+    for key in ("model", "ema"):
+        pairs = zip(live[key].parameters(), saved[key].parameters(), strict=True)
+        assert all(torch.equal(found, expected) for found, expected in pairs)
+    assert live["ema"].n_averaged == saved["ema"].n_averaged
+    assert live["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]

@@ -172,13 +172,16 @@ def _undecided(
     """The parts of the live state about whose places the checkpoint says nothing.
 
     It decides about the places of its leaves, about its sequences, whose length it knows, and
-    where it has a container the live state cannot have a leaf.
+    where it has a container the live state cannot have a leaf. Numbers as keys (of a `Counter` of
+    milestones, say) are content and not the names of entries, so it decides about them, too.
     """
     if path not in containers:
         if path not in decided:
             yield path, live
     elif isinstance(live, Mapping) and path not in decided:
         for key, child in live.items():
+            if isinstance(key, int):
+                continue
             yield from _undecided(child, (*path, key), containers=containers, decided=decided)
 
 

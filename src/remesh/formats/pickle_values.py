@@ -404,6 +404,7 @@ def _makers() -> dict[str, Maker]:
     table: dict[str, Maker] = {
         "collections.OrderedDict": lambda record: collections.OrderedDict(_mapping(record)),
         "collections.defaultdict": _default_dict,
+        "collections.Counter": _mapping,
         "_codecs.encode": _encoded,
         "argparse.Namespace": _arguments,
         "types.SimpleNamespace": _namespace,

@@ -103,6 +103,24 @@ class FormatConformance:
         with pytest.raises(CorruptCheckpointError, match=Path(path).name):
             read_box(storage, index, name, Box.whole(index[name].shape))
 
+    def test_a_file_that_is_cut_short_is_refused(
+        self, arrays: Arrays, opened: tuple[Storage, Index], tmp_path: Path
+    ) -> None:
+        _, index = opened
+        for file in index.files:
+            path = tmp_path / file.path
+            whole = path.read_bytes()
+            path.write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(CorruptCheckpointError):
+                self._read_all(arrays, tmp_path)
+            path.write_bytes(whole)
+        self._read_all(arrays, tmp_path)
+
+    def _read_all(self, arrays: Arrays, folder: Path) -> None:
+        storage, index = self.open(folder)
+        for name, array in arrays.items():
+            read_box(storage, index, name, Box.whole(array.shape))
+
 
 class AdapterConformance:
     """The suite for adapters; supply `make`."""
