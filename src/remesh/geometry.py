@@ -219,6 +219,28 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int, bool]:
 # ---------------------------------------------------------------------------------------------
 
 
+def flat_runs(shape: Sequence[int], box: Box) -> tuple[IntArray, int]:
+    """The contiguous runs of a box in its tensor, in row-major order.
+
+    Args:
+        shape: Shape of the tensor.
+        box: A box of it with at least one element.
+
+    Returns:
+        The flat element at which each run begins, and the elements of a run.
+    """
+    strides, whole = strides_of(shape), len(shape)
+    while whole and box.shape[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    # All dims from here on belong to one run.
+    split = max(whole - 1, 0)
+    starts = np.array([ravel_offset(box.offset, shape)], np.int64)
+    for dim in range(split):
+        steps = np.arange(box.shape[dim], dtype=np.int64) * strides[dim]
+        starts = (starts[:, None] + steps).reshape(-1)
+    return starts, math.prod(box.shape[split:])
+
+
 def pad_dims(rows: Sequence[Sequence[int]], num_dims: int, fill: int) -> IntArray:
     """Stack ragged integer rows into one (n, num_dims) array, padded at the end with `fill`."""
     padded = np.full((len(rows), num_dims), fill, dtype=np.int64)

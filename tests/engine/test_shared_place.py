@@ -203,7 +203,7 @@ def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_pat
 
 
 def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
-    def options(exchange: Exchange) -> str:
+    def options(exchange: Exchange) -> str | None:
         storage = LocalStorage(tmp_path / "run" / "1")
         cache = PlanCache()
         make_save_plan(
@@ -216,7 +216,7 @@ def test_ranks_need_not_meet_in_one_local_directory(tmp_path: Path) -> None:
         )
         return cache.met_in
 
-    assert returned_values(run_ranks_outcomes(3, options)) == ["", "", ""]
+    assert returned_values(run_ranks_outcomes(3, options)) == [None, None, None]
 
 
 def test_a_directory_has_one_name_for_all_and_another_one_has_another(tmp_path: Path) -> None:

@@ -19,18 +19,18 @@ import remesh
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import StateError, StorageError, UnsupportedValueError
 from remesh.exchange import Exchange, ThreadExchange
-from remesh.storage import LocalStorage, MemoryStorage
-from remesh.storage.local_io import LocalWriter
-from remesh.testing import run_processes, run_ranks
-from remesh.training import export
-from remesh.training.export import export_weights
-from remesh.training.weight_files import (
+from remesh.formats.weight_files import (
     FileTensor,
     assign_files,
     file_names,
     plan_rounds,
     split_into_files,
 )
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage.local_io import LocalWriter
+from remesh.testing import run_processes, run_ranks
+from remesh.training import export
+from remesh.training.export import export_weights
 
 
 class Small(nn.Module):

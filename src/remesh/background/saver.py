@@ -79,6 +79,7 @@ class Saver:
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
             so many seconds have passed: who has not finished, and who is slowest.
         format: See `remesh.save`.
+        format_options: See `remesh.save`.
         without: Small files of the format that the caller writes by itself.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
             for its end, or aborts it.
@@ -98,6 +99,7 @@ class Saver:
         *,
         group: Any = None,
         format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.save`
+        format_options: Mapping[str, object] | None = None,
         without: tuple[str, ...] = (),
         writer: Literal["thread", "process"] = "thread",
         max_in_flight: int = 1,
@@ -113,6 +115,7 @@ class Saver:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         self._group = group
         self._format = writer_of(format).name
+        self._format_options = format_options
         self._without = without
         self._has_process = writer == "process"
         self._max_in_flight = max_in_flight
@@ -224,7 +227,13 @@ class Saver:
         self, overwrite: bool, metadata: Mapping[str, object] | None, *, meets: bool = False
     ) -> SaveOptions:
         options = options_of(
-            overwrite, metadata, self._buffers, self._verify_replicas, self._format, meets=meets
+            overwrite,
+            metadata,
+            self._buffers,
+            self._verify_replicas,
+            self._format,
+            self._format_options,
+            meets=meets,
         )
         return replace(options, without=self._without)
 
@@ -430,6 +439,7 @@ def save_async(
     path: Any,
     *,
     format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.save`
+    format_options: Mapping[str, object] | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
@@ -444,5 +454,7 @@ def save_async(
 
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
-    options = options_of(overwrite, metadata, buffers, verify_replicas, format, meets=True)
+    options = options_of(
+        overwrite, metadata, buffers, verify_replicas, format, format_options, meets=True
+    )
     return _saver_of(group)._begin(state, path, options, on_event)  # noqa: SLF001 - this module

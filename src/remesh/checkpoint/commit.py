@@ -17,12 +17,12 @@ from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.errors import CheckpointError, StorageError
 from remesh.events import Emit
-from remesh.formats.framing import Existing, Part, SmallFile
+from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.pipeline import StreamFiles
-from remesh.storage import Storage
+from remesh.storage import SharedFiles, Storage
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
@@ -51,15 +51,19 @@ def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
     return writer_of(save.options.format).early_files(save.saved())
 
 
-def small_files(save: GlobalSavePlan, parts: Sequence[Sequence[Part]]) -> Sequence[SmallFile]:
-    """The small files that finish the checkpoint; the last makes it exist.
+def last_steps(
+    save: GlobalSavePlan, parts: Sequence[Sequence[Part]]
+) -> Sequence[SmallFile | Rename]:
+    """The small files that finish the checkpoint, and renamed files; the last makes it exist.
 
     Args:
         save: What rank 0 knows of the save.
         parts: What each rank says of its files, in rank order.
     """
-    files = writer_of(save.options.format).small_files(save.saved(parts))
-    return [file for file in files if file[0] not in save.options.without]
+    steps = writer_of(save.options.format).small_files(save.saved(parts))
+    return [
+        step for step in steps if isinstance(step, Rename) or step[0] not in save.options.without
+    ]
 
 
 def finish(
@@ -91,11 +95,13 @@ def finish(
             )
             prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
             check_arrived(storage, prefix, files)
-        *others, (mark, content) = small_files(save, parts)
-        for path, data in others:
+        *others, mark = last_steps(save, parts)
+        renames = [step for step in others if isinstance(step, Rename)]
+        small = [step for step in others if not isinstance(step, Rename)]
+        for path, data in small:
             storage.put(path, data, overwrite=not writer.has_folder)
             put.append(path)
-        emit("save.index_written", sum(len(data) for _, data in others))
+        emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()
         emit("save.before_commit")
     except BaseException:
@@ -110,10 +116,33 @@ def finish(
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
             now = writer.existing(storage)
             replaced += [now] if now is not None and now != save.replaced else []
-    storage.put(mark, content, overwrite=overwrite)
+    kept = {part.path for own in parts for part in own} | {*put}
+    kept |= _commit(storage, renames, mark, overwrite)
     emit("save.committed")
-    kept = {part.path for own in parts for part in own} | {*put, mark}
     _remove_replaced(storage, replaced, kept)
+
+
+def _commit(
+    storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename, overwrite: bool
+) -> set[str]:
+    """Give data files their final names and make the checkpoint exist; the names it then has."""
+    if not isinstance(mark, Rename):
+        path, content = mark
+        if renames:
+            # Files that are there may have the same names: no mark says they belong together.
+            storage.delete(path)
+            _rename(storage, renames)
+        storage.put(path, content, overwrite=overwrite)
+        return {path, *(step.new for step in renames)}
+    _rename(storage, [*renames, mark])
+    return {step.new for step in [*renames, mark]}
+
+
+def _rename(storage: Storage, renames: Sequence[Rename]) -> None:
+    assert isinstance(storage, SharedFiles)
+    for step in renames:
+        storage.rename(step.path, step.new)
+    storage.sync()
 
 
 def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[str]) -> None:

@@ -53,7 +53,7 @@ from remesh.index import BoxTable
 from remesh.integrity import raw_digest
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.state import Description
-from remesh.storage import FileSystemSpace, Storage
+from remesh.storage import FileSystemSpace, SharedFiles, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class SaveOptions:
         buffers: Whose buffers of modules are stored where ranks differ; None if they must not.
         compares: Which copies of tensors are compared.
         format: Name of the format that is written.
+        format_options: Options of the format; those of rank 0 count.
         without: Small files that the caller writes by itself.
     """
 
@@ -80,6 +81,7 @@ class SaveOptions:
     buffers: Buffers | None = None
     compares: Compares = "whole"
     format: str = native.FORMAT_NAME
+    format_options: Mapping[str, object] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
 
@@ -154,7 +156,7 @@ class PlanCache:
         plan: On rank 0, the plan.
         assignments: On rank 0, rows of the plan by rank.
         hits: How often it was used.
-        met_in: URL of the directory in which ranks last found that they share it.
+        met_in: URL of the directory in which ranks last found that they share it; None before.
     """
 
     key: bytes = b""
@@ -164,7 +166,7 @@ class PlanCache:
     plan: SavePlan | None = None
     assignments: list[IntArray] = field(default_factory=list)
     hits: int = 0
-    met_in: str = ""
+    met_in: str | None = None
 
 
 class _Described(msgspec.Struct, frozen=True):
@@ -353,11 +355,12 @@ class _Rank:
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         _check_space(spaces, plan.bytes_per_rank(world_size), self.storage.url)
         save_id = secrets.token_hex(6)
-        grid = writer_of(self.options.format).grid(plan.boxes)
+        grid = self.grid(plan.boxes, document)
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
         )
-        meets = self.options.meets and world_size > 1 and not is_one_directory(spaces)
+        meets = self.options.meets or writer_of(self.options.format).has_shared_files
+        meets = meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
         if meets:
             self.storage.put(_meeting_path(save_id), b"", overwrite=False)
@@ -381,6 +384,17 @@ class _Rank:
             )
             for rank, rows in enumerate(cache.assignments)
         ]
+
+    def grid(self, boxes: BoxTable, document: native.ValuesDocument) -> Grid:
+        """Rank 0: what the writer of the format makes of what is stored."""
+        writer = writer_of(self.options.format)
+        if writer.has_shared_files and not isinstance(self.storage, SharedFiles):
+            raise StateError(
+                f"{self.storage.url}: format {writer.name!r} needs a directory, because all ranks "
+                "write parts of each file; to an object store, remesh.training.export_weights "
+                "writes the same files, each by one rank"
+            )
+        return writer.grid(boxes, document, self.options.format_options)
 
     def comparison(self, looks: bool) -> Comparison:
         """What is compared; of options, those of rank 0 and of the others are the same."""

@@ -38,6 +38,7 @@ def save(
     path: Any,
     *,
     format: str = FORMAT_NAME,  # noqa: A002 - as in `remesh.formats.Source`
+    format_options: Mapping[str, object] | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
@@ -54,13 +55,15 @@ def save(
             tensors, arrays, plain values or remesh's descriptions; or one module or object.
         path: Directory of the checkpoint, the same on every rank; it need not exist.
         format: The format of the files: `remesh`, or that of another system which shall load them
-            (`torch_dcp`, `torch_dist`, `zarr`).
+            (`huggingface`, `safetensors`, `torch_dcp`, `torch_dist`, `zarr`).
+        format_options: Options of the format: of `huggingface`, `max_shard_bytes`.
         overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
             the new one is committed; its files are removed afterwards. Small files with fixed names
             in formats of other systems are replaced one after the other, so a reader may see some
             of each.
-        metadata: What to record beside the state: a JSON object, taken from rank 0. Formats of
-            other systems have no place for it.
+        metadata: What to record beside the state: a JSON object, taken from rank 0. For
+            `huggingface` it is the model's `config.json`; other formats of other systems have no
+            place for it.
         buffers: Whose buffers of modules are stored where those of ranks differ, such as running
             statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
             (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
@@ -83,7 +86,7 @@ def save(
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
-    options = options_of(overwrite, metadata, buffers, verify_replicas, format)
+    options = options_of(overwrite, metadata, buffers, verify_replicas, format, format_options)
     save_agreed(state, path, options, group=group, cache=PlanCache(), on_event=on_event)
 
 
@@ -93,6 +96,7 @@ def options_of(
     buffers: Buffers | None,
     verify_replicas: bool,
     format: str,  # noqa: A002 - as in `save`
+    format_options: Mapping[str, object] | None,
     *,
     meets: bool = False,
 ) -> SaveOptions:
@@ -100,9 +104,16 @@ def options_of(
 
     Raises:
         StateError: If there is no such choice of buffers, the format cannot be written, or it has
-            no place for the metadata.
+            no place for the metadata or no such option.
     """
-    if metadata and not writer_of(format).has_metadata:
+    writer = writer_of(format)
+    unknown = sorted({*(format_options or ())} - {*writer.options})
+    if unknown:
+        raise StateError(
+            f"format {format!r} has no option {unknown[0]!r}; it has "
+            f"{', '.join(writer.options) or 'none'}"
+        )
+    if metadata and not writer.has_metadata:
         raise StateError(
             f"format {format!r} has no place for metadata; put it into the state as plain values"
         )
@@ -112,7 +123,8 @@ def options_of(
         meets=meets,
         buffers=check_buffers(buffers),
         compares="all" if verify_replicas else "whole",
-        format=writer_of(format).name,
+        format=writer.name,
+        format_options=dict(format_options or {}),
     )
 
 

@@ -6,6 +6,7 @@ other in the stream, each from an aligned byte on, so that direct I/O works for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,10 @@ import numpy as np
 from remesh.checkpoint.local import LocalTensors
 from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
 from remesh.formats.framing import Frame, Part, part_of
-from remesh.geometry import Box, IntArray
+from remesh.geometry import Box, IntArray, flat_runs
 from remesh.integrity import Digests
 from remesh.memory import CarrierArray, HostMemory, Memory
-from remesh.pipeline import FileLayout, FilePiece, StreamFiles
+from remesh.pipeline import FileLayout, FilePiece, StreamFiles, whole_files
 from remesh.storage import ALIGNMENT
 from remesh.strided import Layout
 
@@ -95,6 +96,8 @@ def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
         frames: Its data files; their rows are those of the rank's boxes.
         tensors: The rank's boxes.
     """
+    if any(frame.is_shared for frame in frames):
+        return _lay_out_shared(frames, tensors)
     pieces: list[FilePiece] = []
     starts: list[int] = []
     header, end = b"", 0
@@ -112,13 +115,68 @@ def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
         pieces += added
         starts.append(start)
         end = start + frame.num_bytes
-    paths, sizes = (frame.path for frame in frames), (frame.num_bytes for frame in frames)
+    paths, sizes = [frame.path for frame in frames], [frame.num_bytes for frame in frames]
     positions = frames[0].positions if len(frames) == 1 else np.zeros(0, np.int64)
     return RankStream(
         FileLayout(header, pieces, [piece.position for piece in pieces], end),
-        StreamFiles(tuple(paths), tuple(sizes), tuple(starts)),
+        whole_files(paths, sizes, starts),
         positions,
     )
+
+
+def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
+    """The stream of a rank that writes boxes of tensors which lie whole in files of all ranks.
+
+    In the stream boxes follow each other, each row by row. In a file a box is several runs, unless
+    it is contiguous in its tensor: each of them is a range.
+    """
+    boxes = tensors.boxes
+    pieces: list[FilePiece] = []
+    ranges: list[tuple[int, int, IntArray, int]] = []  # file, start, positions, bytes of each
+    end = 0
+    for number, frame in enumerate(frames):
+        for position, data in frame.fillers:
+            pieces.append(_bytes_at(end, data))
+            ranges.append((number, end, np.array([position]), len(data)))
+            end += len(data)
+        of = boxes.tensor[frame.rows]
+        order = np.argsort(-boxes.tensors.itemsizes[of], kind="stable")
+        for at in order.tolist():
+            row, tensor = int(frame.rows[at]), int(of[at])
+            box, dtype = boxes.box(row), boxes.tensors.dtype(tensor)
+            runs, num_elements = flat_runs(boxes.tensors.shape(tensor), box)
+            end = -(-end // dtype.itemsize) * dtype.itemsize
+            pieces.append(FilePiece(tensors.memories[row], box.shape, dtype, end))
+            positions = int(frame.positions[at]) + runs * dtype.itemsize
+            ranges.append((number, end, positions, num_elements * dtype.itemsize))
+            end += box.size * dtype.itemsize
+    pieces = _without_gaps(pieces)
+    layout = FileLayout(b"", pieces, [piece.position for piece in pieces], end)
+    counts = [len(positions) for _, _, positions, _ in ranges]
+    num_bytes = np.repeat(np.array([size for *_, size in ranges], np.int64), counts)
+    starts = [start + size * np.arange(len(runs)) for _, start, runs, size in ranges]
+    files = StreamFiles(
+        tuple(frame.path for frame in frames),
+        tuple(frame.num_bytes for frame in frames),
+        np.repeat(np.array([file for file, *_ in ranges], np.int64), counts),
+        np.concatenate([np.zeros(0, np.int64), *starts]),
+        np.concatenate([np.zeros(0, np.int64), *(runs for _, _, runs, _ in ranges)]),
+        num_bytes,
+        is_shared=True,
+    )
+    return RankStream(layout, files, np.zeros(0, np.int64))
+
+
+def _without_gaps(pieces: Sequence[FilePiece]) -> list[FilePiece]:
+    """The pieces, and zeros between them."""
+    filled: list[FilePiece] = []
+    end = 0
+    for piece in pieces:
+        if piece.position > end:
+            filled.append(_bytes_at(end, bytes(piece.position - end)))
+        filled.append(piece)
+        end = piece.position + math.prod(piece.shape) * piece.dtype.itemsize
+    return filled
 
 
 def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:

@@ -27,6 +27,19 @@ SmallFile = tuple[str, bytes]
 """A path and its content."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """A data file that gets its final name.
+
+    Attributes:
+        path: The name under which it was written.
+        new: Its final name.
+    """
+
+    path: str
+    new: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """A data file.
@@ -35,10 +48,12 @@ class Frame:
         path: Its name.
         num_bytes: Its size.
         rows: Rows of the stored boxes that lie in it, by position.
-        positions: Byte of the file at which each begins.
+        positions: Byte of the file at which each begins; of a shared file, at which the tensor of
+            each begins.
         boxes: What lies there in place of the whole stored boxes, in global elements; what leaves
             the stored box is written as zeros.
-        fillers: Position and content of all other bytes.
+        fillers: Position and content of all other bytes that this rank writes.
+        is_shared: Whether tensors lie there whole, and other ranks write their boxes of them.
     """
 
     path: str
@@ -47,6 +62,7 @@ class Frame:
     positions: IntArray
     boxes: tuple[Box, ...] | None = None
     fillers: tuple[tuple[int, bytes], ...] = ()
+    is_shared: bool = False
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -123,11 +139,13 @@ class Writer:
 
     Attributes:
         name: What a user calls it.
-        grid: What all ranks must know of the boxes of all ranks; may be empty.
+        grid: What all ranks must know of the boxes of all ranks, made on rank 0 with the values and
+            the options of the format; may be empty. Raises a `StateError` if the format has no
+            form for something.
         frames: The data files of a rank, given boxes, those rows of them that it writes, its
             number, the save's id and the grid.
-        small_files: What rank 0 writes when all data files are durable, in this order; the last
-            makes the checkpoint exist.
+        small_files: What rank 0 writes, or renames, when all data files are durable, in this order;
+            the last makes the checkpoint exist.
         existing: The checkpoint of this format that is at a place. Raises a `CheckpointError` if
             it cannot be read.
         early_files: What rank 0 writes while the data files are written.
@@ -135,20 +153,24 @@ class Writer:
             tell. Raises a `CheckpointError` if there is none.
         has_folder: Whether all files but the last lie in the folder `data-<save id>`.
         has_metadata: Whether metadata can be recorded beside the state.
+        has_shared_files: Whether ranks write parts of the same files.
+        options: Names of the options that a caller may give.
     """
 
     name: str
-    grid: Callable[[BoxTable], Grid]
+    grid: Callable[[BoxTable, ValuesDocument, Mapping[str, object]], Grid]
     frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
-    small_files: Callable[[Saved], Sequence[SmallFile]]
+    small_files: Callable[[Saved], Sequence[SmallFile | Rename]]
     existing: Callable[[Storage], Existing | None]
     early_files: Callable[[Saved], Sequence[SmallFile]] = lambda _saved: []
     is_committed: Callable[[Storage, str], bool] | None = None
     has_folder: bool = False
     has_metadata: bool = False
+    has_shared_files: bool = False
+    options: tuple[str, ...] = ()
 
 
-def no_grid(_boxes: BoxTable) -> Grid:
+def no_grid(_boxes: BoxTable, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """Files that need to know nothing of each other."""
     return b""
 

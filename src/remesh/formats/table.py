@@ -21,6 +21,7 @@ from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import (
     flat_param,
     huggingface,
+    huggingface_writer,
     native,
     native_writer,
     paddle,
@@ -125,6 +126,7 @@ FORMATS: tuple[Format, ...] = (
         lambda place: not place.file and huggingface.recognise(place.storage),
         lambda place: huggingface.read(place.storage, allow=place.allow),
         lists=True,
+        writers=(huggingface_writer.HUGGINGFACE,),
     ),
     Format(
         safetensors.NAME,
@@ -136,6 +138,7 @@ FORMATS: tuple[Format, ...] = (
         ),
         lambda place: safetensors.read(place.storage, place.file),
         lists=True,
+        writers=(huggingface_writer.SAFETENSORS,),
     ),
     Format(
         torch_file.NAME,

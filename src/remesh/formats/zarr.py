@@ -39,6 +39,7 @@ from remesh.formats.building import IndexBuilder, exists
 from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
+from remesh.formats.native import ValuesDocument
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
@@ -217,7 +218,7 @@ def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
     return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
 
 
-def grid_of(boxes: BoxTable) -> Grid:
+def grid_of(boxes: BoxTable, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """The chunk shapes, encoded."""
     return msgspec.msgpack.encode(chunk_shapes(boxes))
 

@@ -21,9 +21,8 @@ import numpy as np
 from remesh._repr import short_repr
 from remesh.dtypes import CarrierDType, DType
 from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
-from remesh.formats import native
-from remesh.formats.framing import Part, Saved, SmallFile, no_grid, part_of
-from remesh.formats.native_writer import NATIVE, data_header
+from remesh.formats import native, native_writer
+from remesh.formats.framing import Part, Saved, SmallFile, part_of
 from remesh.geometry import Box, IntArray, flat_span
 from remesh.integrity import digest_of_digests
 from remesh.maintenance.damage_scan import (
@@ -359,15 +358,15 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         boxes,
         assignments,
         plan.document,
-        no_grid(boxes),
+        b"",
         {**({} if old is None else old.metadata), "repaired_from": plan.storage.url},
         len(plan.files) if old is None else old.world_size,
         parts,
     )
     # The values first: that makes the folder, and the index, which comes last, makes the links
     # in it durable.
-    for early_path, data in NATIVE.early_files(saved):
-        storage.put(early_path, data, overwrite=False)
+    values_path, document = native_writer.values_file(saved)
+    storage.put(values_path, document, overwrite=False)
     for number, file in enumerate(plan.files):
         rows = np.flatnonzero(tensors.file == number)
         if not len(rows):
@@ -382,7 +381,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
             parts.append([part_of(path, file.num_bytes, tensors.position[rows], file.digests)])
         else:
             parts.append([_copy_pieces(plan, file, rows, storage, path)])
-    *others, record = NATIVE.small_files(saved)
+    *others, record = native_writer.small_files(saved)
     for path, data in others:
         storage.put(path, data, overwrite=False)
     storage.sync()
@@ -427,7 +426,7 @@ def _copy_pieces(
 ) -> Part:
     """Copy some pieces of a damaged file into a new one."""
     boxes = plan.tensors.boxes
-    header, positions, num_bytes = data_header(boxes, rows)
+    header, positions, num_bytes = native_writer.data_header(boxes, rows)
     pieces = []
     for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
         shape, dtype = boxes.box(row).shape, boxes.tensors.dtype(int(boxes.tensor[row]))

@@ -14,7 +14,14 @@ need only wait for the first half.
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.read import Destination, read_runs
-from remesh.pipeline.write import FileLayout, FilePiece, StreamFiles, one_file, write_stream
+from remesh.pipeline.write import (
+    FileLayout,
+    FilePiece,
+    StreamFiles,
+    one_file,
+    whole_files,
+    write_stream,
+)
 
 __all__ = [
     "Destination",
@@ -26,5 +33,6 @@ __all__ = [
     "plan_between_memories",
     "read_runs",
     "read_together",
+    "whole_files",
     "write_stream",
 ]

@@ -7,7 +7,8 @@ may begin and end in the middle of a piece; which elements those are is again a 
 `boxes_of_flat_range` cuts it into boxes that any memory can copy out.
 
 `StreamFiles` says where the bytes of the stream go. Mostly the stream is one file. Formats with
-several files for a rank cut it into ranges, each of which is a file.
+several files for a rank cut it into ranges, each of which is a file, or, where several ranks write
+one file, a range of it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from remesh.dtypes import DType
-from remesh.geometry import boxes_of_flat_range
+from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests
 from remesh.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.workers import run_workers
-from remesh.storage import Buffer, Storage, Writer
+from remesh.storage import Buffer, SharedFiles, Storage, Writer
 
 CHUNK_SIZE = 2 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
@@ -108,29 +109,57 @@ class FileLayout:
         _concatenate(plain, buffer[at - start :])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StreamFiles:
-    """The files that a stream is cut into, one after the other.
+    """The files that a stream is cut into, and the ranges of it that lie in them.
 
     Attributes:
-        paths: Their names; none of them exists before.
+        paths: Names of the files.
         sizes: Their sizes.
-        starts: Byte of the stream at which each begins.
+        file: The file of each range.
+        start: Byte of the stream at which each range begins, ascending.
+        position: Byte of the file at which it begins.
+        num_bytes: Its length; what the stream has between two ranges is not written.
+        is_shared: Whether other ranks write other ranges of the files. Otherwise each file is one
+            range, and does not exist before.
     """
 
-    paths: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    file: IntArray
+    start: IntArray
+    position: IntArray
+    num_bytes: IntArray
+    is_shared: bool = False
 
     @property
     def is_whole(self) -> bool:
         """Whether the stream is a single file."""
-        return len(self.paths) == 1
+        return len(self.paths) == 1 and not self.is_shared
+
+
+def whole_files(paths: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> StreamFiles:
+    """A stream that is cut into files.
+
+    Args:
+        paths: Their names.
+        sizes: Their sizes.
+        starts: Byte of the stream at which each begins.
+    """
+    num_bytes = np.array(sizes, np.int64)
+    return StreamFiles(
+        tuple(paths),
+        tuple(sizes),
+        np.arange(len(num_bytes)),
+        np.array(starts, np.int64),
+        np.zeros_like(num_bytes),
+        num_bytes,
+    )
 
 
 def one_file(path: str, num_bytes: int) -> StreamFiles:
     """A stream that is a single file."""
-    return StreamFiles((path,), (num_bytes,), (0,))
+    return whole_files((path,), (num_bytes,), (0,))
 
 
 class ChunkWriter:
@@ -153,7 +182,7 @@ class ChunkWriter:
         self._storage = storage
         self._files = files
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
-        self._left = list(files.sizes)
+        self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
@@ -170,19 +199,20 @@ class ChunkWriter:
             self._open[0].write(start, chunk)
             return
         files = self._files
-        file = max(bisect.bisect_right(files.starts, start) - 1, 0)
-        while file < len(files.starts) and files.starts[file] < start + len(chunk):
-            first = max(files.starts[file], start)
-            stop = max(files.starts[file] + files.sizes[file] - start, 0)
-            part = chunk[first - start : stop]
+        begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
+        end = int(np.searchsorted(files.start, start + len(chunk), "left"))
+        columns = (files.file, files.start, files.position, files.num_bytes)
+        told = zip(*(column[begin:end].tolist() for column in columns), strict=True)
+        for file, first, position, num_bytes in told:
+            skipped = max(start - first, 0)
+            part = chunk[first + skipped - start : max(first + num_bytes - start, 0)]
             if len(part):
-                self._write_part(file, first - files.starts[file], part)
-            file += 1
+                self._write_part(file, position + skipped, part)
 
     def finish(self) -> Digests:
         """Make the files durable; the digests of the blocks, if the stream is a single file."""
         if not self._files.is_whole:
-            assert not any(self._left), "the files are not complete"
+            assert not self._left.any(), "the files are not complete"
             return np.zeros((0, 2), dtype=np.uint64)
         self._open[0].finish()
         return self._digests
@@ -192,14 +222,18 @@ class ChunkWriter:
         for file in self._created:
             if file in self._open:
                 self._open[file].abort()
-            else:
+            elif not self._files.is_shared:
                 self._storage.delete(self._files.paths[file])
 
     def _writer_of(self, file: int) -> Writer:
         with self._lock:
             if file not in self._open:
                 path, size = self._files.paths[file], self._files.sizes[file]
-                self._open[file] = self._storage.create(path, size)
+                if self._files.is_shared:
+                    assert isinstance(self._storage, SharedFiles)
+                    self._open[file] = self._storage.open_shared(path, size)
+                else:
+                    self._open[file] = self._storage.create(path, size)
                 self._created.append(file)
             return self._open[file]
 

@@ -35,6 +35,7 @@ from remesh.errors import (
 from remesh.host_memory import available_memory
 from remesh.storage.local_io import (
     LocalWriter,
+    SharedWriter,
     explain,
     file_size,
     read_file,
@@ -171,6 +172,24 @@ class LocalStorage:
             raise StorageError(f"{file} exists already; remove it first") from error
         except OSError as error:
             raise _cannot_write(file, error) from error
+
+    def open_shared(self, path: str, num_bytes: int) -> SharedWriter:
+        """See `SharedFiles.open_shared`."""
+        file = self._file(path)
+        self._make_parents(file)
+        try:
+            return SharedWriter(file, num_bytes)
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+
+    def rename(self, path: str, new: str) -> None:
+        """See `SharedFiles.rename`."""
+        file, renamed = self._file(path), self._file(new)
+        self._make_parents(renamed)
+        try:
+            file.replace(renamed)
+        except OSError as error:
+            raise explain("rename", file, error) from error
 
     def delete(self, path: str) -> None:
         """See `Storage.delete`; directories below the root that become empty go as well."""

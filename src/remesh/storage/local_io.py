@@ -179,6 +179,54 @@ class LocalWriter:
             os.close(self._open.pop())
 
 
+class SharedWriter:
+    """This process's part of a local file that several write; made by `LocalStorage.open_shared`.
+
+    Nothing goes directly, because a page may belong to two processes.
+
+    Args:
+        path: The file, which another process may have made already.
+        num_bytes: Its size.
+
+    Raises:
+        OSError: If the file cannot be made.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._open = [os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)]
+        try:
+            # This changes no byte that is there, so each process may do it.
+            _reserve(self._open[0], num_bytes)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, position: int, data: Buffer) -> None:
+        """See `Writer.write`."""
+        assert 0 <= position <= position + data.size <= self._num_bytes
+        try:
+            _write_all(self._open[0], position, data)
+        except OSError as error:
+            raise explain("write", self._path, error) from error
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        try:
+            try:
+                os.fsync(self._open[0])
+            finally:
+                self.abort()
+        except OSError as error:
+            raise explain("finish", self._path, error) from error
+
+    def abort(self) -> None:
+        """Close the file; it may still be that of others."""
+        while self._open:
+            os.close(self._open.pop())
+
+
 def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
     """Fill a buffer from a file, opening it once; how many bytes there were.
 

@@ -116,3 +116,26 @@ class Storage(Protocol):
     def space(self) -> FileSystemSpace | None:
         """Room that is left, or None if the storage has no such limit."""
         ...
+
+
+@runtime_checkable
+class SharedFiles(Protocol):
+    """What storages may have besides the methods of `Storage`: files that several processes write.
+
+    Object stores have not: an object is written by one process, from its beginning to its end.
+    """
+
+    def open_shared(self, path: str, num_bytes: int) -> Writer:
+        """Begin, or take part in, a file of known size that other processes write as well.
+
+        What one of them wrote is durable when its `finish` returns. `abort` leaves the file.
+
+        Raises:
+            NoSpaceError: If there is no room.
+            StorageError: If the storage fails.
+        """
+        ...
+
+    def rename(self, path: str, new: str) -> None:
+        """Give a file another name in one step; a file that has the name is replaced."""
+        ...

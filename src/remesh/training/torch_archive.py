@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from remesh.errors import UnsupportedValueError
+from remesh.formats.weight_files import FileTensor
 from remesh.geometry import strides_of
-from remesh.training.weight_files import FileTensor
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this, as torch wants it to map a file into memory."""
@@ -93,7 +93,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class TorchArchive:
-    """The bytes of a `.pth` file around its tensors; see `remesh.training.weight_files.Content`.
+    """The bytes of a `.pth` file around its tensors; see `remesh.formats.weight_files.Content`.
 
     Args:
         tensors: The tensors, in order.

@@ -77,12 +77,18 @@ class Content(Protocol):
 class SafetensorsContent:
     """The bytes of a safetensors file around its tensors: a header, and nothing else.
 
+    Attributes:
+        tensors: The tensors, in the order of the file.
+        num_bytes: Size of the file.
+        positions: Byte at which each tensor begins.
+
     Raises:
         UnsupportedValueError: If a tensor is of a type that such a file has no name for.
     """
 
     tensors: Sequence[FileTensor]
     num_bytes: int = field(init=False)
+    positions: list[int] = field(init=False)
     _header: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,10 +98,10 @@ class SafetensorsContent:
             if dtype.pairs:
                 raise UnsupportedValueError(
                     f"{tensor.names[0]}: a safetensors file has no name for elements of type "
-                    f"{tensor.dtype}; export with format='pth'"
+                    f"{tensor.dtype}; leave it out, or export with format='pth'"
                 )
             rows.append((tensor.names[0], dtype.safetensors, tensor.shape, tensor.num_bytes))
-        self._header, _ = encode_header(rows, {"format": "pt"})
+        self._header, self.positions = encode_header(rows, {"format": "pt"})
         self.num_bytes = len(self._header) + sum(tensor.num_bytes for tensor in self.tensors)
 
     def head(self) -> bytes:

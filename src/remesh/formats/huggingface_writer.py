@@ -1,0 +1,196 @@
+"""Writing the weights of Hugging Face models: safetensors files of whole tensors, and their index.
+
+Rank 0 decides which tensor lies where in which file (`weight_files`). Then every rank writes the
+bytes that it holds at their place in the file, so all ranks write at the same time, no tensor is
+sent anywhere, and no rank ever holds more than its boxes. Rows of a box that are not neighbours in
+the tensor are written one by one.
+
+Files have the id of the save behind their names until all of them are durable. Then they get their
+names, and the index, which says that they belong together, comes last; a single file exists when it
+has its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.formats.building import exists
+from remesh.formats.framing import Existing, Frame, Grid, Rename, Saved, SmallFile, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.formats.weight_files import (
+    FileTensor,
+    SafetensorsContent,
+    file_names,
+    split_into_files,
+)
+from remesh.geometry import IntArray
+from remesh.index import BoxTable
+from remesh.storage import Storage
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors that a file has at most, if nothing is said."""
+
+_STEM, _SUFFIX = "model", ".safetensors"
+FILE_NAME = f"{_STEM}{_SUFFIX}"
+INDEX_NAME = f"{FILE_NAME}.index.json"
+CONFIG_NAME = "config.json"
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A weight file: its final name, its first bytes and its size."""
+
+    name: str
+    header: bytes
+    num_bytes: int
+
+
+class _Files(msgspec.Struct, frozen=True):
+    """All weight files, and for each tensor its file and its first byte there."""
+
+    files: list[_File]
+    places: dict[str, tuple[int, int]]
+
+
+def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | None) -> Grid:
+    tensors = tables.tensors
+    _check_is_weights(document)
+    weights = [
+        FileTensor((name,), name, tensors.dtype(number).name, tensors.shape(number))
+        for number, name in enumerate(tensors.names)
+    ]
+    shards = split_into_files(weights, max_shard_bytes)
+    contents = [SafetensorsContent(shard) for shard in shards]
+    names = file_names(_STEM, _SUFFIX, len(shards))
+    files = [
+        _File(name, content.head(), content.num_bytes)
+        for name, content in zip(names, contents, strict=True)
+    ]
+    places = {
+        weight.source: (number, position)
+        for number, (shard, content) in enumerate(zip(shards, contents, strict=True))
+        for weight, position in zip(shard, content.positions, strict=True)
+    }
+    return msgspec.msgpack.encode(_Files(files, places))
+
+
+def _check_is_weights(document: ValuesDocument) -> None:
+    """Check that there is nothing but tensors.
+
+    Raises:
+        StateError: If there are values.
+    """
+    others = sorted([*document.values, *document.lists, *document.objects])
+    if others:
+        raise StateError(
+            f"safetensors files hold tensors alone, and the state has {len(others)} other entries: "
+            f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Save the weights by "
+            "themselves: remesh.save(model, path, format=...)"
+        )
+
+
+def huggingface_files(
+    boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]
+) -> Grid:
+    """Where the tensors lie: in several files, if there is much.
+
+    Raises:
+        StateError: If the state is not weights alone, or the limit is no number.
+        UnsupportedValueError: If the files have no name for an element type.
+    """
+    limit = options.get("max_shard_bytes", MAX_SHARD_BYTES)
+    if not isinstance(limit, int) or limit < 1:
+        raise StateError(f"max_shard_bytes must be a number of bytes, not {limit!r}")
+    return _plan(boxes, document, limit)
+
+
+def single_file(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    """Where the tensors lie in a single file.
+
+    Raises:
+        StateError: If the state is not weights alone.
+        UnsupportedValueError: If the file has no name for an element type.
+    """
+    return _plan(boxes, document, None)
+
+
+def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
+    """The files of which a rank writes something; rank 0 writes all headers."""
+    plan = msgspec.msgpack.decode(grid, type=_Files)
+    names = boxes.tensors.names
+    placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
+    numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
+    found = []
+    for number, file in enumerate(plan.files):
+        here = numbers == number
+        if rank == 0 or here.any():
+            path, fillers = _written_name(file, save_id), ((0, file.header),) if rank == 0 else ()
+            frame = Frame(
+                path, file.num_bytes, rows[here], positions[here], fillers=fillers, is_shared=True
+            )
+            found.append(frame)
+    return found
+
+
+def _written_name(file: _File, save_id: str) -> str:
+    return f"{file.name}.{save_id}"
+
+
+def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
+    """The configuration, the files under their final names, and the index of several files."""
+    plan, steps = msgspec.msgpack.decode(saved.grid, type=_Files), []
+    if saved.metadata:
+        text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
+        steps.append((CONFIG_NAME, text.encode()))
+    renames = [Rename(_written_name(file, saved.save_id), file.name) for file in plan.files]
+    if len(renames) == 1:
+        return [*steps, *renames]
+    tensors = saved.boxes.tensors
+    sizes = [tensors.shape(number) for number in range(len(tensors.names))]
+    num_elements = [int(np.prod(shape, dtype=np.int64)) for shape in sizes]
+    total = {
+        "total_size": int(np.dot(num_elements, tensors.itemsizes)),
+        "total_parameters": sum(num_elements),
+    }
+    places = {name: plan.files[number].name for name, (number, _) in sorted(plan.places.items())}
+    index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
+    return [*steps, *renames, (INDEX_NAME, index.encode())]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str] = {}
+
+
+def existing(storage: Storage) -> Existing | None:
+    """The weights that are there."""
+    if exists(storage, FILE_NAME):
+        return Existing(FILE_NAME, paths=(FILE_NAME,))
+    try:
+        text = storage.read(INDEX_NAME)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        names = sorted(set(msgspec.json.decode(text, type=_Index).weight_map.values()))
+    except msgspec.MsgspecError:
+        names = []  # which files belong to it is unknown, and they stay
+    own = [name for name in names if name.startswith(_STEM) and name.endswith(_SUFFIX)]
+    return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
+
+
+HUGGINGFACE = Writer(
+    "huggingface",
+    huggingface_files,
+    frames,
+    small_files,
+    existing,
+    has_metadata=True,
+    has_shared_files=True,
+    options=("max_shard_bytes",),
+)
+SAFETENSORS = Writer(
+    "safetensors", single_file, frames, small_files, existing, has_shared_files=True
+)

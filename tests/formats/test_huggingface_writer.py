@@ -1,0 +1,157 @@
+"""Hugging Face weights, written from shards and read by the libraries that define them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import remesh
+from remesh.errors import CheckpointExistsError, StateError
+from remesh.exchange import Exchange
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.testing import run_processes, run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+LIMIT = 4096
+
+
+def llama(*, tied: bool) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def write_in_ranks(exchange: Exchange, folder: Path) -> None:
+    """Live FSDP2 modules, in one file and several, now and in the background."""
+    mesh = init_device_mesh("cpu", (2,))
+    for tied in (False, True):
+        model = llama(tied=tied)
+        config = json.loads(model.config.to_json_string())
+        fully_shard(model.model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        place = folder / ("tied" if tied else "plain")
+        remesh.save(model, place, format="huggingface", metadata=config)
+        with remesh.Saver(
+            format="huggingface", format_options={"max_shard_bytes": LIMIT}, writer="process"
+        ) as saver:
+            handle = saver.save_async(model, f"{place}-sharded", metadata=config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            handle.result()
+
+
+def test_from_pretrained_reads_what_ranks_have_written(tmp_path: Path) -> None:
+    run_processes(2, write_in_ranks, tmp_path)
+    tokens = torch.arange(8)[None]
+    for name in ("plain", "tied"):
+        expected = llama(tied=name == "tied")
+        expected.save_pretrained(tmp_path / "theirs" / name)
+        theirs = load_file(tmp_path / "theirs" / name / "model.safetensors")
+        for folder in (tmp_path / name, tmp_path / f"{name}-sharded"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+            assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
+            files = sorted(folder.glob("*.safetensors"))
+            ours = {key: value for file in files for key, value in load_file(file).items()}
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+            assert remesh.Checkpoint(folder).format == "huggingface"
+            left = {path.name for path in folder.iterdir()} - {file.name for file in files}
+            index = {"model.safetensors.index.json"} if len(files) > 1 else set()
+            assert left == {"config.json", *index}
+        sizes = [sum(t.nbytes for t in load_file(file).values()) for file in files]
+        assert len(files) > 2
+        assert max(sizes) <= LIMIT
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def columns(rank: int, fill: int) -> dict[str, Any]:
+    """Boxes whose rows are far apart in their tensor, of several element types."""
+    wide = np.arange(4 * 6 * 5, dtype=np.float64).reshape(4, 6, 5) + fill
+    narrow = (np.arange(4 * 6) % 7 + fill).astype(np.int8).reshape(4, 6)
+    at = slice(0, 2) if rank == 0 else slice(2, 6)
+    first = at.start
+    return {
+        "wide": remesh.ShardedTensor.at_offset(
+            "wide", wide[:, at].copy(), (4, 6, 5), (0, first, 0)
+        ),
+        "narrow": remesh.ShardedTensor.at_offset(
+            "narrow", narrow[:, at].copy(), (4, 6), (0, first)
+        ),
+    }
+
+
+@pytest.mark.parametrize("limit", [10**6, 1])
+def test_columns_are_written_in_place_and_replaced(limit: int, tmp_path: Path) -> None:
+    options = {"max_shard_bytes": limit}
+
+    def one(exchange: Exchange) -> None:
+        for fill in (0, 1):
+            remesh.save(
+                columns(exchange.rank, fill), tmp_path, format="huggingface",
+                format_options=options, overwrite=fill > 0, group=exchange,
+            )  # fmt: skip
+
+    run_ranks(2, one)
+    files = sorted(tmp_path.glob("*"))
+    assert len(files) == (1 if limit > 1 else 3)
+    found = {k: v for file in files if file.suffix != ".json" for k, v in load_file(file).items()}
+    assert found["wide"].flatten().tolist() == (np.arange(120.0) + 1).tolist()
+    assert found["narrow"].flatten().tolist() == (np.arange(24) % 7 + 1).tolist()
+    remesh.save({"w": torch.ones(2)}, tmp_path, format="safetensors", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    with pytest.raises(StateError, match=r"tensors alone, and the state has 1 other .*: step"):
+        remesh.save({**weights, "step": 3}, tmp_path, format="huggingface")
+    with pytest.raises(StateError, match=r"needs a directory.*export_weights"):
+        remesh.save(weights, MemoryStorage(), format="huggingface")
+    with pytest.raises(StateError, match="has no option 'dtype'; it has max_shard_bytes"):
+        remesh.save(weights, tmp_path, format="huggingface", format_options={"dtype": "int8"})
+    with pytest.raises(StateError, match="must be a number of bytes"):
+        remesh.save(weights, tmp_path, format="huggingface", format_options={"max_shard_bytes": 0})
+    assert list(tmp_path.iterdir()) == []
+    remesh.save(weights, tmp_path, format="safetensors")
+    with pytest.raises(CheckpointExistsError, match=r"already \(model.safetensors\)"):
+        remesh.save(weights, tmp_path, format="huggingface")
+
+
+class OwnDisk(LocalStorage):
+    """A disk of a node, which has the path that all nodes use."""
+
+    @property
+    def url(self) -> str:
+        return "/checkpoints/weights"
+
+    def space(self) -> None:
+        return None
+
+
+def test_disks_of_nodes_are_not_taken_for_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node would find a file of the whole size, with only its own bytes in it."""
+    monkeypatch.setattr("remesh.checkpoint.sharing.PATIENCE_SECONDS", 0.0)
+
+    def one(exchange: Exchange) -> None:
+        place = OwnDisk(tmp_path / str(exchange.rank))
+        with pytest.raises(remesh.errors.NotSharedError):
+            remesh.save(columns(exchange.rank, 0), place, format="huggingface", group=exchange)
+
+    run_ranks(2, one)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
