@@ -43,11 +43,7 @@ from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.transformed import (
-    TransformedState,
-    describe_transformed,
-    resolve_among,
-)
+from remesh.checkpoint.transformed import describe_transformed
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
@@ -99,7 +95,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
             error.
         transform: What the stored tensors become on their way: renamed, fused, split, transposed,
-            cast. A `Transform`, its statements as text, or a dict of renames, old name to new name.
+            cast. A `Transform`, its statements as text, a dict of renames, of names, prefixes
+            (`{"model.": "net."}`) or regular expressions, or a function from name to name.
             Optimizer state follows its parameter. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
@@ -224,7 +221,7 @@ def _match_on_all(
     """
     transform, cast = options.transform, options.cast
     if transform is not None:
-        made, outputs, tables = describe_transformed(exchange, state, stored, transform, cast=cast)
+        target, made, tables = describe_transformed(exchange, state, stored, transform, cast=cast)
     plans: list[RankLoadPlan] = []
 
     def plan() -> bytes:
@@ -233,9 +230,7 @@ def _match_on_all(
             if transform is None:
                 description = _describe_target(state, stored)
             else:
-                description = made
-                resolved = resolve_among(tables, stored, transform, cast=cast)
-                names = TransformedState(stored, outputs, resolved)
+                description, names = target, made.among(tables, cast=cast)
             plans.append(match(description, names, options, reserved))
         return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked))
 

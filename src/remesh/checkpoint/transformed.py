@@ -17,7 +17,7 @@ statement touches are treated as without a transformation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,17 @@ from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
-from remesh.state import Description, Path, TensorEntry, name_of
+from remesh.state import Description, Path, TensorEntry, cut_name, name_of
 from remesh.strided import Layout
-from remesh.transform import Region, Resolved, TensorInfo, Transform, arranged, num_pieces_of
+from remesh.transform import (
+    Region,
+    Resolved,
+    TensorInfo,
+    Transform,
+    arranged,
+    num_pieces_of,
+    short_name,
+)
 
 Infos = Mapping[str, TensorInfo | None]
 
@@ -49,24 +57,33 @@ class TransformedState:
 
     Attributes:
         stored: What is really stored.
-        outputs: What the transformation makes and leaves over.
+        transform: The transformation. What it renames by a rule, it renames also where no
+            statement can name it: lists of names and containers.
+        outputs: What it makes and leaves over.
         resolved: The transformation, resolved against the targets of all ranks.
     """
 
     stored: StoredState
+    transform: Transform
     outputs: Resolved
     resolved: Resolved
+    sequences: Mapping[Path, str] = field(init=False)
+    _lists: dict[str, str] = field(init=False)
     _made: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         untouched = self.outputs.untouched
         made = sorted(name for name in self.outputs.targets if name not in untouched)
         object.__setattr__(self, "_made", made)
-
-    @property
-    def sequences(self) -> Mapping[Path, str]:
-        """See `Stored.sequences`."""
-        return self.stored.sequences
+        rename = self.transform.rename or str
+        lists = {new: name for name in self.stored.document.lists if (new := rename(name))}
+        object.__setattr__(self, "_lists", lists)
+        sequences = {
+            _renamed_path(path, new): kind
+            for path, kind in self.stored.sequences.items()
+            if (new := rename(name_of(path)))
+        }
+        object.__setattr__(self, "sequences", sequences)
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """See `Stored.tensor`."""
@@ -90,6 +107,19 @@ class TransformedState:
             raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
         return found[0]
 
+    def among(self, tables: list[bytes], *, cast: bool) -> TransformedState:
+        """The same, resolved against the targets of all ranks.
+
+        Args:
+            tables: The targets, as `describe_transformed` gives them.
+            cast: See `Transform.resolve`.
+
+        Raises:
+            TransformError: If a statement does not fit the targets.
+        """
+        resolved = _resolve(self.stored, self.transform, tables, cast=cast)
+        return TransformedState(self.stored, self.transform, self.outputs, resolved)
+
     def is_untouched(self, names: Iterable[str]) -> bool:
         """Whether no statement touches any of the names."""
         return self.resolved.untouched.issuperset(names)
@@ -98,20 +128,27 @@ class TransformedState:
         """The stored names that some names of a state are made of, and those that are deleted."""
         targets = self.resolved.targets
         read = {s for name in names if name in targets for s in self.resolved.sources_of(name)}
+        read.update(self._lists[name] for name in names if name in self._lists)
         return read.union(self.resolved.deleted)
 
     def merged_list(self, name: str) -> list[str] | None:
         """See `Stored.merged_list`; a made parameter is in the group of what it is made of."""
-        stored = self.stored.merged_list(name)
-        if stored is None:
+        if name not in self._lists:
             return None
-        prefix = f"{name.partition('.param_groups.')[0]}.state."
+        stored = self.stored.document.lists[self._lists[name]]
+        new_prefix, old_prefix = (
+            f"{one.partition('.param_groups.')[0]}.state." for one in (name, self._lists[name])
+        )
         known, more = set(stored), []
         for made in self._made:
-            sources = self.outputs.sources_of(made) if made.startswith(prefix) else ()
-            owners = {source.removeprefix(prefix).rpartition(".")[0] for source in sources}
-            if owners & known:
-                more.append(made.removeprefix(prefix).rpartition(".")[0])
+            sources = self.outputs.sources_of(made)
+            if made.startswith(new_prefix):
+                owners = {source.removeprefix(old_prefix).rpartition(".")[0] for source in sources}
+                if owners & known:
+                    more.append(made.removeprefix(new_prefix).rpartition(".")[0])
+            elif len(sources) == 1:
+                # Also a parameter without state, which is frozen or was not stepped yet.
+                more += _short_names(made, sources[0], known)
         return list(dict.fromkeys([*stored, *more]))
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
@@ -119,7 +156,12 @@ class TransformedState:
         found = [
             (full, name)
             for full, name in self.stored.under(path)
-            if name in self.outputs.untouched or name in self.stored.document.lists
+            if name in self.outputs.untouched or self._lists.get(name) == name
+        ]
+        found += [
+            (_renamed_path(self.stored.document.path_of(name), new), new)
+            for new, name in self._lists.items()
+            if new != name and new.startswith(name_of((*path, "")))
         ]
         prefix = name_of(path) + "." if path else ""
         start = int(np.searchsorted(self._made, prefix))
@@ -128,6 +170,26 @@ class TransformedState:
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
         return found
+
+
+def _renamed_path(path: Path, name: str) -> Path:
+    """The path of a new name, with the numbers of list items that the old path ends with."""
+    cut = cut_name(name)
+    same = 0
+    while same < min(len(path), len(cut)) and str(path[-1 - same]) == cut[-1 - same]:
+        same += 1
+    return (*cut[: len(cut) - same], *path[len(path) - same :])
+
+
+def _short_names(made: str, source: str, known: Container[str]) -> list[str]:
+    """How an optimizer calls a renamed parameter, if it knows the old one."""
+    short, owner = source, ""
+    while short not in known:
+        head, dot, short = short.partition(".")
+        if not dot:
+            return []
+        owner += head + dot
+    return [short_name(owner, short, made)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +228,7 @@ class RegionMemory:
 
 def describe_transformed(
     exchange: Exchange, state: Any, stored: StoredState, transform: Transform, *, cast: bool
-) -> tuple[Description, Resolved, list[bytes]]:
+) -> tuple[Description, TransformedState, list[bytes]]:
     """Describe the state of this rank as the target of a load through a transformation. Collective.
 
     Args:
@@ -177,42 +239,39 @@ def describe_transformed(
         cast: See `Transform.resolve`.
 
     Returns:
-        The description, what the transformation makes and leaves over, and the targets of all
-        ranks, for `resolve_among`.
+        The description, what the transformation makes, and the targets of all ranks, among which it
+        is to be resolved again.
 
     Raises:
         TransformError: If a statement does not fit the stored tensors or the targets.
     """
-    described: list[tuple[Description, Resolved]] = []
+    described: list[tuple[Description, TransformedState]] = []
 
     def describe() -> bytes:
         return _table_of(describe_local(state))
 
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
-        outputs = resolve_among(replies, stored, transform, cast=cast, with_outputs=True)
-        description = describe_local(state, TransformedState(stored, outputs, outputs))
-        described.append((description, outputs))
-        return _table_of(description)
+        bound = transform.bind([*stored.index, *stored.document.values])
+        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True)
+        names = TransformedState(stored, bound, outputs, outputs)
+        described.append((describe_local(state, names), names))
+        return _table_of(described[0][0])
 
-    replies = run_on_all(exchange, describe)
+    tables = run_on_all(exchange, describe)
     tables = run_on_all(exchange, describe_again)
     return *described[0], tables
 
 
-def resolve_among(
-    tables: list[bytes],
+def _resolve(
     stored: StoredState,
     transform: Transform,
+    tables: list[bytes],
     *,
     cast: bool,
     with_outputs: bool = False,
 ) -> Resolved:
-    """Resolve a transformation against the targets of all ranks.
-
-    Raises:
-        TransformError: If a statement does not fit the stored tensors or the targets.
-    """
+    """Resolve a transformation against the targets of all ranks."""
     return transform.resolve(
         _sources(stored),
         _targets(tables),

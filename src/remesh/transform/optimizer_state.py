@@ -91,12 +91,12 @@ class States:
     Attributes:
         by_name: The state that a name stands for.
         by_parameter: The names of the states of a parameter, by slot.
-        undecided: Names whose parameter may be any of several.
+        undecided: What a name may stand for whose parameter may be any of several.
     """
 
     by_name: dict[str, State] = field(default_factory=dict)
     by_parameter: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    undecided: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    undecided: dict[str, tuple[State, ...]] = field(default_factory=dict)
 
     def add(self, name: str, state: State) -> None:
         """Record what a name stands for."""
@@ -208,7 +208,9 @@ def _add_nested(
         found = [owners[root]] if root in owners else _owners(group, parameters)
         for name, _, slot, short, before, after in group:
             if len(found) > 1:
-                states.undecided[name] = tuple(owner + short for owner in found)
+                states.undecided[name] = tuple(
+                    State(owner + short, slot, before, after, owner) for owner in found
+                )
             elif found or slot in known_slots:
                 # If nothing is known of the parameters, only names that can be nothing else count.
                 owner = found[0] if found else ""

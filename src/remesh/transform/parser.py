@@ -31,6 +31,7 @@ from remesh.transform.messages import shorten, text_error
 from remesh.transform.operator_base import Attribute, AttributeValue, Problem
 from remesh.transform.operators import operator_of
 from remesh.transform.patterns import form_of
+from remesh.transform.renames import Rename
 from remesh.transform.syntax import FLAGS, NOTHING, STAR, Name, Span, Statement, Wildcard
 
 NAME, STRING, NUMBER, ARROW, TRANSPOSE, MARK, END = (
@@ -61,8 +62,16 @@ _PREVIOUS_LAYER = "LAYER_ID_OFFSET"
 _MAX_DIGITS = 18
 
 
-Program = str | Iterable[str] | Mapping[str, str]
-"""A text of statements, several texts, or a dict of renames."""
+Program = (
+    str
+    | Iterable[str]
+    | Mapping[str, str]
+    | Mapping[str, str | None]
+    | Mapping[re.Pattern[str], str]
+    | Mapping[str | re.Pattern[str], str | None]
+    | Rename
+)
+"""A text of statements, several texts, a dict of renames, or a function from name to name."""
 
 
 def parse(program: Program) -> tuple[Statement, ...]:
@@ -96,15 +105,21 @@ def parse(program: Program) -> tuple[Statement, ...]:
     return tuple(parsed)
 
 
-def rename_statements(renames: Mapping[Any, Any]) -> list[str]:
+def rename_statements(renames: Mapping[Any, Any], *, literal: bool = False) -> list[str]:
     """The statements of a dict of renames, which happen all at once.
 
     A name that is both old and new is first read into a temporary name, as statements run in order.
+
+    Args:
+        renames: Old name to new name.
+        literal: Whether no name holds placeholders, and what becomes None is deleted.
 
     Raises:
         TransformError: If two names become one, or a name cannot be written in a statement.
     """
     old_of: dict[str, str] = {}
+    deleted = [f"{_written(old, literal)} -> _" for old in renames if literal and not renames[old]]
+    renames = {old: new for old, new in renames.items() if not literal or new}
     for old, new in renames.items():
         if not isinstance(old, str) or not isinstance(new, str):
             raise TransformError(f"a dict of renames holds names, not {old!r}: {new!r}")
@@ -112,26 +127,27 @@ def rename_statements(renames: Mapping[Any, Any]) -> list[str]:
             raise TransformError(f"{old_of[new]!r} and {old!r} are both renamed to {new!r}")
         old_of[new] = old
     forms = {_form(new) for new in old_of}
-    wildcard_forms = {_form(new) for new in old_of if "$" in new}
+    wildcard_forms = {_form(new) for new in old_of if "$" in new and not literal}
     first, rest = [], []
     for old, new in renames.items():
         own = old_of.get(old)
-        reassigned = _form(old) in (forms if "$" in old else wildcard_forms)
+        reassigned = _form(old) in (forms if "$" in old and not literal else wildcard_forms)
         source = old
         if reassigned or (own is not None and own != old):
             source = f"_renamed.{old}"
-            first.append(f"{_written(old)} -> {_written(source)}")
-        rest.append(f"{_written(source)} -> {_written(new)}")
-    return [*first, *rest]
+            first.append(f"{_written(old, literal)} -> {_written(source, literal)}")
+        rest.append(f"{_written(source, literal)} -> {_written(new, literal)}")
+    return [*first, *deleted, *rest]
 
 
 def _form(name: str) -> str:
     return form_of(_WILDCARD.sub("0", name))[0]
 
 
-def _written(name: str) -> str:
+def _written(name: str, literal: bool) -> str:
     """A name of a dict of renames as statements spell it: quoted if it must be."""
-    if _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
+    has_wildcard = literal and ("*" in name or "$" in name)
+    if not has_wildcard and _PLAIN.fullmatch(name) and not name.isdigit() and name != NOTHING:
         return name
     quote = '"' if "'" in name else "'"
     if quote in name or "\n" in name:

@@ -147,7 +147,7 @@ class _Resolver:
         self.conflicts: dict[str, str] = {}
         self.leaves: dict[str, tuple[Leaf, ...]] = {}
         self.maybe_owned = {
-            candidate: name for name, names in states.undecided.items() for candidate in names
+            state.parameter: name for name, maybe in states.undecided.items() for state in maybe
         }
 
     def run(self, *, with_outputs: bool) -> Resolved:
@@ -324,8 +324,13 @@ class _Resolver:
         if candidates is None:
             return
         bindings = self.bindings
+        optimizer = candidates[0].before.partition("state.")[0]
+        if self.given_targets is not None and not any(
+            target.startswith(optimizer) for target in self.given_targets
+        ):
+            return  # the target has no such optimizer
         for touched in (bindings.values, bindings.added, bindings.deleted):
-            if any(candidate in touched for candidate in candidates):
+            if any(state.parameter in touched for state in candidates):
                 raise _undecided(name, self.target_states)
 
     def plan_following(self, name: str, info: TensorInfo | None, state: State) -> None:
@@ -487,9 +492,9 @@ def _described(info: TensorInfo | None) -> str:
 
 
 def _undecided(name: str, states: States) -> TransformError:
-    candidates = states.undecided[name]
+    candidates = [state.parameter for state in states.undecided[name]]
     return TransformError(
         f"{name!r} may be optimizer state of {' or of '.join(map(repr, candidates))}, and a "
-        "statement touches one of them; say which with owners= when parsing, for instance "
-        "owners={'optimizer.state.': 'model.'}"
+        "statement touches one of them; say which: Transform(..., "
+        "owners={'optimizer.state.': 'model.'})"
     )

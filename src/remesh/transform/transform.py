@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import short_repr
+from remesh.errors import TransformError
 from remesh.transform import arrays, inverse
-from remesh.transform.parser import Program, parse
+from remesh.transform.parser import Program, parse, rename_statements
+from remesh.transform.renames import Rename, rename_of, renames_among
 from remesh.transform.resolve import resolve
 from remesh.transform.resolved import Resolved
 from remesh.transform.syntax import Statement
@@ -23,7 +25,9 @@ class Transform:
 
     Args:
         program: A text of any number of statements, or several texts; docs/transform.md specifies
-            the language. Or a dict of renames, old name to new name, which happen all at once.
+            the language. Or a dict of renames, old name to new name, which happen all at once; a
+            name that ends with a dot is a prefix, and compiled regular expressions and None for
+            what is not wanted may stand in it. Or a function from old name to new name or None.
         owners: Only needed where the state of one optimizer may belong to either of two sets of
             parameters: the prefix of the parameters, by the prefix of the states' names, such as
             `{"optimizer.state.": "model."}`.
@@ -42,26 +46,59 @@ class Transform:
         statements: The statements, in order.
         owners: See above.
         undone: The statements that these undo, if they were made by `inverse`.
+        rename: A rule that becomes statements once the names of the sources are known (`bind`).
     """
 
     statements: tuple[Statement, ...]
     owners: Mapping[str, str]
     undone: tuple[Statement, ...] | None
+    rename: Rename | None
 
     __repr__ = short_repr
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
-        self._set(parse(program), dict(owners or {}), None)
+        rename = rename_of(program)
+        statements = () if rename is not None else parse(program)
+        self._set(statements, dict(owners or {}), None, rename)
 
     def _set(
         self,
         statements: tuple[Statement, ...],
         owners: Mapping[str, str],
         undone: tuple[Statement, ...] | None,
+        rename: Rename | None = None,
     ) -> None:
         object.__setattr__(self, "statements", statements)
         object.__setattr__(self, "owners", owners)
         object.__setattr__(self, "undone", undone)
+        object.__setattr__(self, "rename", rename)
+
+    def bind(self, names: Iterable[str]) -> Transform:
+        """The transformation as statements, once the names of its sources are known.
+
+        Args:
+            names: Names of tensors and plain values.
+
+        Returns:
+            This one, unless it renames by prefix, regular expression or function.
+
+        Raises:
+            TransformError: If two names become one.
+        """
+        if self.rename is None or self.statements:
+            return self
+        renames = renames_among(self.rename, names, self.owners)
+        result = object.__new__(Transform)
+        statements = parse(rename_statements(renames, literal=True))
+        result._set(statements, self.owners, None, self.rename)
+        return result
+
+    def _refuse_rule(self) -> None:
+        if self.rename is not None and not self.statements:
+            raise TransformError(
+                "what a prefix, a regular expression or a function renames is known only once the "
+                "names of the sources are; call bind(names) first"
+            )
 
     def reversed(self) -> Transform:
         """The statements turned around: last first, arrows from right to left.
@@ -71,6 +108,7 @@ class Transform:
         Raises:
             TransformError: If a statement has no opposite (`dtype=`).
         """
+        self._refuse_rule()
         result = object.__new__(Transform)
         result._set(inverse.reverse(self.statements), self.owners, None)
         return result
@@ -84,6 +122,7 @@ class Transform:
             TransformError: If this one loses something: a deleted source, an overwritten result,
                 digits of a cast.
         """
+        self._refuse_rule()
         result = object.__new__(Transform)
         result._set(inverse.invert(self.statements), self.owners, self.statements)
         return result
@@ -122,9 +161,10 @@ class Transform:
         """
         if aliases is None:
             aliases = getattr(sources, "aliases", {})
+        infos = infos_of(sources)
         return resolve(
-            self.statements,
-            infos_of(sources),
+            self.bind(infos).statements,
+            infos,
             None if targets is None else infos_of(targets),
             owners=self.owners,
             aliases=aliases,
@@ -171,9 +211,10 @@ class Transform:
             MismatchError: If targets have no source, or one of another shape or dtype. Nothing has
                 been written then.
         """
+        infos = arrays.describe(tensors)
         resolved = resolve(
-            self.statements,
-            arrays.describe(tensors),
+            self.bind(infos).statements,
+            infos,
             None if targets is None else arrays.describe(targets),
             owners=self.owners,
             aliases={},

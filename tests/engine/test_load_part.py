@@ -1,0 +1,178 @@
+"""Parts of a checkpoint under other names: modules, optimizers, averages beside the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.errors import TransformError
+
+
+class Encoder(nn.Module):
+    """A module of two submodules, one of them frozen."""
+
+    def __init__(self, body: str = "body", *, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.add_module(body, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        self.head = nn.Linear(4, 2)
+        self.head.weight.requires_grad_(False)
+        self._body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.get_submodule(self._body)(x))
+        return result
+
+
+def trained(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An optimizer of a model, after two steps."""
+    optimizer = make(model.parameters(), lr=0.1)
+    for number in range(2):
+        model(torch.full((3, 4), float(number + 1))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def same_next_step(
+    one: nn.Module, one_optimizer: torch.optim.Optimizer, two: nn.Module, two_optimizer: Any
+) -> bool:
+    for model, optimizer in ((one, one_optimizer), (two, two_optimizer)):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+    pairs = zip(one.parameters(), two.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> tuple[Path, Encoder, torch.optim.Optimizer]:
+    """A checkpoint of a model, its moving average, its optimizer and a step."""
+    model, average = Encoder(), Encoder(seed=1)
+    optimizer = trained(model, torch.optim.AdamW)
+    state = {"model": model, "ema": average, "optimizer": optimizer, "step": 2}
+    remesh.save(state, tmp_path / "full")
+    return tmp_path / "full", model, optimizer
+
+
+RENAMES: list[Any] = [
+    {"model.": "net."},
+    {re.compile(r"^model\."): "net."},
+    lambda name: "net." + name.removeprefix("model.") if name.startswith("model.") else None,
+]
+
+
+@pytest.mark.parametrize("transform", RENAMES, ids=["prefix", "pattern", "function"])
+def test_only_the_model_under_another_prefix(
+    full: tuple[Path, Encoder, torch.optim.Optimizer], transform: Any
+) -> None:
+    path, model, _ = full
+    net = Encoder(seed=2)
+    reports: list[Any] = []
+    remesh.load({"net": net}, path, transform=transform, on_report=reports.append)
+    assert all(torch.equal(net.state_dict()[n], t) for n, t in model.state_dict().items())
+    assert reports[0].derived["net.head.weight"] == "model.head.weight"
+
+
+def test_subtree_as_the_whole_state_and_back(
+    full: tuple[Path, Encoder, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    path, model, _ = full
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    remesh.load(body, path, transform={"model.body.": ""})
+    assert torch.equal(body.get_parameter("1.weight"), model.get_parameter("body.1.weight"))
+    remesh.save(body, tmp_path / "body")
+    again = Encoder(seed=3)
+    remesh.load({"m": again}, tmp_path / "body", transform={"": "m.body."}, missing="keep")
+    assert torch.equal(again.get_parameter("body.1.weight"), body.get_parameter("1.weight"))
+
+
+def test_average_as_the_model(full: tuple[Path, Encoder, torch.optim.Optimizer]) -> None:
+    path, _, _ = full
+    net, average = Encoder(seed=2), Encoder(seed=1)
+    remesh.load({"model": net}, path, transform={"ema.": "model."})
+    assert all(torch.equal(net.state_dict()[n], t) for n, t in average.state_dict().items())
+
+
+@pytest.mark.parametrize("with_average", [True, False], ids=["average", "alone"])
+def test_optimizer_follows_another_prefix(
+    full: tuple[Path, Encoder, torch.optim.Optimizer], *, with_average: bool
+) -> None:
+    path, model, optimizer = full
+    net, average = Encoder(seed=2), Encoder(seed=3)
+    own = torch.optim.AdamW(net.parameters())
+    state: dict[str, Any] = {"net": net, "optim": own, "step": 0}
+    if with_average:
+        state["ema"] = average
+    rules = {"model.": "net.", "optimizer.": "optim."}
+    remesh.load(state, path, transform=rules, unexpected="ignore" if not with_average else "error")
+    assert state["step"] == 2
+    assert own.param_groups[0]["lr"] == 0.1
+    assert same_next_step(model, optimizer, net, own)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizer_follows_names_within_the_model(
+    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model = Encoder()
+    optimizer = trained(model, make)
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    net = Encoder("backbone", seed=2)
+    own = make(net.parameters(), lr=0.5)
+    state = {"model": net, "optimizer": own}
+    transform = {re.compile(r"\bbody\.(\d)"): r"backbone.\1"}
+    remesh.load(state, tmp_path / "c", transform=transform, unexpected="error")
+    assert own.param_groups[0]["lr"] == 0.1
+    assert same_next_step(model, optimizer, net, own)
+
+
+def test_what_is_dropped_keeps_its_value(
+    full: tuple[Path, Encoder, torch.optim.Optimizer],
+) -> None:
+    path, model, _ = full
+    net = Encoder(seed=2)
+    before = net.head.weight.clone()
+    reports: list[Any] = []
+    transform = {"model.head.": None}
+    remesh.load({"model": net}, path, transform=transform, on_report=reports.append)
+    assert torch.equal(net.head.weight, before)
+    same = [model.get_parameter("body.0.weight"), net.get_parameter("body.0.weight")]
+    assert torch.equal(*same)
+    assert "model.head.weight" in reports[0].kept
+
+
+def test_names_that_collide_and_rules_that_are_none(
+    full: tuple[Path, Encoder, torch.optim.Optimizer],
+) -> None:
+    path, _, _ = full
+    state = {"model": Encoder()}
+    with pytest.raises(TransformError, match="both renamed to"):
+        remesh.load(state, path, transform={"model.": "x.", "ema.": "x."})
+    with pytest.raises(TransformError, match="is a prefix"):
+        remesh.load(state, path, transform={"model.": "net"})
+    with pytest.raises(TransformError, match="is no name"):
+        remesh.load(state, path, transform=lambda _name: "")
+    with pytest.raises(TransformError, match="call bind"):
+        remesh.Transform({"model.": "net."}).inverse()
+
+
+def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(
+    full: tuple[Path, Encoder, torch.optim.Optimizer],
+) -> None:
+    path, model, optimizer = full
+    net, average = Encoder("backbone", seed=2), Encoder(seed=3)
+    own = torch.optim.AdamW(net.parameters())
+    state = {"model": net, "ema": average, "optimizer": own}
+    remesh.load(state, path, transform={"model.body.": "model.backbone."})
+    assert same_next_step(model, optimizer, net, own)
+    state["model"] = Encoder()
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())  # type: ignore[attr-defined]
+    with pytest.raises(TransformError, match="owners="):
+        remesh.load(state, path, transform={"model.head.": None})
