@@ -37,6 +37,7 @@ MODULES = {
     "remesh.heartbeat": "[manager](manager.md#heartbeats)",
     "remesh.run_info": "[torchrun](how-to/torchrun.md)",
     "remesh.script": "[torchrun](how-to/torchrun.md)",
+    "remesh.elastic": "[elastic](elastic.md#processes-that-go-on)",
     "remesh.elastic.client": "[elastic](elastic.md)",
     "remesh.elastic.status": "[command line](cli.md#remesh-status)",
     "remesh.storage": "[guide](guide.md#where-and-how)",

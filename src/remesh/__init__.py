@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from remesh import background as background
     from remesh import catalog as catalog
     from remesh import checkpoint as checkpoint
+    from remesh import elastic as elastic
     from remesh import errors as errors
     from remesh import events as events
     from remesh import exchange as exchange
@@ -69,6 +70,7 @@ else:
             "background",
             "catalog",
             "checkpoint",
+            "elastic",
             "errors",
             "events",
             "exchange",

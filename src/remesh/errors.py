@@ -25,6 +25,9 @@
     ├── AgentLostError (RuntimeError)      the agent that started this process has ended
     └── RankFailedError (RuntimeError)     another rank failed with an exception of its own kind
 
+`WorldChangedError` is outside of the tree: it is no `Exception`, so that a training function does
+not catch it by mistake.
+
 A collective call that fails raises on every rank. Exceptions of this tree arrive on the other
 ranks as the same class with the same message and `rank` set to where they came from; any other
 exception arrives as `RankFailedError`.
@@ -52,6 +55,7 @@ __all__ = [
     "StateError",
     "TransformError",
     "UnsupportedValueError",
+    "WorldChangedError",
 ]
 
 
@@ -192,3 +196,10 @@ class RankFailedError(RemeshError, RuntimeError):
     def __init__(self, message: str, error_type: str = "") -> None:
         super().__init__(message)
         self.error_type = error_type
+
+
+class WorldChangedError(BaseException):
+    """The world of the job changes: a training function under `remesh.elastic.run` has to end.
+
+    It is raised inside the function, which is entered again afterwards. Do not catch it.
+    """

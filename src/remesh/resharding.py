@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from remesh._repr import short_repr
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.comparing import RankReads
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.loading import OnRead, load_into
@@ -84,6 +85,7 @@ def reshard(
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
     transform: Transform | Program | None = None,
+    buffers: Buffers | None = None,
     group: Any = None,
     on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
@@ -101,6 +103,7 @@ def reshard(
         unexpected: See `remesh.load`.
         cast: See `remesh.load`.
         transform: See `remesh.load`.
+        buffers: See `remesh.save`; of the source.
         group: See `remesh.save`.
         on_report: Is given this rank's `RestoreReport`; `bytes_read` counts what this rank took of
             its own source, for itself and for others.
@@ -123,6 +126,7 @@ def reshard(
         unexpected=unexpected,
         cast=cast,
         transform=transform,
+        buffers=buffers,
         group=group,
         on_event=on_event,
     )
@@ -145,6 +149,7 @@ class Resharder:
         unexpected: See `remesh.load`.
         cast: See `remesh.load`.
         transform: See `remesh.load`.
+        buffers: See `reshard`.
         group: See `remesh.save`.
         on_event: See `reshard`.
 
@@ -161,6 +166,7 @@ class Resharder:
         unexpected: Literal["ignore", "error"] = "ignore",
         cast: bool = False,
         transform: Transform | Program | None = None,
+        buffers: Buffers | None = None,
         group: Any = None,
         on_event: OnEvent = ignore,
     ) -> None:
@@ -169,6 +175,7 @@ class Resharder:
         self._options = LoadOptions(
             missing == "keep", unexpected == "error", cast, as_transform(transform)
         )
+        self._buffers = buffers
         self._exchange = exchange_of(group)
         self._emit = emitter(on_event, self._exchange.rank)
         self._cache = PlanCache()
@@ -224,7 +231,13 @@ class Resharder:
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
         """What the ranks hold, as if it were stored; this rank's part of it. Collective."""
-        options = SaveOptions(overwrite=False, metadata={}, shares_place=False, compares="sampled")
+        options = SaveOptions(
+            overwrite=False,
+            metadata={},
+            shares_place=False,
+            buffers=self._buffers,
+            compares="sampled",
+        )
         num_hits = self._cache.hits
 
         def encode() -> bytes:

@@ -75,7 +75,7 @@ class Cluster:
         silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
-        job: Literal["numpy", "fsdp"] = "numpy",
+        job: Literal["numpy", "fsdp", "ddp", "hsdp"] = "numpy",
         saving: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory

@@ -51,8 +51,7 @@ class Job:
     def __init__(self, _name: str) -> None:
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._model = make_model()
-        fully_shard(self._model)
+        self._model = self.divide(make_model())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
         self.state: dict[str, Any] = {
             "model": self._model,
@@ -60,14 +59,19 @@ class Job:
             "step": 0,
         }
 
+    def divide(self, model: nn.Module) -> nn.Module:
+        """Divide the model among the ranks."""
+        fully_shard(model)
+        return model
+
     def train(self, step: int, *, stop: bool) -> tuple[float, bool]:
         """See `numpy_job.Job.train`."""
         own = losses_of(self._model, step, self.rank, self.world_size).mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(own)
-        self._optimizer.step()
         totals = torch.stack([own.detach(), torch.tensor(float(stop))])
         dist.all_reduce(totals)
+        self._optimizer.step()
         total, num_stops = totals.tolist()
         return total / self.world_size, num_stops > 0
 

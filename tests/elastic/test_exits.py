@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic.agent import EXIT_JOB_FAILED, _Process
+from remesh.elastic.agent import EXIT_JOB_FAILED
+from remesh.elastic.processes import Process
 from remesh.script import done_note
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
@@ -68,12 +69,12 @@ def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     assert "fault of remesh" not in output
 
 
-def start(*, note: bool, directory: Path, ends: str) -> _Process:
+def start(*, note: bool, directory: Path, ends: str) -> Process:
     """A process as torch's agent would see it, when it has ended."""
     process = subprocess.Popen(["sh", "-c", ends])
     if note:
         done_note(str(directory), process.pid).touch()
-    seen = _Process(process, str(directory))
+    seen = Process(process, str(directory))
     process.wait(60)
     return seen
 

@@ -33,7 +33,7 @@ def assert_same_run(cluster: Cluster) -> None:
     starts = [entry for entry in cluster.said() if entry["kind"] == "start"]
     restarts = {(entry["world"], entry["restarts"]) for entry in starts}
     assert len(restarts) == len({world for world, _ in restarts})
-    job = {"numpy": numpy_job, "fsdp": fsdp_job}[cluster.job]
+    job = numpy_job if cluster.job == "numpy" else fsdp_job
     losses, expected = cluster.losses(), job.uninterrupted(cluster.step + 1)
     assert sorted(losses) == list(range(cluster.step + 1))
     for step, values in losses.items():

@@ -1,10 +1,10 @@
 """What the nodes of the tests train, kept by the Manager.
 
-`train.py DIRECTORY JOB [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. JOB is `numpy` or `fsdp`. The
-losses are the same for every number of ranks. Each rank appends what it did to a file of its own.
-The training ends after the step in which a rank sees the file `stop`. A file `hang-RANK` lets
-a rank hang once. With `torn-RANK` a rank kills itself once while it writes a checkpoint or
-a snapshot.
+`train.py DIRECTORY JOB [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. JOB is `numpy`, `fsdp` or one of
+`REENTRANT`. The losses are the same for every number of ranks. Each rank appends what it did to a
+file of its own. The training ends after the step in which a rank sees the file `stop`. A file
+`hang-RANK` lets a rank hang once, `fail-RANK` lets it raise an error. With `torn-RANK` a rank kills
+itself once while it writes a checkpoint or a snapshot.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from remesh.elastic import TrainingJob, run
 from remesh.events import Event
 from remesh.training.manager import Manager
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+REENTRANT = {"ddp", "hsdp"}
+"""Jobs whose processes go on in the next world."""
 
 
 def hang() -> None:
@@ -31,7 +35,7 @@ def hang() -> None:
         signal.pause()
 
 
-def main() -> None:
+def train(entered: TrainingJob) -> None:
     directory = Path(sys.argv[1])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
     every, memory_every, replicas = map(int, sys.argv[4:7] or (5, 0, 0))
@@ -50,6 +54,7 @@ def main() -> None:
         parent=os.getppid(),
         world=world[0],
         restarts=world[1],
+        entries=entered.entries,
     )
 
     def tear(event: Event) -> None:
@@ -65,17 +70,28 @@ def main() -> None:
         memory_every=memory_every or None,
         memory_replicas=replicas,
         group=job.group,
+        job=entered,
         on_event=tear,
     ) as manager:
         resumed = manager.resume(job.state)
         if resumed is not None:
             passed_over = [reason for _, reason in resumed.passed_over]
             memory = resumed.from_memory
-            say(kind="resume", step=resumed.step, memory=memory, passed_over=passed_over)
+            say(
+                kind="resume",
+                step=resumed.step,
+                memory=memory,
+                live=resumed.live,
+                passed_over=passed_over,
+            )
         must_stop = False
         while not must_stop:
             step = job.state["step"]
             hanging = directory / f"hang-{job.rank}"
+            failing = directory / f"fail-{job.rank}"
+            if failing.exists():
+                failing.unlink()
+                raise LookupError("an error of the user's")
             if hanging.exists():
                 hanging.unlink()
                 hang()
@@ -90,4 +106,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[2] in REENTRANT:
+        run(train)
+    else:
+        train(TrainingJob())

@@ -35,8 +35,9 @@ from remesh.heartbeat import read_heartbeat, read_request, request
 from remesh.storage import LocalStorage, open_storage
 from remesh.testing import run_ranks
 from remesh.training import manager as manager_module
-from remesh.training.manager import MAX_FAILURES, Manager
+from remesh.training.manager import Manager
 from remesh.training.policies import EverySeconds, EverySteps, OnRequest, OnSignals, SavePolicy
+from remesh.training.resuming import MAX_FAILURES
 from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from remesh.training.rng import Randomness
 from tests.waiting import wait_until

@@ -13,4 +13,12 @@ event and the time, without sockets and clocks:
 `protocol` defines the messages. The shells around them are the master (`master`, with its `journal`
 and page) and, on the nodes, the handler for torchrun, the agent and the node check. Only these last
 three import torch.
+
+`entries` is what a training script uses: a function that is entered again in the same process when
+the world changes. `reentry` is its pure part, `orders` and `collectives` are its connections to the
+agent and to torch.
 """
+
+from remesh.elastic.entries import TrainingJob, run
+
+__all__ = ["TrainingJob", "run"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -29,23 +29,25 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
 )
 
-from remesh.elastic import child, guard
+from remesh.elastic import child, guard, processes, reentry
 from remesh.elastic.directories import BEATS, agent_directory
 from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
+from remesh.elastic.orders import read_report, send_order
+from remesh.elastic.orders import remove as remove_orders
 from remesh.elastic.protocol import BeatReply, Drain, ReportFailures, ReportStacks
+from remesh.elastic.reentry import Enter, Leave, Recovery, Report
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.errors import MasterError
 from remesh.heartbeat import Heartbeat, clear_request, read_heartbeat, request
-from remesh.script import done_note
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,9 @@ EXIT_DRAINED = 143
 EXIT_UNSAVED = 1
 """How it ends after SIGTERM when the ranks could not save in time."""
 LAST_LINES = 40
+REENTRY_SECONDS = 10.0
+SETTLE_SECONDS = 0.005
+"""Time between two looks whether the processes have left their training function."""
 
 
 class Agent(LocalElasticAgent):
@@ -66,12 +71,19 @@ class Agent(LocalElasticAgent):
     Args:
         spec: What to run; its rendezvous handler is a remesh `Handler`.
         drain_seconds: How long a node that drains waits for a last checkpoint.
+        reentry_timeout: How long a process may take to leave its training function.
         snapshots: Directory for the snapshots of the ranks; empty for none.
         **options: What torch's agent takes.
     """
 
     def __init__(
-        self, spec: WorkerSpec, *, drain_seconds: float, snapshots: str = "", **options: Any
+        self,
+        spec: WorkerSpec,
+        *,
+        drain_seconds: float,
+        reentry_timeout: float = REENTRY_SECONDS,
+        snapshots: str = "",
+        **options: Any,
     ) -> None:
         self._resources = ExitStack()
         directory = self._resources.enter_context(agent_directory(tempfile.gettempdir(), BEATS))
@@ -91,6 +103,10 @@ class Agent(LocalElasticAgent):
         self._files: dict[int, str] = {}
         self._holds = False
         self._held_since = 0.0
+        self._context: SubprocessContext
+        self._reentry_timeout = reentry_timeout
+        self._recovery: Recovery | None = None
+        self._number = 0  # of the last order
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         """Begin to drain, or exit at once if no process runs.
@@ -128,11 +144,15 @@ class Agent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        first = worker_group.workers[0].global_rank
         self._files = {
-            first + worker.local_rank: str(self._directory / f"{worker.local_rank}.json")
-            for worker in worker_group.workers
+            worker.global_rank: self._file_of(worker.local_rank) for worker in worker_group.workers
         }
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery = self._settle(recovery)
+            if recovery.out:
+                return self._enter_again(worker_group, recovery)
+            self._stop(signal.SIGKILL)
         for leftover in self._directory.iterdir():
             leftover.unlink()  # written by the processes of an earlier round
         self._holds = False
@@ -142,10 +162,9 @@ class Agent(LocalElasticAgent):
         num_worlds = self._node.assignment.round - 1
         self._remaining_restarts = worker_group.spec.max_restarts - num_worlds
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        assert isinstance(self._context, SubprocessContext)
-        for handler in self._context.subprocess_handlers.values():
-            process = _Process(handler.proc, str(self._directory))
-            handler.proc = cast("subprocess.Popen[bytes]", process)
+        assert isinstance(self._pcontext, SubprocessContext)
+        self._context = self._pcontext
+        processes.look_after(self._context, str(self._directory))
         self._node.watch(self._files)
         return pids
 
@@ -186,6 +205,115 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
         self._stop(signal.SIGTERM)
 
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """The state of the processes; torch's would stop those that can go on."""
+        if not self._reports():
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+        failed = processes.failures(self._context)
+        if failed:
+            ranks = {one.local_rank: one.global_rank for one in worker_group.workers}
+            failures = {ranks[local_rank]: failure for local_rank, failure in failed.items()}
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    # Entering again -----------------------------------------------------------------------
+
+    def _file_of(self, local_rank: int) -> str:
+        """The heartbeat file of a process, beside which its orders and reports lie."""
+        return str(self._directory / f"{local_rank}.json")
+
+    def _reports(self) -> dict[int, Report]:
+        """What the processes that can be entered again say of themselves, by local rank."""
+        found = {}
+        for local_rank, pid in self._living().items():
+            report = read_report(self._file_of(local_rank))
+            if report is not None and report.pid == pid:
+                found[local_rank] = report
+        return found
+
+    def _living(self) -> dict[int, int]:
+        """Process ids of the processes that live, by local rank."""
+        pids = self._context.pids()
+        codes = processes.exit_codes(self._context)
+        return {rank: pids[rank] for rank, code in codes.items() if code is None}
+
+    def _call_out(self) -> Recovery | None:
+        """Order the processes to leave the training; None if none can be entered again."""
+        self._number += 1
+        recovery = reentry.begin(
+            self._number,
+            self._living(),
+            self._reports(),
+            num_processes=len(self._files),
+            deadline=time.monotonic() + self._reentry_timeout,
+        )
+        if recovery is not None:
+            for local_rank in recovery.leaving:
+                send_order(self._file_of(local_rank), Leave(self._number))
+        return recovery
+
+    def _settle(self, recovery: Recovery) -> Recovery:
+        """Wait until each process is out or has ended; kill those that are not in time."""
+        while True:
+            for local_rank, report in self._reports().items():
+                recovery = reentry.hear(recovery, local_rank, report)
+            for local_rank in (recovery.leaving.keys() | recovery.out) - self._living().keys():
+                recovery = reentry.end(recovery, local_rank)
+            for local_rank, pid in reentry.overdue(recovery, time.monotonic()).items():
+                log.warning(
+                    "process %d has not left the training function within %g s: it is killed and "
+                    "started again",
+                    pid,
+                    self._reentry_timeout,
+                )
+                processes.kill(self._context, local_rank)
+                recovery = reentry.end(recovery, local_rank)
+            if recovery.is_settled:
+                return recovery
+            time.sleep(SETTLE_SECONDS)
+
+    def _enter_again(self, group: WorkerGroup, recovery: Recovery) -> dict[int, Any]:
+        """Let the processes that are out into the new world, and start those that are missing."""
+        self._number += 1
+        self._holds = False
+        for local_rank in recovery.missing:
+            if local_rank in self._living():  # it cannot be entered again
+                processes.kill(self._context, local_rank)
+            remove_orders(self._file_of(local_rank))
+        for file in self._files.values():
+            Path(file).unlink(missing_ok=True)  # a heartbeat of the last world
+            clear_request(file)
+        worlds = {one.local_rank: self._world_of(group, one) for one in group.workers}
+        missing = {local_rank: worlds[local_rank] for local_rank in sorted(recovery.missing)}
+        processes.start_missing(self._context, missing, f"{self._number}")
+        processes.look_after(self._context, str(self._directory))
+        for local_rank in recovery.out:
+            send_order(self._file_of(local_rank), Enter(self._number, worlds[local_rank]))
+        self._node.watch(self._files)
+        log.info(
+            "%d processes go on in the new world, %d are started",
+            len(recovery.out),
+            len(recovery.missing),
+        )
+        return dict(self._context.pids())
+
+    def _world_of(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """The variables of a process that differ from world to world."""
+        assignment = self._node.assignment
+        assert assignment is not None
+        return {
+            "RANK": str(worker.global_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(assignment.round - 1),
+        }
+
     # -------------------------------------------------------------------------------------
 
     def _stop(self, number: signal.Signals) -> None:
@@ -217,8 +345,13 @@ class Agent(LocalElasticAgent):
             self._exits_on_sigterm = False
 
     def _restart(self, group: WorkerGroup, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stop the processes by a signal, join the next round, and start again."""
-        self._stop(number)
+        """Get the processes out of the world, join the next round, and go on.
+
+        Processes that can be entered again stay; the others are stopped by a signal.
+        """
+        self._recovery = self._call_out()
+        if self._recovery is None:
+            self._stop(number)
         group.state = WorkerState.STOPPED
         if self._draining_since is not None:
             self._go(Outcome.DRAINED, "its processes had stopped already", EXIT_DRAINED)
@@ -248,6 +381,8 @@ class Agent(LocalElasticAgent):
         if reply.dump > self._dumped:
             self._dumped = reply.dump
             self._send_stacks(reply.dump)
+        if reply.restart is None and any(report.error for report in self._reports().values()):
+            self._node.beat_now()  # a peer is lost: the master may know more
         if self._draining_since is None and reply.restart in {None, Change.GROW}:
             self._hold(reply.save or reply.restart is not None)
         if reply.restart is Change.GROW and not self._is_saved():
@@ -320,11 +455,6 @@ class Agent(LocalElasticAgent):
         request = ReportStacks(**self._node.sender(), dump=dump, stacks=stacks)
         self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
 
-    @property
-    def _context(self) -> PContext:
-        assert self._pcontext is not None, "no processes were started"
-        return self._pcontext
-
     def _all_finish(self) -> bool:
         """Wait for the other nodes; False if the processes have to start again with them."""
         self._exits_on_sigterm = True
@@ -380,52 +510,6 @@ class Agent(LocalElasticAgent):
         context = self._context
         files: list[Mapping[int, str]] = [context.stdouts, context.stderrs]
         return [paths[local_rank] for paths in files if paths.get(local_rank)]
-
-
-class _Process:
-    """A training process as torch sees it: one that dies after its work was done has succeeded.
-
-    A crash at exit must not cost a restart, nor stop processes that still work: a finished job
-    would run again.
-
-    Args:
-        process: The process.
-        directory: Where it leaves the note that its work is done.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], directory: str) -> None:
-        self._process = process
-        self._note = done_note(directory, process.pid)
-        self._has_succeeded = False
-        self.pid = process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, once it has ended."""
-        return self._exit_code(self._process.poll())
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end; the exit code."""
-        return self._exit_code(self._process.wait(timeout))
-
-    def _exit_code(self, code: int | None) -> int | None:
-        if self._has_succeeded:
-            return 0
-        if code is None or code >= 0 or not self._note.exists():
-            return code
-        self._has_succeeded = True
-        log.warning(
-            "process %d died by signal %d at exit, after its work was done: no failure%s",
-            self.pid,
-            -code,
-            _KNOWN_CAUSE if code == -signal.SIGABRT else "",
-        )
-        return 0
-
-
-_KNOWN_CAUSE = (
-    "; a known cause is a thread of torch (gloo) that needs Python while Python ends; see "
-    "docs/how-to/torchrun.md"
-)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from remesh import script
-from remesh.elastic.agent import EXIT_JOB_FAILED, Agent, handle_sigterm
+from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
 from remesh.elastic.directories import MEMORY, snapshot_directory
 from remesh.elastic.failures import read_patterns
@@ -97,6 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--drain-seconds", type=float, default=60.0, help="time for a last checkpoint on SIGTERM"
+    )
+    ours.add_argument(
+        "--reentry-timeout",
+        type=_positive,
+        default=REENTRY_SECONDS,
+        metavar="SECONDS",
+        help="time for a process to leave a training function that is entered again",
     )
     ours.add_argument(
         "--snapshot-dir",
@@ -267,6 +274,7 @@ def _run_agent(
     agent = Agent(
         spec,
         drain_seconds=options.drain_seconds,
+        reentry_timeout=options.reentry_timeout,
         snapshots=snapshots,
         logs_specs=config.logs_specs,
         start_method=config.start_method,

@@ -123,6 +123,7 @@ class NodeClient:
         self._current = _Current()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
         self._beating: threading.Thread | None = None
 
     @property
@@ -217,6 +218,10 @@ class NodeClient:
         with self._lock:
             self._current.files = dict(files)
 
+    def beat_now(self) -> None:
+        """Send the next heartbeat at once: its reply is needed."""
+        self._hurry.set()
+
     def _begin_to_beat(self) -> None:
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name="remesh-beat", daemon=True)
@@ -225,7 +230,11 @@ class NodeClient:
     def _beat(self) -> None:
         pause = next_beat(0.0, 0.0, self._beat_seconds, self._heartbeat_timeout)
         num_lost = 0
-        while not self._stopping.wait(pause):
+        while True:
+            self._hurry.wait(pause)
+            self._hurry.clear()
+            if self._stopping.is_set():
+                return
             began, timeout = time.monotonic(), self._heartbeat_timeout
             try:
                 self._beat_once(beat_limit(timeout))
@@ -280,6 +289,7 @@ class NodeClient:
     def close(self) -> None:
         """Stop the heartbeats."""
         self._stopping.set()
+        self._hurry.set()
         if self._beating is not None:
             self._beating.join()
         self.client.close()

@@ -16,23 +16,22 @@ Saves. A save begins when the one before has ended on every rank, so at most one
 host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what nobody keeps in its
 background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
 
-Snapshots. With `memory_every` the same is kept in the memory of the nodes as well (`memory`), more
-often than storage could take it. A restarted job resumes from there if that is as new as any
-checkpoint, and saves the state to storage at once, since what is in memory depends on the nodes.
+Snapshots. With `memory_every` the same is kept in the memory of the nodes as well (`memory`). A
+restarted job that resumes from there saves the state to storage at once.
 
 Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
-and result; one that has failed `MAX_FAILURES` times, also in earlier processes, is not tried again.
-A mismatch, a newer format or a failing storage is raised: going back would hide it.
+and result. What processes that go on hold (`live`) is as good as a checkpoint of that step. A
+mismatch, a newer format or a failing storage is raised: going back would hide it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -43,14 +42,14 @@ from remesh.background import SaveHandle, Saver
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import Buffers
 from remesh.checkpoint.local import exchange_of
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
+from remesh.errors import StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all, run_on_one
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
 from remesh.training import policies, resuming, retention, rng
 from remesh.training.arguments import check_state, check_step
-from remesh.training.memory import Memory, open_memory
+from remesh.training.memory import Memory, open_live_memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.provenance import digest_of, new_run, provenance
 from remesh.training.resuming import Resumed, Source
@@ -58,13 +57,13 @@ from remesh.training.retention import Fate, KeepPolicy
 from remesh.training.rng import Randomness
 from remesh.training.trackers import runs_of
 from remesh.training.watch import Watch
+from remesh.training_job import TrainingJob
 from remesh.transform import Program, Transform, as_transform
-
-MAX_FAILURES = 3
-"""How often a checkpoint may fail to load before it is not tried any more."""
 
 EXIT_SECONDS = 10.0
 """How long a save in flight may still take when an exception ends the manager."""
+REENTRY_SECONDS = 0.5
+"""The same if the training function is entered again: the state is in memory."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -92,6 +91,8 @@ class Manager:
         deadline: See `remesh.Saver`.
         buffers: See `remesh.save`; also for snapshots in memory.
         verify_replicas: See `remesh.save`.
+        job: What `remesh.elastic.run` gave the training function: `resume` then takes the state
+            from the memory of the processes that go on, if they hold all of it.
         on_event: See `remesh.save`. Also called from background threads.
 
     Attributes:
@@ -119,12 +120,11 @@ class Manager:
         deadline: float = 1800.0,
         buffers: Buffers | None = None,
         verify_replicas: bool = False,
+        job: TrainingJob | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
-        self._root = root
-        self._storage = open_storage(root)
-        self._every = policies.save_policies(every)
-        self._keep = retention.keep_policies(keep)
+        self._root, self._storage = root, open_storage(root)
+        self._every, self._keep = policies.save_policies(every), retention.keep_policies(keep)
         self._randomness = randomness or Randomness()
         self._config_digest = "" if config is None else digest_of(config)
         self._background, self._on_event = background, on_event
@@ -154,6 +154,7 @@ class Manager:
         self._parent, self._should_stop = "", False
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
+        self._live = open_live_memory(job, self._exchange, buffers, self._watch)
         self._memory = open_memory(
             self._exchange,
             run_info().snapshot_dir,
@@ -164,9 +165,7 @@ class Manager:
             on_event=on_event,
         )
 
-    # -----------------------------------------------------------------------------------------
-    # What there is
-    # -----------------------------------------------------------------------------------------
+    # What there is --------------------------------------------------------------------------------
 
     @property
     def run(self) -> str:
@@ -199,9 +198,7 @@ class Manager:
         """What retention would do with each checkpoint now; nothing is touched. Not collective."""
         return retention.decide(self.checkpoints, self._keep, run=self._run, now=time.time())
 
-    # -----------------------------------------------------------------------------------------
-    # Saving
-    # -----------------------------------------------------------------------------------------
+    # Saving ---------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -227,8 +224,10 @@ class Manager:
             RemeshError: As `remesh.save`; also, once on every rank, why a save in the background
                 failed. The training may go on.
             AgentLostError: If the agent of this process has ended.
+            WorldChangedError: If the training function is going to be entered again.
         """
         check_step("step", step, state)
+        self._mark(step, state, metrics)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -332,6 +331,22 @@ class Manager:
         except StateError as error:
             _LOGGER.debug("the first save will fail: %s", error)  # and tell all ranks
 
+    def _mark(
+        self, step: int, state: MutableMapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> None:
+        """Note that a step is complete in the memory of this process."""
+        if self._live is None:
+            return
+        streams = self._streams()
+        self._live.mark(
+            step,
+            state,
+            lambda: self._note(step, metrics or {}, streams),
+            self._parent,
+            lambda: rng.rows_of(streams, self._roles),
+            self._roles,
+        )
+
     def _keep_in_memory(
         self,
         memory: Memory,
@@ -341,12 +356,11 @@ class Manager:
     ) -> None:
         full: dict[str, Any] = {}
         what: dict[str, object] = {}
-        memory.save(
-            step,
-            full,
-            metadata=what,
-            first=lambda: self._describe(step, state, metrics, full, what),
-        )
+
+        def describe() -> bytes:
+            return self._describe(step, state, metrics, full, what)
+
+        memory.save(step, full, metadata=what, first=describe)
 
     def _describe(
         self,
@@ -397,9 +411,7 @@ class Manager:
         for info in retention.remove_unkept(self._storage, self.fates(), now=time.time()):
             _LOGGER.info("removed %s: no policy keeps it", info.path)
 
-    # -----------------------------------------------------------------------------------------
-    # Whether to save
-    # -----------------------------------------------------------------------------------------
+    # Whether to save ------------------------------------------------------------------------------
 
     def _look_around(self, step: int) -> policies.Verdict:
         """Exchange notes. Collective. Raises what failed in somebody's background."""
@@ -439,9 +451,7 @@ class Manager:
         failed = self._handle is not None and self._handle.progress().phase == "failed"
         return failed or self._retention_error is not None
 
-    # -----------------------------------------------------------------------------------------
-    # Resuming
-    # -----------------------------------------------------------------------------------------
+    # Resuming -------------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -471,40 +481,28 @@ class Manager:
         options = {"missing": missing, "cast": cast, "transform": rules, "on_event": self._on_event}
         self.wait()
         sources, incomplete = self._sources()
-        passed_over: list[tuple[CheckpointInfo, str]] = []
-        for source in sources:
-            info = source.info
-            if info.num_failures >= MAX_FAILURES:
-                reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
-                passed_over.append(resuming.passed_over(self._exchange, info, reason))
-                continue
-            note = info.note or ManagerNote(step=info.step, run=info.run)
-            try:
-                restored = resuming.restore(
-                    self._exchange,
-                    source,
-                    note,
-                    state,
-                    streams=self._streams(),
-                    roles=self._roles,
-                    seed=self._randomness.seed,
-                    options=options,
-                )
-            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-                if not source.from_memory:
-                    resuming.note_failure(self._exchange, self._storage, info, str(error))
-                passed_over.append(resuming.passed_over(self._exchange, info, str(error)))
-                continue
-            not_used = [*incomplete, *((one.name, reason) for one, reason in passed_over)]
-            resumed = self._go_on_from(source, note, not_used, restored)
-            self._superseded = frozenset(
-                one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
-            )
-            self._secure(resumed, sources, state)
-            return resumed
-        if passed_over:
-            raise resuming.nothing_loads(self._storage.url, passed_over)
-        return None
+        load = partial(
+            resuming.restore,
+            self._exchange,
+            state=state,
+            streams=self._streams(),
+            roles=self._roles,
+            seed=self._randomness.seed,
+            options=options,
+        )
+        found, passed_over = resuming.first_that_loads(self._exchange, self._storage, sources, load)
+        if found is None:
+            if any(source.kind != "live" for source in sources):
+                raise resuming.nothing_loads(self._storage.url, passed_over)
+            return None
+        not_used = [*incomplete, *((one.name, reason) for one, reason in passed_over)]
+        resumed = self._go_on_from(*found, not_used)
+        self._superseded = frozenset(
+            one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
+        )
+        self._secure(resumed, sources, state)
+        self._mark(resumed.step, state, resuming.metrics_of(resumed.info))
+        return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
         """What can be resumed from, the newest first; and the snapshots that cannot, and why."""
@@ -514,9 +512,9 @@ class Manager:
         if self._memory is not None:
             kept, incomplete = self._memory.find()
             sources += kept
-        # Of one step the one in memory: it is loaded sooner.
-        sources.sort(key=lambda source: (source.info.step, source.from_memory), reverse=True)
-        return sources, incomplete
+        if self._live is not None:
+            sources += self._live.find()
+        return sorted(sources, key=resuming.order_of, reverse=True), incomplete
 
     def _secure(
         self, resumed: Resumed, sources: Sequence[Source], state: MutableMapping[str, Any]
@@ -524,28 +522,30 @@ class Manager:
         """Save at once what came from memory, and give back memory that is of no use any more."""
         if self._memory is None:
             return
-        self._memory.keep(resumed.info.name if resumed.from_memory else "")
+        kept = [one.info.name for one in sources if one.kind == "snapshot" and resumed.live]
+        self._memory.keep(resumed.info.name if resumed.from_memory else (*kept, "")[0])
         if resumed.from_memory:
-            stored = [one.info.step for one in sources if not one.from_memory]
+            stored = [one.info.step for one in sources if one.kind == "stored"]
             self._saved_step = max((step for step in stored if step <= resumed.step), default=None)
             if self._saved_step != resumed.step:
-                metrics = {k: math.nan if v is None else v for k, v in resumed.info.metrics.items()}
+                metrics = resuming.metrics_of(resumed.info)
                 self._begin(resumed.step, state, metrics, None, "it was in memory only")
 
     def _go_on_from(
         self,
         source: Source,
         note: ManagerNote,
-        passed_over: Sequence[tuple[str, str]],
         restored: resuming.Restored,
+        passed_over: Sequence[tuple[str, str]],
     ) -> Resumed:
         """Become the run that saved a checkpoint. Collective."""
         info = source.info
         resuming.forget_failures(self._exchange, self._storage, info)
         self._run = note.run or self._run
-        self._parent = f"{info.path}#{info.save_id}"
+        is_live = source.kind == "live"
+        self._parent = source.parent if is_live else f"{info.path}#{info.save_id}"
         self._saved_trackers = dict(note.trackers)
-        self._saved_step = note.step
+        self._saved_step = None if is_live else note.step
         self._last_save = time.monotonic()
         if self._exchange.rank == 0:
             seeded = "" if restored.same_random else "; some random numbers were seeded anew"
@@ -557,15 +557,14 @@ class Manager:
             restored.same_random,
             note.trackers,
             restored.report,
-            source.from_memory,
+            from_memory=source.kind == "snapshot",
+            live=is_live,
         )
 
     def _streams(self) -> dict[str, rng.Stream]:
         return rng.streams_of(self._randomness.generators, is_alone=self._exchange.world_size == 1)
 
-    # -----------------------------------------------------------------------------------------
-    # The end
-    # -----------------------------------------------------------------------------------------
+    # The end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the save in flight and give memory and signals back. Collective.
@@ -595,5 +594,5 @@ class Manager:
         # Other ranks may be gone: nothing collective, and no long waits.
         if self._handle is not None:
             with suppress(Exception):
-                self._handle.result(EXIT_SECONDS)
+                self._handle.result(EXIT_SECONDS if self._live is None else REENTRY_SECONDS)
             self._handle.cancel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
@@ -35,6 +35,11 @@ from remesh.exchange import Exchange, run_on_all
 from remesh.integrity import hex_digest
 from remesh.storage import LocalStorage
 from remesh.training.resuming import Source
+from remesh.training.watch import Watch
+from remesh.training_job import TrainingJob
+
+if TYPE_CHECKING:
+    from remesh.training.live import LiveMemory
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -193,7 +198,24 @@ class Memory:
             options["on_report"](report)
             return result
 
-        return Source(info, load, from_memory=True)
+        return Source(info, load, kind="snapshot")
+
+
+def open_live_memory(
+    job: TrainingJob | None, exchange: Exchange, buffers: Buffers | None, watch: Watch
+) -> LiveMemory | None:
+    """The memory of the processes themselves; None if they do not go on from world to world.
+
+    It is closed with `watch`.
+    """
+    if job is None or not job.is_reentrant:
+        return None
+    # Here, for it needs torch, which a manager does without.
+    from remesh.training.live import LiveMemory
+
+    live = LiveMemory(job, exchange, buffers)
+    watch.at_close.append(live.close)
+    return live
 
 
 def open_memory(

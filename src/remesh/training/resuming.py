@@ -7,12 +7,13 @@ sees is what all ranks go by.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +30,9 @@ from remesh.training import rng
 
 _LOGGER = logging.getLogger("remesh")
 
+MAX_FAILURES = 3
+"""How often a checkpoint may fail to load before it is not tried any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -44,6 +48,7 @@ class Resumed:
             `remesh.training.trackers.resume_arguments`.
         report: What the load did on this rank.
         from_memory: Whether the checkpoint was a snapshot in the nodes' memory.
+        live: Whether the state came from the memory of the processes that went on.
     """
 
     info: CheckpointInfo
@@ -53,6 +58,7 @@ class Resumed:
     trackers: Mapping[str, TrackerRun]
     report: RestoreReport
     from_memory: bool = False
+    live: bool = False
 
     __repr__ = short_repr
 
@@ -64,12 +70,20 @@ class Source:
     Attributes:
         info: The checkpoint.
         load: Loads it into a state; takes the further arguments of `remesh.load`. Collective.
-        from_memory: Whether it is a snapshot in the nodes' memory.
+        kind: Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the
+            processes themselves.
+        parent: Of a live state, what the next saves name as their parent.
     """
 
     info: CheckpointInfo
     load: Callable[..., Any]
-    from_memory: bool = False
+    kind: Literal["stored", "snapshot", "live"] = "stored"
+    parent: str = ""
+
+
+def order_of(source: Source) -> tuple[int, int]:
+    """Higher for what is taken first: the newest; of one step what is loaded sooner."""
+    return source.info.step, ("stored", "snapshot", "live").index(source.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +158,45 @@ def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, rea
         return b""
 
     run_on_one(exchange, note)
+
+
+def metrics_of(info: CheckpointInfo) -> dict[str, float]:
+    """The metrics of a checkpoint; those that were not finite are NaN."""
+    return {name: math.nan if value is None else value for name, value in info.metrics.items()}
+
+
+def first_that_loads(
+    exchange: Exchange,
+    storage: Storage,
+    sources: Sequence[Source],
+    load: Callable[[Source, ManagerNote], Restored],
+) -> tuple[tuple[Source, ManagerNote, Restored] | None, list[tuple[CheckpointInfo, str]]]:
+    """Load the first source that is not damaged.
+
+    Args:
+        exchange: The ranks.
+        storage: Where stored sources are; their failures are noted there.
+        sources: What to try, in this order.
+        load: Loads a source, with what its manager recorded.
+
+    Returns:
+        What was loaded, or None; and what was passed over, and why.
+    """
+    not_used: list[tuple[CheckpointInfo, str]] = []
+    for source in sources:
+        info = source.info
+        if info.num_failures >= MAX_FAILURES:
+            reason = f"not tried, for it has failed {info.num_failures} times: {info.problem}"
+            not_used.append(passed_over(exchange, info, reason))
+            continue
+        note = info.note or ManagerNote(step=info.step, run=info.run)
+        try:
+            return (source, note, load(source, note)), not_used
+        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+            if source.kind == "stored":
+                note_failure(exchange, storage, info, str(error))
+            not_used.append(passed_over(exchange, info, str(error)))
+    return None, not_used
 
 
 def passed_over(

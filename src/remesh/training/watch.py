@@ -74,6 +74,7 @@ class Watch:
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
+        self.at_close: list[Callable[[], None]] = []
         # After the signals that count: one of them may be that by which stacks are asked for.
         self._end_answering = self._answer_stack_requests()
 
@@ -180,7 +181,9 @@ class Watch:
             _LOGGER.warning("%s", error)
 
     def close(self) -> None:
-        """Put the former handlers of signals back."""
+        """Put the former handlers of signals back, and do what is in `at_close`."""
+        while self.at_close:
+            self.at_close.pop()()
         self._agent.close()
         if self._end_answering is not None:
             self._end_answering()

@@ -1,0 +1,124 @@
+"""Wake a process that waits in a collective whose partners are gone.
+
+In gloo only the neighbours of a dead rank get an error; the others wait for the group's timeout.
+`abort` of the gloo backend does not wake them, and `destroy_process_group` leaves the connections
+open while modules hold the group. What wakes a thread in a collective is that its connections are
+shut down, which another thread of the process can do: the collective raises at once, on the other
+end of the connection as well.
+
+Connections of gloo are those that its event loops watch. Such a loop is an epoll instance that
+keeps a pointer for each descriptor, where libuv and Python keep the descriptor's number. The
+connections of the store of the round go as well: a process may wait there for a rank that has died.
+
+NCCL's communicators are aborted, all in one NCCL group, as they might wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_EVENTS = re.compile(r"^tfd:\s*(\d+) .*?data:\s*([0-9a-f]+)", re.MULTILINE)
+_LARGEST_DESCRIPTOR = 1 << 32
+"""What an event loop keeps above this is a pointer."""
+
+
+def break_collectives(store_port: int) -> int:
+    """Let all collectives of this process raise that are waited for.
+
+    Args:
+        store_port: The port of the round's store.
+
+    Returns:
+        How many connections were shut down.
+    """
+    connections = _gloo_descriptors() | _descriptors_at(store_port)
+    for descriptor in connections:
+        _shut_down(descriptor)
+    _abort_nccl()
+    return len(connections)
+
+
+def leave_groups() -> None:
+    """Destroy the process groups of this process, if there are any."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    try:
+        dist.destroy_process_group()
+    except Exception:  # a group whose partners are gone; the next one does not depend on it
+        log.warning("a process group was not destroyed", exc_info=True)
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - forgets all groups
+
+
+def _gloo_descriptors() -> set[int]:
+    """The connected sockets that event loops with pointers watch."""
+    found = set()
+    for name, target in _open_files():
+        if target != "anon_inode:[eventpoll]":
+            continue
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/self/fdinfo/{name}").read_text()
+            for descriptor, data in _EVENTS.findall(text):
+                if int(data, 16) > _LARGEST_DESCRIPTOR:
+                    found.add(int(descriptor))
+    return {descriptor for descriptor in found if _ports_of(descriptor) is not None}
+
+
+def _descriptors_at(port: int) -> set[int]:
+    """The connected sockets with this port at either end."""
+    sockets = [int(name) for name, target in _open_files() if target.startswith("socket:")]
+    return {descriptor for descriptor in sockets if port in (_ports_of(descriptor) or ())}
+
+
+def _open_files() -> list[tuple[str, str]]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+def _ports_of(descriptor: int) -> tuple[int, int] | None:
+    """The ports of a connected internet socket; None if it is something else."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            return one.getsockname()[1], one.getpeername()[1]
+    except OSError:
+        return None  # not a socket, not connected, or closed meanwhile
+
+
+def _shut_down(descriptor: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        one.shutdown(socket.SHUT_RDWR)
+
+
+def _abort_nccl() -> None:
+    """Abort the communicators of NCCL, if any group of this process has one."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_nccl_available():
+        return
+    torch: Any = sys.modules["torch"]
+    groups = c10d._world.pg_names  # noqa: SLF001 - there is no public list
+    backends = []
+    for group in sorted(groups, key=lambda one: groups[one], reverse=True):
+        with contextlib.suppress(RuntimeError):  # a group without a backend for GPUs
+            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                backends.append(backend)
+    if not backends:
+        return
+    backends[0]._group_start()  # noqa: SLF001
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()  # noqa: SLF001

@@ -1,0 +1,259 @@
+"""`remesh.elastic.run`: call a training function, and call it again when the world has changed.
+
+Under `remesh run` a thread of the process waits for orders of the agent (`reentry`, `orders`). When
+the function has to be left, the thread gets the main thread out of it, wherever that is:
+
+- from a collective: its connections are shut down, so it raises (`collectives`);
+- from Python code, a sleep or another call that signals interrupt: a signal of this module, whose
+  handler raises `WorldChangedError`;
+- while tensors are being changed it waits a moment for the next step boundary, where the manager
+  raises `WorldChangedError`: then the step is complete.
+
+A function that raises because it has lost a peer is out as well, before any order came. It shuts
+down the connections of its process, so that all other ranks get out too, and waits for the order:
+the agent, or that of another node, will have noticed why. An error of any other kind is the user's
+and ends the process.
+
+Under other launchers the function is called once.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+
+from remesh.elastic.collectives import break_collectives, leave_groups
+from remesh.elastic.failures import Patterns
+from remesh.elastic.orders import LOOK_SECONDS, Bell, read_order, remove, write_report
+from remesh.elastic.reentry import Act, Enter, Order, Report, next_act
+from remesh.errors import WorldChangedError
+from remesh.run_info import RunInfo, run_info
+from remesh.training_job import TrainingJob
+
+__all__ = ["TrainingJob", "run"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SIGNAL = signal.SIGRTMIN + 3
+"""Interrupts the training function."""
+CHANGE_SECONDS = 0.3
+"""How long tensors that are being changed are waited for."""
+RETRY_SECONDS = 0.1
+"""Time between two attempts to get the main thread out."""
+RAISE_AGAIN_SECONDS = 3.0
+"""After so long another exception is raised: what handled the last one hangs."""
+PEER_SECONDS = 60.0
+"""How long a function that lost a peer waits for an order before its error ends the process."""
+
+
+def run(train: Callable[[TrainingJob], T]) -> T:
+    """Call a training function; under `remesh run`, enter it again whenever the world changes.
+
+    The function makes its process groups, model and manager, resumes and trains. Give its manager
+    the job (`remesh.Manager(..., job=job)`): then `resume` takes the state from the memory of the
+    processes that go on. When the world changes, the function is interrupted by an exception and
+    called again in the same process, after all process groups have been destroyed and the variables
+    of the launcher (`RANK`, `WORLD_SIZE`, ...) have been set anew.
+
+    Args:
+        train: Takes the job.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        ValueError: If this is not the main thread, which alone can be interrupted.
+    """
+    info = run_info()
+    if not info.heartbeat_file:
+        return train(TrainingJob())
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("remesh.elastic.run needs the main thread; call it there")
+    # NCCL's watchdog would end the process when its communicators are aborted.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    entrance = _Entrance(info)
+    try:
+        return entrance.run(train)
+    finally:
+        entrance.close()
+
+
+class _Entrance:
+    """The process between its agent and the training function.
+
+    Args:
+        info: What the agent says.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self._file = info.heartbeat_file
+        self._job = TrainingJob(is_reentrant=True)
+        self._report = Report(pid=os.getpid())
+        self._order: Order | None = None
+        self._changed = threading.Condition()
+        self._is_inside = False
+        self._is_forced = False
+        self._raised_at = 0.0
+        self._is_closing = False
+        self._main = threading.main_thread().ident or 0
+        self._former = signal.signal(SIGNAL, self._interrupt)
+        self._bell = Bell(self._file)
+        self._listener = threading.Thread(target=self._listen, name="remesh-orders", daemon=True)
+        self._listener.start()
+        write_report(self._file, self._report)
+
+    def close(self) -> None:
+        """The function has ended for good."""
+        remove(self._file)
+        self._is_closing = True
+        self._bell.ring()
+        self._listener.join()
+        self._bell.close()
+        signal.signal(SIGNAL, self._former)
+
+    # The main thread ----------------------------------------------------------------------
+
+    def run(self, train: Callable[[TrainingJob], T]) -> T:
+        """Call the function until it returns."""
+        while True:
+            self._raised_at, self._is_forced = 0.0, False
+            self._job.is_changing = self._job.is_called_out = False
+            error: BaseException
+            try:
+                try:
+                    self._is_inside = True
+                    self._bell.ring()  # an order may have come while it was out
+                    return train(self._job)
+                finally:
+                    self._is_inside = False
+            except WorldChangedError as left:
+                error = left
+            except Exception as failure:
+                if not self._is_called_out() and not _lost_peer(failure):
+                    raise
+                error = failure
+            self._is_inside = False
+            self._get_out(error)
+            self._wait_for_entry(error)
+            del error
+            self._job.entries += 1
+
+    def _is_called_out(self) -> bool:
+        return next_act(self._report, self._order) is Act.LEAVE
+
+    def _get_out(self, error: BaseException) -> None:
+        """Leave the world: nothing of it is in use when the agent learns of it."""
+        began = time.monotonic()
+        break_collectives(_store_port())
+        _clear_frames(error)
+        leave_groups()
+        gc.collect()
+        text = "" if self._is_called_out() else f"{type(error).__name__}: {error}"
+        self._say(is_out=True, error=text[:500])
+        log.info(
+            "left the training function in %.3f s: %s", time.monotonic() - began, text or "ordered"
+        )
+
+    def _wait_for_entry(self, error: BaseException) -> None:
+        """Wait for the order to enter, and take over the new world.
+
+        Raises:
+            Exception: The error with which the function ended, if no order came that explains it.
+        """
+        limit = time.monotonic() + PEER_SECONDS
+        while True:
+            with self._changed:
+                order = self._order
+                act = next_act(self._report, order)
+                if act is Act.GO_ON:
+                    self._changed.wait(LOOK_SECONDS)
+            if act is Act.CONFIRM:
+                assert order is not None
+                self._say(is_out=True, number=order.number)
+            elif act is Act.ENTER:
+                assert isinstance(order, Enter)
+                os.environ.update(order.environment)
+                self._say(is_out=False, number=order.number)
+                return
+            elif self._report.error and time.monotonic() > limit:
+                raise error
+
+    def _say(self, *, is_out: bool, number: int | None = None, error: str = "") -> None:
+        number = self._report.number if number is None else number
+        self._report = Report(pid=os.getpid(), number=number, is_out=is_out, error=error)
+        write_report(self._file, self._report)
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle the signal: raise, if the function is to be left at this moment."""
+        if self._is_inside and (not self._job.is_changing or self._is_forced):
+            self._raised_at = time.monotonic()
+            raise WorldChangedError("the world of the job changes")
+
+    # The listener -------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        called_at: float | None = None
+        while not self._is_closing:
+            try:
+                order = read_order(self._file)
+            except (OSError, msgspec.MsgspecError) as error:
+                log.warning("an order of the agent cannot be read: %s", error)
+                order = None
+            with self._changed:
+                if order is not None:
+                    self._order = order
+                self._changed.notify_all()
+            if not (self._is_inside and self._is_called_out()):
+                called_at = None
+                self._bell.wait()
+                continue
+            called_at = time.monotonic() if called_at is None else called_at
+            self._bell.wait(self._call_out(time.monotonic() - called_at))
+
+    def _call_out(self, seconds: float) -> float:
+        """Try to get the main thread out; in how many seconds to try again.
+
+        Args:
+            seconds: Since when it has been tried.
+        """
+        self._job.is_called_out = True
+        if self._job.is_changing and seconds < CHANGE_SECONDS:
+            return RETRY_SECONDS / 10
+        self._is_forced = seconds >= CHANGE_SECONDS
+        break_collectives(_store_port())
+        raised = self._raised_at
+        if not raised or time.monotonic() - raised > RAISE_AGAIN_SECONDS:
+            signal.pthread_kill(self._main, SIGNAL)
+        return RETRY_SECONDS
+
+
+def _store_port() -> int:
+    return int(os.environ.get("MASTER_PORT", "0") or 0)
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether an error is what follows from the loss of a peer."""
+    text = "".join(traceback.format_exception(error))
+    return any(re.search(sign, text, re.IGNORECASE) for sign in Patterns().collateral)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what the frames of an exception hold: models, groups and optimizers."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

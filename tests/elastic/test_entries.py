@@ -1,0 +1,187 @@
+"""`remesh.elastic.run` in one process: its agent is the test."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remesh.elastic import TrainingJob, run
+from remesh.elastic.orders import read_report, send_order
+from remesh.elastic.reentry import Enter, Leave, Report
+from remesh.errors import WorldChangedError
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Agent:
+    """The agent of this process."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def report(self) -> Report | None:
+        return read_report(self.file)
+
+    def wait_out(self, number: int) -> Report:
+        """Wait until the process has left by an order."""
+        wait_until(lambda: self._is_out(number), "the process is out")
+        report = self.report()
+        assert report is not None
+        return report
+
+    def _is_out(self, number: int) -> bool:
+        report = self.report()
+        return report is not None and report.is_out and report.number == number
+
+    def change_world(self, number: int, rank: str) -> None:
+        """Order the process out and in again."""
+        send_order(self.file, Leave(number))
+        self.wait_out(number)
+        send_order(self.file, Enter(number + 1, {"RANK": rank}))
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    for name in ("RANK", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "0.json"))
+    return Agent(tmp_path / "0.json")
+
+
+@pytest.fixture
+def beside() -> Iterator[list[threading.Thread]]:
+    """Threads that play the agent, which have to end well."""
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_without_an_agent_the_function_is_called_once() -> None:
+    calls = []
+
+    def train(job: TrainingJob) -> str:
+        calls.append(job.is_reentrant)
+        return "done"
+
+    assert run(train) == "done"
+    assert calls == [False]
+
+
+def test_the_function_is_entered_again_from_a_hang_in_python(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    ranks, made = [], []
+
+    def train(job: TrainingJob) -> int:
+        job.keep("data", lambda: made.append(1))
+        ranks.append(os.environ["RANK"])
+        if job.entries == 0:
+            beside.append(threading.Thread(target=agent.change_world, args=(1, "5")))
+            beside[0].start()
+            time.sleep(3600)
+        return job.entries
+
+    assert run(train) == 1
+    assert ranks == ["0", "5"]
+    assert made == [1]
+    assert agent.report() is None  # nothing of it is left that an agent would go by
+
+
+def test_a_function_that_lost_a_peer_waits_for_the_order(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    def play() -> None:
+        assert agent.wait_out(0).error.startswith("RuntimeError: ")
+        agent.change_world(1, "1")
+
+    def train(job: TrainingJob) -> int:
+        if job.entries == 0:
+            beside.append(threading.Thread(target=play))
+            beside[0].start()
+            raise RuntimeError("[gloo] Connection closed by peer")
+        return job.entries
+
+    assert run(train) == 1
+
+
+def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
+    def train(_job: TrainingJob) -> None:
+        raise LookupError("no such sample")
+
+    with pytest.raises(LookupError, match="no such sample"):
+        run(train)
+    assert agent.report() is None
+
+
+def test_a_change_ends_at_the_boundary_before_the_function_is_left(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    reached = []
+
+    def train(job: TrainingJob) -> None:
+        if job.entries:
+            return
+        job.is_changing = True
+        beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
+        beside[0].start()
+        wait_until(lambda: job.is_called_out, "an order")
+        reached.append("changed")
+        job.end_change()
+        reached.append("not left")
+
+    run(train)
+    assert reached == ["changed"]
+
+
+def test_a_change_that_does_not_end_is_interrupted(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            job.is_changing = True
+            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
+            beside[0].start()
+            time.sleep(3600)
+
+    run(train)
+
+
+def test_what_hangs_while_the_function_is_left_is_interrupted_again(
+    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("remesh.elastic.entries.RAISE_AGAIN_SECONDS", 0.2)
+
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            beside.append(threading.Thread(target=agent.change_world, args=(1, "0")))
+            beside[0].start()
+            try:
+                time.sleep(3600)
+            except WorldChangedError:
+                time.sleep(3600)
+
+    run(train)
+
+
+def test_only_the_main_thread_can_be_interrupted(agent: Agent) -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            run(lambda _job: None)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+    assert agent.report() is None

@@ -1,0 +1,83 @@
+"""Real processes that go on when the world changes: what they lose, and which they are.
+
+In each of them rank 0 makes every step once, with the loss of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
+from tests.elastic.test_scenarios import assert_same_run
+
+pytestmark = pytest.mark.timeout(1200)
+
+slow = pytest.mark.slow
+
+
+def entries(cluster: Cluster) -> list[dict[str, Any]]:
+    """How processes entered the training function."""
+    return [entry for entry in cluster.said() if entry["kind"] == "start"]
+
+
+def assert_no_step_lost(cluster: Cluster) -> None:
+    assert_same_run(cluster)
+    repeated = {step: len(values) for step, values in cluster.losses().items() if len(values) > 1}
+    assert repeated == {}
+    resumes = [entry for entry in cluster.said() if entry["kind"] == "resume"]
+    assert all(entry["live"] for entry in resumes)
+
+
+def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "2:2", job="ddp") as cluster:
+        cluster.start(0, 1)
+        cluster.until_step(5)
+        first, second = cluster.pid_of(0), cluster.pid_of(1)
+        cluster.kill_worker(1)
+        before = cluster.until_trained(0, 1, round_after=1)
+        third = cluster.pid_of(1)
+        assert (cluster.pid_of(0), third == second) == (first, False)
+        (tmp_path / "fail-1").touch()
+        cluster.until_trained(0, 1, round_after=before)
+        status = cluster.status()
+        # The error of the user is charged, and so is the signal.
+        assert [node.num_charged for node in status.nodes] == [0, 2]
+        logs = [one.log_tail for failure in status.failures for one in failure.failures]
+        assert any("an error of the user's" in text for text in logs)
+        cluster.stop(0, 1)
+        assert [one["entries"] for one in entries(cluster) if one["pid"] == first] == [0, 1, 2]
+        assert_no_step_lost(cluster)
+
+
+@slow
+def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "2:3", job="ddp", silence=SILENCE_OF_THE_DEAD) as cluster:
+        cluster.start(0, 1, 2)
+        before = cluster.until_trained(0, 1, 2)
+        pids = [cluster.pid_of(rank) for rank in (1, 2)]
+        cluster.kill_agent(0)  # the one with rank 0, whose process has the store
+        before = cluster.until_trained(1, 2, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (0, 1)] == pids
+        cluster.start(0)
+        cluster.until_trained(0, 1, 2, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (1, 2)] == pids
+        cluster.stop(0, 1, 2)
+        assert sorted({one["size"] for one in entries(cluster)}) == [2, 3]
+        assert_no_step_lost(cluster)
+
+
+@slow
+def test_a_process_that_hangs_is_brought_back(tmp_path: Path) -> None:
+    hangs = ("--hang-timeout", "5")
+    with Cluster(tmp_path, "2:2", job="ddp", master=hangs) as cluster:
+        cluster.start(0, 1)
+        before = cluster.until_trained(0, 1)
+        pids = [cluster.pid_of(rank) for rank in (0, 1)]
+        (tmp_path / "hang-1").touch()
+        cluster.until_trained(0, 1, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (0, 1)] == pids
+        cluster.stop(0, 1)
+        assert_no_step_lost(cluster)

@@ -1,0 +1,276 @@
+"""State that is taken from the memory of the ranks that go on; ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import remesh
+from remesh.catalog import ManagerNote
+from remesh.errors import WorldChangedError
+from remesh.exchange import Exchange
+from remesh.sharded import ShardedTensor
+from remesh.testing import run_ranks
+from remesh.training import ResumableBatchSampler, ResumableSampler, Resumed
+from remesh.training.live import Offer, has_all_roles, steps_on_offer
+from remesh.training_job import TrainingJob
+
+
+class World:
+    """What a rank trains in one world: a whole model and a tensor that is cut among the ranks."""
+
+    def __init__(
+        self, exchange: Exchange, root: Path, job: TrainingJob, num_copies: int = 1
+    ) -> None:
+        self.exchange, self.job = exchange, job
+        layers = (torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.0))
+        self.model = torch.nn.Sequential(*layers)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.model.parameters()):
+                values = torch.arange(parameter.numel()) + number
+                parameter.copy_(values.reshape(parameter.shape).sin())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        rank, size = exchange.rank, exchange.world_size
+        sampler = ResumableSampler(1000, rank=rank, world_size=size)
+        self.batches = ResumableBatchSampler(sampler, 12 // size)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "batches": self.batches,
+            "seen": [0],
+            "step": 0,
+        }
+        if num_copies > 1:
+            # Two ranks next to each other have the same rows.
+            num_parts = size // num_copies
+            first = rank // num_copies * (12 // num_parts)
+            self.rows = torch.zeros(12 // num_parts, 2)
+            self.state["rows"] = ShardedTensor.at_offset(
+                "rows", self.rows, (12, 2), (first, 0), replica_id=None
+            )
+        self.manager = remesh.Manager(root, every=100, background=False, group=exchange, job=job)
+
+    def forward(self) -> torch.Tensor:
+        """The forward pass of a step, the same on all ranks. It changes the buffers."""
+        next(iter(self.batches))
+        result: torch.Tensor = self.model(torch.eye(4)[:3] + self.state["step"])
+        return result.sum()
+
+    def make_step(self) -> None:
+        """A step that ends at a boundary."""
+        self.forward().backward()  # type: ignore[no-untyped-call] # of torch
+        self.optimizer.step()
+        self.scheduler.step()
+        self.batches.advance()
+        self.state["step"] += 1
+        self.state["seen"] = [self.state["step"]]
+        if "rows" in self.state:
+            self.rows.add_(1)
+        self.manager.step(self.state["step"], self.state)
+
+    def values(self) -> dict[str, Any]:
+        """What must be the same after a change of the world."""
+        moments = self.optimizer.state_dict()["state"]
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "moments": {key: value["exp_avg"].clone() for key, value in moments.items()},
+            "rate": self.optimizer.param_groups[0]["lr"],
+            "schedule": self.scheduler.last_epoch,
+            "position": self.batches.sampler.position,
+            "seen": list(self.state["seen"]),
+            "step": self.state["step"],
+        }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def change(
+    tmp_path: Path,
+    *,
+    before: int,
+    after: list[int | None],
+    leave: Callable[[World, int], None],
+    num_copies: int = 1,
+) -> list[tuple[Resumed | None, World, dict[str, Any]]]:
+    """Train three steps, leave the world somewhere in the fourth, and resume in another world.
+
+    Args:
+        tmp_path: Where checkpoints go.
+        before: Ranks of the first world.
+        after: Of each rank of the second world, the rank it had; None for a new process.
+        leave: What a rank does after three steps.
+        num_copies: How many ranks have the same rows.
+
+    Returns:
+        Of each rank: what it resumed from, its world, and the values at the boundary of rank 0.
+    """
+    jobs = [TrainingJob(is_reentrant=True) for _ in range(before)]
+    values: list[dict[str, Any]] = [{} for _ in range(before)]
+
+    def train(exchange: Exchange) -> None:
+        world = World(exchange, tmp_path, jobs[exchange.rank], num_copies)
+        for _ in range(3):
+            world.make_step()
+        values[exchange.rank] = world.values()
+        leave(world, exchange.rank)
+        world.manager.__exit__(WorldChangedError, None, None)
+
+    def go_on(exchange: Exchange) -> tuple[Resumed | None, World]:
+        old = after[exchange.rank]
+        job = TrainingJob(is_reentrant=True) if old is None else jobs[old]
+        world = World(exchange, tmp_path, job, num_copies)
+        return world.manager.resume(world.state), world
+
+    run_ranks(before, train)
+    return [(*result, values[0]) for result in run_ranks(len(after), go_on)]
+
+
+def in_forward(world: World, _rank: int) -> None:
+    """Left in the forward pass, after buffers, learning rate and values have changed."""
+    world.forward()
+    world.scheduler.step()
+    world.state["step"] = 77
+    world.state["seen"].append(77)
+
+
+@pytest.mark.parametrize(
+    "after", [[0, 1], [1, 2], [None, 2, None], [0, 1, 2, None]], ids=["2", "1", "fresh", "more"]
+)
+def test_ranks_that_go_on_lose_no_step(tmp_path: Path, after: list[int | None]) -> None:
+    for resumed, world, expected in change(tmp_path, before=3, after=after, leave=in_forward):
+        assert resumed is not None
+        assert (resumed.step, resumed.live, resumed.from_memory) == (3, True, False)
+        assert_same(world.values(), expected)
+        assert world.manager.run == resumed.info.run
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_was_changing_its_tensors_takes_those_of_another(tmp_path: Path) -> None:
+    def leave(world: World, rank: int) -> None:
+        if rank == 1:
+            in_forward(world, rank)
+        else:
+            world.forward().backward()  # type: ignore[no-untyped-call] # of torch
+            world.optimizer.step()
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
+        assert resumed is not None
+        assert resumed.live
+        assert_same(world.values(), expected)
+
+
+def test_a_rank_that_is_a_step_ahead_gives_its_step_to_all(tmp_path: Path) -> None:
+    def leave(world: World, rank: int) -> None:
+        if rank == 1:
+            world.manager._exchange = _Dead()  # type: ignore[assignment]
+            with pytest.raises(ConnectionError):
+                world.make_step()  # the boundary comes before the first message
+
+    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
+    assert [world.state["step"] for _, world, _ in found] == [4, 4]
+
+
+class _Dead:
+    """An exchange whose other ranks are gone."""
+
+    rank, world_size = 1, 2
+
+    def all_gather(self, _data: bytes) -> list[bytes]:
+        raise ConnectionError("the others are gone")
+
+
+def test_nothing_is_taken_when_all_were_changing_their_tensors(tmp_path: Path) -> None:
+    def leave(world: World, _rank: int) -> None:
+        world.manager.save(3, world.state)
+        world.forward().backward()  # type: ignore[no-untyped-call] # of torch
+        world.optimizer.step()
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
+        assert resumed is not None
+        assert not resumed.live
+        assert_same(world.values(), expected)
+
+
+def test_a_parameter_that_was_changed_by_hand_is_not_taken(tmp_path: Path) -> None:
+    def leave(world: World, _rank: int) -> None:
+        with torch.no_grad():
+            next(world.model.parameters()).add_(1)
+
+    found = change(tmp_path, before=2, after=[0, 1], leave=leave)
+    assert [resumed for resumed, _, _ in found] == [None, None]
+
+
+def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> None:
+    found = change(tmp_path, before=4, after=[1, 2], leave=in_forward, num_copies=2)
+    for resumed, world, expected in found:
+        assert resumed is not None
+        assert resumed.live
+        assert_same(world.values(), expected)
+        assert_same(world.rows, torch.full((12, 2), 3.0))
+
+
+def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
+    def leave(world: World, rank: int) -> None:
+        world.manager.save(3, world.state)
+        in_forward(world, rank)
+
+    for resumed, world, expected in change(
+        tmp_path, before=4, after=[0, 1], leave=leave, num_copies=2
+    ):
+        assert resumed is not None
+        assert not resumed.live
+        assert "does not give step 3" in resumed.passed_over[0][1]
+        assert_same(world.values(), expected)
+
+
+def test_what_cannot_be_watched_is_not_relied_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrainingJob(is_reentrant=True)
+    with remesh.Manager(tmp_path, job=job) as manager:
+        manager.step(1, {"table": np.zeros(1 << 20)})
+        assert job.boundary is None
+        assert "state.table is an array of more than 1 MiB" in caplog.text
+        job.is_changing, job.is_called_out = True, True
+        with pytest.raises(WorldChangedError):
+            manager.step(2, {"table": np.zeros(1 << 20)})
+
+
+def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) -> None:
+    job = TrainingJob(is_reentrant=True)
+    with remesh.Manager(tmp_path, job=job) as manager:
+        job.is_called_out = True
+        with pytest.raises(WorldChangedError):
+            manager.step(1, {"step": 1})
+        assert job.boundary.step == 1
+        assert job.boundary.is_clean
+        job.is_called_out = False
+
+
+offers = st.lists(st.builds(Offer, st.none() | st.integers(0, 5)), max_size=8)
+
+
+@given(offers)
+def test_steps_are_offered_newest_first_with_all_their_ranks(offers: list[Offer]) -> None:
+    found = steps_on_offer(offers)
+    assert list(found) == sorted(found, reverse=True)
+    held = {rank: step for step, ranks in found.items() for rank in ranks}
+    assert held == {rank: one.step for rank, one in enumerate(offers) if one.step is not None}
+
+
+def test_random_numbers_go_on_only_if_every_role_is_there() -> None:
+    note = ManagerNote(step=1, run="r", role_grid=(("dp", 2), ("tp", 2)))
+    roles = [Offer(1, role=[dp, tp]) for dp in (0, 1) for tp in (0, 1)]
+    assert has_all_roles(roles, note)
+    assert not has_all_roles(roles[:3] + roles[:1], note)
