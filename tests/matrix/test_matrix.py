@@ -67,6 +67,10 @@ def target_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         holder = nn.Module()
         holder.model = model
         return {"state_dict": holder, "optimizer_states": [optimizer], "global_step": 0}
+    if name == "Lightning sharded":
+        return {"state_dict": model, "optimizer_0": optimizer, "global_step": 0}
+    if name == "Accelerate sharded":
+        return {"model": model, "optimizer": optimizer, "scheduler": {"last_epoch": 0}}
     return {"model": model, "optimizer": optimizer}
 
 

@@ -151,6 +151,26 @@ def trainer(folder: Path) -> Trained:
     return made.model, made.optimizer.optimizer
 
 
+def lightning_sharded(folder: Path) -> Trained:
+    """As Lightning's ModelParallelStrategy lays it out, which itself needs CUDA."""
+    model, optimizer = trained()
+    states = get_state_dict(model, optimizer)
+    _save(dict(zip(("state_dict", "optimizer_0"), states, strict=True)), folder)
+    torch.save({"epoch": 1, "global_step": 2, "lr_schedulers": []}, folder / "meta.pt")
+    return model, optimizer
+
+
+def accelerate_sharded(folder: Path) -> Trained:
+    """As Accelerate's `save_fsdp_model` and `save_fsdp_optimizer` lay it out."""
+    model, optimizer = trained()
+    folder.mkdir()
+    states = get_state_dict(model, optimizer)
+    _save({"model": states[0]}, folder / "pytorch_model_fsdp_0")
+    _save({"optimizer": states[1]}, folder / "optimizer_0")
+    torch.save({"last_epoch": 2}, folder / "scheduler.bin")
+    return model, optimizer
+
+
 WRITERS: dict[str, tuple[str, Callable[[Path], Trained]]] = {
     "torch.save": ("state.pt", torch_save),
     "torch.save with names": ("named.pt", torch_save_named),
@@ -158,7 +178,9 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Trained]]] = {
     "DCP Stateful": ("stateful", dcp_stateful),
     "DCP flattened": ("flattened", dcp_flattened),
     "Lightning": ("lightning.ckpt", lightning),
+    "Lightning sharded": ("lightning-sharded", lightning_sharded),
     "Accelerate": ("accelerate", accelerate),
+    "Accelerate sharded": ("accelerate-sharded", accelerate_sharded),
     "Trainer": ("trainer", trainer),
 }
 """Name → name of the file or folder, and the program."""

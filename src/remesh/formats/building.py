@@ -116,6 +116,7 @@ class IndexBuilder:
     _file: list[int] = field(default_factory=list)
     _position: list[int] = field(default_factory=list)
     _num_single: int = 0
+    _sequences: dict[Path, str] = field(default_factory=dict)
     _strided: list[tuple[int, int, int, IntArray, tuple[int, ...], IntArray]] = field(
         default_factory=list
     )
@@ -286,7 +287,9 @@ class IndexBuilder:
 
     def set_sequences(self, sequences: Mapping[Path, str]) -> None:
         """Record which containers are lists or tuples."""
-        self.document.sequences += [(list(path), kind) for path, kind in sequences.items()]
+        new = {path: kind for path, kind in sequences.items() if path not in self._sequences}
+        self._sequences.update(new)
+        self.document.sequences += [(list(path), kind) for path, kind in new.items()]
 
     def build(self) -> Index:
         """The index of all that was added.

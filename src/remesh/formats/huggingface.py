@@ -9,6 +9,7 @@
     model_index.json                    diffusers: each folder below is a part of the pipeline,
     unet/diffusion_pytorch_model...     whose names begin with the name of the folder
     optimizer.pt, scheduler.pt          the Trainer and Accelerate (`.bin`): a whole training state
+    pytorch_model_fsdp_0/, optimizer_0/ the same with FSDP: folders by DCP, or one file for each
 
 Names are those of the module's state dict. Where an optimizer lies beside the weights, the folder
 is a training state, as `remesh.save` would have it: names begin with `model.`, `optimizer.`,
@@ -28,7 +29,7 @@ from itertools import groupby
 import msgspec
 
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.formats import safetensors, torch_file
+from remesh.formats import safetensors, torch_dcp, torch_file
 from remesh.formats.building import IndexBuilder
 from remesh.formats.checks import damaged, decode_json
 from remesh.formats.contents import Contents
@@ -40,11 +41,19 @@ PARTS_NAME = "model_index.json"
 LOOKS_FOR = "model.safetensors, pytorch_model.bin or adapter_model.* (Hugging Face)"
 
 _WEIGHTS = re.compile(
-    r"(?P<stem>model|pytorch_model|diffusion_pytorch_model|adapter_model)(?P<number>_[0-9]{1,9})?"
+    r"(?P<stem>model|pytorch_model|pytorch_model_fsdp|diffusion_pytorch_model|adapter_model)"
+    r"(?P<number>_[0-9]{1,9})?"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?P<kind>safetensors|bin)"
     r"(?:\.index(?P<index_variant>\.[A-Za-z0-9_]+)?\.json)?"
 )
-_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+_STEMS = (
+    "model",
+    "pytorch_model",
+    "pytorch_model_fsdp",
+    "diffusion_pytorch_model",
+    "adapter_model",
+)
+_SHARDED = re.compile(r"((?:pytorch_model_fsdp|optimizer)_[0-9]{1,9}/)\.metadata")
 _STATE = re.compile(r"(?P<key>(?:optimizer|scheduler|scaler)(?:_[0-9]{1,9})?)\.(?:pt|bin)")
 
 
@@ -78,7 +87,7 @@ def recognise(storage: Storage) -> bool:
     paths = storage.list()
     if len(paths) == 1 and paths[0].endswith(torch_file.SUFFIXES):
         return False  # a single file of torch.save, whatever it is called
-    return bool(_parts_in(paths))
+    return bool(_parts_in(paths)) or any(map(_SHARDED.fullmatch, paths))
 
 
 def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
@@ -92,16 +101,19 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
     """
     paths = storage.list()
     parts = _parts_in(paths)
-    if not parts:
+    sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
+    if not parts and not sharded:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
     builder = IndexBuilder(storage)
     states = [found for path in paths if (found := _STATE.fullmatch(path))]
-    is_training = any(found["key"].startswith("optimizer") for found in states)
+    is_training = bool(sharded) or any(found["key"].startswith("optimizer") for found in states)
     for folder, names in parts.items():
         for number, group in groupby(sorted(_weights_in(names)), lambda found: found.number):
             chosen = _chosen(list(group), f"{storage.url}/{folder}")
             keys = [f"model{number}"] if is_training or number else []
             _add_weights(builder, folder, chosen, (*filter(None, [folder]), *keys), allow)
+    for base in sharded:  # their names begin with `model.` and `optimizer.` already
+        torch_dcp.add_folder(builder, base, allow)
     for found in states if is_training else ():
         archive = torch_file.open_archive(storage, found[0], allow=allow)
         builder.add_nested((found["key"],), archive, found[0])

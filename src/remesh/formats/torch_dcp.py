@@ -6,6 +6,7 @@
     __3_0.distcp         archives of `torch.save`, one for each chunk or value, back to back
     common.pt            Megatron: values that are equal on all ranks, as one archive
     metadata.json        Megatron: which backend wrote this
+    meta.pt              Lightning: what is neither model nor optimizer, as one archive
 
 A chunk is a box of a tensor, so an index needs two things of each: where its archive begins, which
 `.metadata` says, and where in the archive its elements lie, which the archive's head says. The
@@ -58,6 +59,7 @@ from remesh.storage import Storage
 NAME = "torch_dcp"
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
+LIGHTNING_NAME = "meta.pt"
 COMMON_KEY = "common_state/shard_0_1"
 LOOKS_FOR = f"{METADATA_NAME} (torch.distributed.checkpoint, Megatron torch_dist)"
 HEAD_BYTES = 1024
@@ -110,22 +112,44 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
         FormatVersionError: If something in it is of a kind that cannot be read in place.
         PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
     """
-    reader = _Reader(storage, allow, read_metadata(storage))
+    builder = IndexBuilder(storage)
+    add_folder(builder, "", allow)
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None:
+    """Add what such a checkpoint holds that lies in a folder of a larger one.
+
+    Args:
+        builder: What is built.
+        base: The folder, with a slash at its end; empty for the place itself.
+        allow: See `remesh.formats.table.Source`.
+
+    Raises:
+        CorruptCheckpointError: If it is damaged.
+        FormatVersionError: If something in it is of a kind that cannot be read in place.
+        PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
+    """
+    reader = _Reader(builder, allow, read_metadata(builder.storage, base), base)
     reader.read_tensors()
     reader.read_values()
-    reader.read_common()
-    return Contents(NAME, reader.builder.build(), reader.builder.document)
+    for name in (COMMON_NAME, LIGHTNING_NAME):
+        reader.read_archive(name)
 
 
-def read_metadata(storage: Storage) -> Record:
+def read_metadata(storage: Storage, base: str = "") -> Record:
     """The record of `.metadata`.
+
+    Args:
+        storage: Where the checkpoint is.
+        base: The folder of it, with a slash at its end.
 
     Raises:
         CorruptCheckpointError: If it is damaged.
         PickleRefusedError: If it names a class that no such checkpoint has.
     """
-    where = f"{storage.url}/{METADATA_NAME}"
-    data = storage.read(METADATA_NAME)
+    where = f"{storage.url}/{base}{METADATA_NAME}"
+    data = storage.read(base + METADATA_NAME)
     metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES).root
     if not isinstance(metadata, Record) or not isinstance(metadata.field("storage_data"), dict):
         raise damaged(where, "not the metadata of a checkpoint")
@@ -156,10 +180,11 @@ class _Chunk:
 class _Reader:
     """One checkpoint while it is read."""
 
-    storage: Storage
+    builder: IndexBuilder
     allow: Collection[str]
     metadata: Record
-    builder: IndexBuilder = field(init=False)
+    base: str
+    storage: Storage = field(init=False)
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = field(init=False)
     flat_shapes: Mapping[str, Any] = field(init=False)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -167,7 +192,7 @@ class _Reader:
     num_bytes_read: int = 0
 
     def __post_init__(self) -> None:
-        self.builder = IndexBuilder(self.storage)
+        self.storage = self.builder.storage
         self.places = self._places()
         flat_shapes = self.metadata.field("mcore_data")
         self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
@@ -189,7 +214,7 @@ class _Reader:
     @property
     def where(self) -> str:
         """What to call the metadata in messages."""
-        return f"{self.storage.url}/{METADATA_NAME}"
+        return f"{self.storage.url}/{self.base}{METADATA_NAME}"
 
     def _malformed(self) -> CorruptCheckpointError:
         return damaged(self.where, "not the metadata of a checkpoint")
@@ -212,7 +237,8 @@ class _Reader:
                     "in place; load it with torch and save it without them"
                 )
             integers((start, num_bytes), f"{self.where}: {name}", "where an archive lies")
-            place = _Place(check_name(path, self.where), start, num_bytes)
+            path = self.base + check_name(path, self.where)
+            place = _Place(path, start, num_bytes)
             size = self.builder.size_of(path)
             if not 0 <= start <= start + num_bytes <= size:
                 raise damaged(
@@ -230,9 +256,7 @@ class _Reader:
         place = self.places.get((name, offset))
         if place is None:
             at = "" if offset is None else f" at {offset}"
-            raise damaged(
-                f"{self.storage.url}/{METADATA_NAME}", f"does not say where {name}{at} lies"
-            )
+            raise damaged(self.where, f"does not say where {name}{at} lies")
         return place
 
     # -- tensors ----------------------------------------------------------------------------
@@ -299,7 +323,7 @@ class _Reader:
             or math.prod(shape) != math.prod(size)
         ):
             raise damaged(
-                f"{self.storage.url}/{METADATA_NAME}",
+                self.where,
                 f"{name} is stored flattened as {size}, which does not fit its shape {shape}",
             )
         return shape
@@ -428,15 +452,15 @@ class _Reader:
             self._set_lists(path)
             self.builder.add_nested(path, archive, place.path)
 
-    def read_common(self) -> None:
-        """Add Megatron's common values, if there are any."""
+    def read_archive(self, name: str) -> None:
+        """Add values that lie in an archive of their own, if there is one of this name."""
+        path = self.base + name
         try:
-            size = self.storage.size(COMMON_NAME)
+            size = self.storage.size(path)
         except CheckpointNotFoundError:
             return
-        place = _Place(COMMON_NAME, 0, size)
-        archive = self._archive(place, f"{self.storage.url}/{COMMON_NAME}")
-        self.builder.add_nested((), archive, COMMON_NAME)
+        archive = self._archive(_Place(path, 0, size), f"{self.storage.url}/{path}")
+        self.builder.add_nested((), archive, path)
 
     def _archive(self, place: _Place, where: str) -> Archive:
         stop = place.start + place.num_bytes
