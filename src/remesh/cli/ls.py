@@ -173,15 +173,8 @@ def _totals(
         "num_values": len(values),
         "num_objects": len(objects),
         "num_files": len(index.files),
-        "num_file_bytes": _num_file_bytes(checkpoint),
+        "num_file_bytes": places.num_file_bytes(checkpoint),
     }
-
-
-def _num_file_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of all files that a checkpoint is known to have."""
-    if checkpoint.format != native.FORMAT_NAME:
-        return sum(file.num_bytes for file in checkpoint.index.files)
-    return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
 
 
 def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

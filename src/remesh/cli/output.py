@@ -38,6 +38,8 @@ MAX_NAMES = 8
 """Names in a cell or a sentence that are printed without `--all`."""
 
 EXIT_DAMAGED = 1
+EXIT_DIFFERENT = 1
+"""What `diff` compares differs, or what `plan` plans does not load."""
 EXIT_USAGE = 2
 EXIT_FAULT = 70
 """An exception that remesh does not raise on purpose: a fault of its own."""

@@ -24,6 +24,13 @@ def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:
     return catalog.check_sizes(storage, checkpoint.record) if is_native else []
 
 
+def num_file_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all files that a checkpoint is known to have."""
+    if checkpoint.format != native.FORMAT_NAME:
+        return sum(file.num_bytes for file in checkpoint.index.files)
+    return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
+
+
 def no_such_name(path: str, name: str, names: Sequence[str]) -> str:
     """What to say about a name under which nothing is stored."""
     near = difflib.get_close_matches(name, names, n=3)

@@ -24,6 +24,11 @@ _TENSOR_WIDTH = 240
 _COLUMN_STEP = _TENSOR_WIDTH + 36
 _ROW_GAP = 26
 _VECTOR_HEIGHT = 20
+_NARROW = 600
+_MIN_HEIGHT, _MAX_HEIGHT = 48, 240
+_MAX_STRIPES = NUM_COLOURS
+_MAX_RANKS = 12
+"""Ranks that are listed as the holders of a box."""
 _HEAD_HEIGHT = 52
 _FONT_WIDTH = 6.3
 _LINE_HEIGHT = 14
@@ -44,11 +49,12 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One layout: a heading of two lines, and its tensors by name."""
+    """One layout: a heading of two lines, its tensors by name, and what holds their boxes."""
 
     title: str
     subtitle: str
     tensors: Mapping[str, PlacedTensor]
+    holder: str = "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,13 @@ class Mark:
 # ---------------------------------------------------------------------------------------------
 
 
-def layout_svg(columns: Sequence[Column]) -> str:
+def layout_svg(columns: Sequence[Column], *, fit: bool = False) -> str:
     """The tensors of the first column, as they lie in each of the columns.
+
+    Args:
+        columns: The layouts.
+        fit: Whether each tensor has a scale of its own, so that all are as wide and none is too
+            high or low to be read; otherwise all have one scale.
 
     Raises:
         ValueError: If a tensor has neither one nor two dims.
@@ -84,7 +95,7 @@ def layout_svg(columns: Sequence[Column]) -> str:
     for name, shape in shapes.items():
         if len(shape) not in (1, 2):
             raise ValueError(f"{name}: only vectors and matrices can be drawn, not shape {shape}")
-    scale = _TENSOR_WIDTH / max(shape[-1] for shape in shapes.values())
+    one_scale = _TENSOR_WIDTH / max(shape[-1] for shape in shapes.values())
     groups = sorted({ranks for column in columns for ranks in _shared_groups(column)})
     parts = [_stripes(ranks) for ranks in groups]
     for number, column in enumerate(columns):
@@ -93,12 +104,13 @@ def layout_svg(columns: Sequence[Column]) -> str:
         parts.append(_text(x, 35, column.subtitle, "soft"))
     top = float(_HEAD_HEIGHT)
     for name, shape in shapes.items():
+        scale = _fitted(shape) if fit else (one_scale, one_scale)
         label = [(line, "name") for line in _wrapped(name)] + [(_times(shape), "soft")]
         for line, (text, style) in enumerate(label):
             parts.append(_text(0, top + 11 + line * _LINE_HEIGHT, text, style))
         for number, column in enumerate(columns):
             x = _NAME_WIDTH + number * _COLUMN_STEP
-            parts.extend(_tensor(name, column.tensors[name], x, top, scale))
+            parts.extend(_tensor(name, column.tensors[name], x, top, scale, column.holder))
         top += max(_extent(shape, scale)[1], len(label) * _LINE_HEIGHT) + _ROW_GAP
     width = _NAME_WIDTH + len(columns) * _COLUMN_STEP - (_COLUMN_STEP - _TENSOR_WIDTH)
     return _svg(width, top - _ROW_GAP + 2, "How the tensors lie on the ranks", parts)
@@ -138,36 +150,51 @@ def _stripes(ranks: tuple[int, ...]) -> str:
     step = 9
     bars = "".join(
         f'<rect class="r{rank % NUM_COLOURS}" x="{step * place}" width="{step}" height="20"/>'
-        for place, rank in enumerate(ranks)
+        for place, rank in enumerate(ranks[:_MAX_STRIPES])
     )
+    width = step * min(len(ranks), _MAX_STRIPES)
     return (
-        f'<pattern id="{_stripes_id(ranks)}" width="{step * len(ranks)}" height="20" '
+        f'<pattern id="{_stripes_id(ranks)}" width="{width}" height="20" '
         f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)">{bars}</pattern>'
     )
 
 
 def _stripes_id(ranks: tuple[int, ...]) -> str:
-    return "ranks-" + "-".join(map(str, ranks))
+    more = f"-of-{len(ranks)}-to-{ranks[-1]}" if len(ranks) > _MAX_RANKS else ""
+    return "ranks-" + "-".join(map(str, ranks[:_MAX_RANKS])) + more
 
 
-def _extent(shape: Sequence[int], scale: float) -> tuple[float, float]:
+_Scale = tuple[float, float]
+"""Points an element across and down."""
+
+
+def _fitted(shape: Sequence[int]) -> _Scale:
+    """The scale that makes a shape as wide as any, and neither too high nor too low."""
+    across = _TENSOR_WIDTH / max(shape[-1], 1)
+    height = min(max(shape[0] * across, _MIN_HEIGHT), _MAX_HEIGHT)
+    return across, height / max(shape[0], 1)
+
+
+def _extent(shape: Sequence[int], scale: _Scale) -> tuple[float, float]:
     """Width and height of a drawn shape."""
-    return shape[-1] * scale, shape[0] * scale if len(shape) == 2 else _VECTOR_HEIGHT
+    return shape[-1] * scale[0], shape[0] * scale[1] if len(shape) == 2 else _VECTOR_HEIGHT
 
 
-def _tensor(name: str, placed: PlacedTensor, x: float, y: float, scale: float) -> list[str]:
+def _tensor(
+    name: str, placed: PlacedTensor, x: float, y: float, scale: _Scale, holder: str
+) -> list[str]:
     """The boxes of one tensor in one layout."""
     parts = []
     for box, ranks in _holders(placed).items():
         width, height = _extent(box.shape, scale)
-        left = x + box.offset[-1] * scale
-        top = y + (box.offset[0] * scale if box.ndim == 2 else 0)
+        left = x + box.offset[-1] * scale[0]
+        top = y + (box.offset[0] * scale[1] if box.ndim == 2 else 0)
         fill = (
             f'class="box r{ranks[0] % NUM_COLOURS}"'
             if len(ranks) == 1
             else f'class="box" fill="url(#{_stripes_id(ranks)})"'
         )
-        who = _who(ranks)
+        who = _who(ranks, holder)
         title = html.escape(f"{name} {box} on {who}")
         parts.append(
             f'<rect {fill} data-tensor="{html.escape(name)}" '
@@ -183,7 +210,8 @@ def _label(
 ) -> list[str]:
     """The fullest wording that fits into a drawn box; the box's tooltip has it all anyway."""
     left, top, width, height = area
-    wordings = [(who, size), (f"{who}: {size}",), (who,), (",".join(map(str, ranks)),)]
+    numbers = ",".join(map(str, ranks[:_MAX_RANKS]))
+    wordings = [(who, size), (f"{who}: {size}",), (who,), (numbers,)]
     for lines in wordings:
         fits_across = max(map(len, lines)) * _FONT_WIDTH + 6 <= width
         if fits_across and len(lines) * _LINE_HEIGHT + 2 <= height:
@@ -196,8 +224,12 @@ def _label(
     return []
 
 
-def _who(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+def _who(ranks: tuple[int, ...], holder: str) -> str:
+    if len(ranks) == 1:
+        return f"{holder} {ranks[0]}"
+    if len(ranks) > _MAX_RANKS:
+        return f"{len(ranks)} {holder}s: {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
+    return f"{holder}s " + ", ".join(map(str, ranks))
 
 
 def _wrapped(name: str) -> list[str]:
@@ -373,8 +405,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     content = "\n".join(parts)
+    # A narrow drawing is not blown up to the width of the page.
+    size = f'style="min-width:0;max-width:{width:.0f}px" ' if width < _NARROW else ""
     return (
-        f'<div class="wide"><svg class="drawing" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'<div class="wide"><svg class="drawing" {size}viewBox="0 0 {width:.0f} {height:.0f}" '
         f'role="img" aria-label="{html.escape(label)}" xmlns="http://www.w3.org/2000/svg">\n'
         f"{content}\n</svg></div>"
     )

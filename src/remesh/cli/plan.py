@@ -1,0 +1,203 @@
+"""`remesh plan`: whether a checkpoint loads in a layout, and what each rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import click
+import numpy as np
+from rich.console import Console
+
+from remesh.checkpoint import Checkpoint
+from remesh.cli import output
+from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
+from remesh.errors import CoverageError
+from remesh.formats import native
+from remesh.geometry import IntArray
+from remesh.index import BoxTable, Index, TensorTable
+from remesh.pipeline.read import NUM_THREADS
+from remesh.planner import ReadLimits, plan_load
+from remesh.storage import shown_url
+
+layout_option = click.option(
+    "--layout",
+    "layout_text",
+    metavar="AXES",
+    help="Axes and sizes of the mesh, such as fsdp=4 or dp=2,tp=2.",
+)
+rules_option = click.option(
+    "--shard",
+    "rules",
+    multiple=True,
+    metavar="PATTERN=DIM",
+    help="The dim of tensors that tp cuts; - for none. May be given several times.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank would do.
+
+    Attributes:
+        rank: Which.
+        num_tensors: Tensors of which it holds something.
+        state_bytes: Bytes of what it holds.
+        bytes_read: Bytes that it reads alone, with gaps and whole digest blocks.
+        num_reads: Requests.
+        peak_bytes: Host memory at most: what it holds, the buffers of its reading threads, and the
+            index.
+    """
+
+    rank: int
+    num_tensors: int
+    state_bytes: int
+    bytes_read: int
+    num_reads: int
+    peak_bytes: int
+
+
+@click.command(
+    epilog=output.example(
+        "remesh plan runs/step_00001000 --layout fsdp=4",
+        "remesh plan runs/step_00001000 --layout tp=2,fsdp=2 --shard '*.gate.weight=-'",
+    )
+)
+@click.argument("path", metavar="CKPT")
+@layout_option
+@rules_option
+@click.option(
+    "--like",
+    metavar="OTHER",
+    help="A checkpoint with the names and shapes of the job that loads; by default CKPT.",
+)
+@output.all_option
+@output.json_option
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    *,
+    path: str,
+    layout_text: str | None,
+    rules: tuple[str, ...],
+    like: str | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Say whether a checkpoint loads in a layout, and what each rank reads and holds.
+
+    Nothing but the index is read: no GPU, no processes, no tensors. Axes are dp (replicate), fsdp
+    (cut the first dim) and tp (cut matrices; columns where the name is that of a layer whose input
+    is cut, such as o_proj). What ranks read is without the sharing between replicas, which reads
+    less. The exit code is 0 if it loads, 1 if names are missing or shapes differ.
+    """
+    mesh = parse_mesh(layout_text or "dp=1", rules)
+    stored = native.begin_anew(lambda: Checkpoint(path)).index
+    wanted = stored if like is None else native.begin_anew(lambda: Checkpoint(like)).index
+    missing = tuple(name for name in wanted if name not in stored)
+    unexpected = tuple(name for name in stored if name not in wanted)
+    mismatched = tuple(
+        f"{name}: {list(stored[name].shape)} is stored, {list(wanted[name].shape)} is wanted"
+        for name in wanted
+        if name in stored and stored[name].shape != wanted[name].shape
+    )
+    problems = [] if not (missing or mismatched) else ["missing names, or shapes that differ"]
+    ranks: list[RankPlan] = []
+    try:
+        ranks = plan_ranks(stored, mesh, {name for name in wanted if name in stored})
+    except CoverageError as error:
+        problems.append(str(error))
+    document = {
+        "kind": "plan",
+        "path": shown_url(path),
+        "layout": str(mesh),
+        "num_ranks": mesh.num_ranks,
+        "loads": not problems,
+        "missing": missing,
+        "unexpected": unexpected,
+        "mismatched": mismatched,
+        "problems": problems,
+        "ranks": [asdict(rank) for rank in ranks],
+    }
+    if as_json:
+        output.print_json(document)
+    else:
+        console = output.stdout_console()
+        for title, names in (
+            ("missing", missing),
+            ("unexpected, left alone", unexpected),
+            ("other shapes", mismatched),
+        ):
+            if names:
+                shown = output.printable(output.listed(names, show_all=show_all))
+                console.out(f"{title}: {shown}", style="yellow", highlight=False)
+        _print_ranks(console, ranks, mesh, show_all=show_all)
+        verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
+        console.out(output.printable(verdict), style="bold", highlight=False)
+    if problems:
+        ctx.exit(output.EXIT_DIFFERENT)
+
+
+def plan_ranks(index: Index, mesh: Mesh, names: set[str]) -> list[RankPlan]:
+    """What every rank of a layout reads and holds; ranks at the same place are planned once.
+
+    Raises:
+        CoverageError: If stored pieces do not hold every element once.
+    """
+    tensors = index.boxes.tensors
+    chosen = {index.aliases.get(name, name) for name in names}
+    is_wanted = np.array([name in chosen for name in tensors.names], dtype=np.bool_)
+    index_bytes = sum(column.nbytes for column in index.boxes.columns().values())
+    index_bytes += index.file.nbytes + index.position.nbytes + index.digests.nbytes
+    known: dict[tuple[tuple[str, int], ...], RankPlan] = {}
+    plans = []
+    for rank in range(mesh.num_ranks):
+        place = tuple(item for item in mesh.coordinates(rank).items() if item[0] != "dp")
+        if place not in known:
+            boxes = boxes_of_rank(mesh, rank, tensors)
+            rows = np.flatnonzero(is_wanted[boxes.tensor])
+            known[place] = _plan_rank(index, _taken(boxes, rows), rank, index_bytes)
+        plans.append(RankPlan(**{**asdict(known[place]), "rank": rank}))
+    return plans
+
+
+def _taken(boxes: BoxTable, rows: IntArray) -> BoxTable:
+    tensors: TensorTable = boxes.tensors
+    return BoxTable(tensors, boxes.tensor[rows], boxes.offsets[rows], boxes.extents[rows])
+
+
+def _plan_rank(index: Index, boxes: BoxTable, rank: int, index_bytes: int) -> RankPlan:
+    reads = plan_load(index, boxes, ReadLimits())
+    state_bytes = int(boxes.num_bytes.sum())
+    buffers = min(NUM_THREADS, max(reads.num_runs, 1)) * reads.longest_run
+    peak = state_bytes + buffers + index_bytes
+    return RankPlan(rank, len(boxes), state_bytes, reads.bytes_read, reads.num_runs, peak)
+
+
+def _print_ranks(
+    console: Console, ranks: Sequence[RankPlan], mesh: Mesh, *, show_all: bool
+) -> None:
+    if not ranks:
+        return
+    rows = [
+        (
+            str(rank.rank),
+            ",".join(
+                f"{kind}={place}" for kind, place in reversed(mesh.coordinates(rank.rank).items())
+            ),
+            str(rank.num_tensors),
+            output.format_bytes(rank.state_bytes),
+            output.format_bytes(rank.bytes_read),
+            str(rank.num_reads),
+            output.format_bytes(rank.peak_bytes),
+        )
+        for rank in output.capped(ranks, show_all=show_all)
+    ]
+    columns = (">rank", "<place", ">tensors", ">holds", ">reads", ">requests", ">peak memory")
+    output.print_table(console, columns, rows)
+    output.print_rest(console, len(ranks), show_all=show_all)
+    total = sum(rank.bytes_read for rank in ranks)
+    console.out(
+        f"{output.plural(len(ranks), 'rank')} read {output.format_bytes(total)} in all",
+        highlight=False,
+    )

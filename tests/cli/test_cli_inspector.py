@@ -1,0 +1,219 @@
+"""`diff`, `stats`, `du`, `plan`, `layout` and `report`, on our own format and on Hugging Face's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import remesh
+
+from .conftest import Run, data_files
+
+QUERY, OUTPUT = "layers.0.q_proj.weight", "layers.0.o_proj.weight"
+
+
+def weights(change: float = 0.0) -> dict[str, Any]:
+    query = np.arange(64, dtype=np.float32).reshape(8, 8)
+    query[0, 1] += change
+    return {
+        QUERY: query,
+        OUTPUT: np.ones((8, 8), np.float32),
+        "norm": np.full(4, np.nan, np.float32),
+    }
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    remesh.save({"model": weights(), "step": 3}, tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    (tmp_path / "theirs").mkdir()
+    save_file(weights(change=0.5), tmp_path / "theirs" / "model.safetensors")
+    return tmp_path / "theirs"
+
+
+# ----- diff -----
+
+
+def test_a_checkpoint_does_not_differ_from_itself(run: Run, ours: Path) -> None:
+    result = run("diff", ours, ours)
+
+    assert (result.exit_code, result.stdout) == (0, "equal: 3 tensors; nothing differs\n")
+
+
+def test_values_are_compared_with_a_tolerance(run_json: Any, tmp_path: Path, ours: Path) -> None:
+    remesh.save({"model": weights(change=0.25), "step": 4, "more": 1}, tmp_path / "other")
+
+    found = run_json("diff", ours, tmp_path / "other", exit_code=1)
+    (tensor,) = found["tensors"]
+    assert (tensor["name"], tensor["num_different"]) == (f"model.{QUERY}", 1)
+    assert tensor["max_difference"] == 0.25
+    assert (found["values"], found["only_second_values"]) == ({"step": ["3", "4"]}, ["more"])
+
+    close = run_json("diff", ours, tmp_path / "other", "--atol", 0.3, exit_code=1)
+    assert (close["tensors"], close["num_equal"]) == ([], 3)
+    shallow = run_json("diff", ours, tmp_path / "other", "--structure", exit_code=1)
+    assert shallow["tensors"] == []
+
+
+def test_formats_are_compared_through_a_transformation(
+    run: Run, run_json: Any, tmp_path: Path, ours: Path, theirs: Path
+) -> None:
+    statements = [f"{name} -> model.{name}" for name in weights()]
+    (tmp_path / "names.aoa").write_text("\n".join(statements))
+
+    names = run_json("diff", theirs, ours, exit_code=1)
+    assert (len(names["only_first"]), len(names["only_second"])) == (3, 3)
+    mapped = run_json("diff", theirs, ours, "--transform", tmp_path / "names.aoa", exit_code=1)
+    assert (mapped["only_first"], mapped["only_second"], mapped["num_equal"]) == ([], [], 2)
+    assert [tensor["max_difference"] for tensor in mapped["tensors"]] == [0.5]
+    text = "\n".join(statements)
+    assert run("diff", theirs, ours, "--transform", text, "--atol", 1).exit_code == 0
+
+
+def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
+    remesh.save({"a": np.zeros(3), "b": np.zeros(3)}, tmp_path / "one")
+    remesh.save({"a": np.zeros(4), "b": np.zeros(3, np.float32)}, tmp_path / "two")
+
+    found = run_json("diff", tmp_path / "one", tmp_path / "two", exit_code=1)
+
+    assert [(t["name"], t["num_different"]) for t in found["tensors"]] == [("a", None), ("b", 0)]
+
+
+# ----- stats -----
+
+
+@pytest.mark.parametrize("place", ["ours", "theirs"])
+def test_statistics(run: Run, run_json: Any, request: pytest.FixtureRequest, place: str) -> None:
+    path: Path = request.getfixturevalue(place)
+    (row,) = run_json("stats", path, f"*{QUERY}")["tensors"]
+    numbers = weights(change=0.0 if place == "ours" else 0.5)[QUERY]
+
+    assert row["statistics"]["mean"] == pytest.approx(numbers.mean())
+    counts, edges = np.histogram(numbers, 16)
+    assert row["histogram"] == {"edges": pytest.approx(edges.tolist()), "counts": counts.tolist()}
+    shown = run("stats", path, "*").stdout
+    assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0", "0"]
+    assert "####" in run("stats", path, f"*{QUERY}").stdout
+    assert run("stats", path, "nothing*").exit_code == 2
+
+
+# ----- du, plan -----
+
+
+def test_where_the_bytes_are(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
+    found = run_json("du", ours)
+    assert [(part["prefix"], part["num_bytes"]) for part in found["parts"]] == [
+        ("model.layers.*", 512),
+        ("model.norm", 16),
+    ]
+    assert found["num_file_bytes"] > found["num_tensor_bytes"] == 528
+    assert run_json("du", theirs)["num_tensor_bytes"] == 528
+    assert "528 B of tensors" in run("du", ours).stdout
+    names = {one["name"] for one in run_json("du", ours.parent)["checkpoints"]}
+    assert names == {"ours", "theirs"}
+
+
+def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
+    whole = run_json("plan", ours)
+    assert (whole["loads"], whole["ranks"][0]["state_bytes"]) == (True, 528)
+    cut = run_json("plan", theirs, "--layout", "dp=2,tp=2,fsdp=2")
+    sizes = [rank["state_bytes"] for rank in cut["ranks"]]
+    assert sizes == [136] * 8  # each holds a quarter of the matrices, and half of the vector
+    uncut = run_json("plan", theirs, "--layout", "tp=2", "--shard", "*o_proj*=-")
+    assert [rank["state_bytes"] for rank in uncut["ranks"]] == [128 + 256 + 16] * 2
+    assert run("plan", ours, "--layout", "pp=2").exit_code == 2
+
+    other = run_json("plan", theirs, "--like", ours, exit_code=1)
+    assert (other["loads"], len(other["missing"]), len(other["unexpected"])) == (False, 3, 3)
+
+
+def test_boxes_of_a_layout_are_those_of_the_stored_tensors(run_json: Any, ours: Path) -> None:
+    options = ("--layout", "tp=2,fsdp=2", "--json")
+    columns = run_json("layout", ours, *options[:-1])["columns"]
+    by_name = {tensor["name"]: tensor["boxes"] for tensor in columns[1]["tensors"]}
+
+    assert [box["offset"] for box in by_name[f"model.{QUERY}"]] == [[0, 0], [2, 0], [4, 0], [6, 0]]
+    assert [box["offset"] for box in by_name[f"model.{OUTPUT}"]] == [[0, 0], [4, 0], [0, 4], [4, 4]]
+
+
+# ----- pages -----
+
+
+@pytest.mark.parametrize("place", ["ours", "theirs"])
+def test_pages_are_whole_and_need_nothing_else(
+    run: Run, request: pytest.FixtureRequest, tmp_path: Path, place: str
+) -> None:
+    path: Path = request.getfixturevalue(place)
+    for command in (["report", path], ["layout", path, "--layout", "dp=64,tp=2,fsdp=4"]):
+        result = run(*command, "-o", tmp_path / "page.html")
+        assert result.exit_code == 0, result.output
+        text = (tmp_path / "page.html").read_text()
+        page = ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
+        assert next(page.iter("{http://www.w3.org/2000/svg}svg"), None) is not None
+        assert "src=" not in text
+        assert "href=" not in text
+        assert len(text) < 200_000
+    result = run("report", path, "--no-stats")
+    assert QUERY.rpartition(".")[0].split(".")[-1] in result.stdout
+
+
+def test_a_report_of_a_damaged_checkpoint_says_so(run: Run, ours: Path) -> None:
+    os.truncate(data_files(ours)[0], 100)
+
+    assert "has 100 bytes" in run("report", ours, "--no-stats").stdout
+    assert run("report", ours).exit_code == 1
+
+
+# ----- all of them -----
+
+
+def test_nothing_needs_torch(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from remesh.cli import cli\n"
+        "for line in sys.argv[1:]:\n"
+        "    cli(line.split('|'), standalone_mode=False)\n"
+    )
+    lines = [
+        f"{command}|{path}{rest}"
+        for path in (ours, theirs)
+        for command, rest in {
+            "diff": f"|{path}",
+            "stats": "|*",
+            "du": "",
+            "plan": "|--layout|fsdp=2",
+            "layout": f"|-o|{tmp_path / 'page'}",
+            "report": f"|-o|{tmp_path / 'page'}",
+        }.items()
+    ]
+    command = [sys.executable, "-c", program, *lines]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_shells_complete_commands() -> None:
+    environment = {**os.environ, "_REMESH_COMPLETE": "bash_complete", "COMP_WORDS": "remesh d"}
+    done = subprocess.run(
+        [sys.executable, "-m", "remesh"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**environment, "COMP_CWORD": "1"},
+        timeout=240,
+    )
+
+    assert "plain,diff" in done.stdout.split()
