@@ -71,6 +71,19 @@ def test_no_way_of_loading_loses_the_moments(kind: str, missing: Any, tmp_path: 
     check_trained(model, optimizer)
 
 
+@pytest.mark.parametrize("kind", ["torch.save", "flattened"])
+def test_state_without_a_name_does_not_get_lost_in_a_transformation(
+    kind: str, tmp_path: Path
+) -> None:
+    place = stored_by(kind, tmp_path)
+    model, optimizer = job(1)
+    renames: Any = {"model.weight": "model.0.weight", "model.bias": "model.0.bias"}
+    state = {"model": torch.nn.Sequential(model), "opt": optimizer}
+    with pytest.raises(remesh.MismatchError, match=r"opt: the transformation makes 0\.weight"):
+        remesh.load(state, place, transform=renames, missing="keep")
+    assert not optimizer.state
+
+
 def both_groups(model: torch.nn.Linear) -> torch.optim.Optimizer:
     groups: Any = [{"params": [model.weight]}, {"params": [model.bias]}]
     return torch.optim.AdamW(groups)

@@ -137,7 +137,9 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
 
     def load_once() -> tuple[Any, RestoreReport]:
         stored = open_shared(exchange, place)
-        stored = with_parameter_names(exchange, state, stored, storage.url)
+        stored = with_parameter_names(
+            exchange, state, stored, storage.url, is_transformed=rules is not None
+        )
         emit("load.opened")
 
         def read(reads: RankReads, on_read: OnRead) -> bool:

@@ -58,7 +58,7 @@ class LiveOptimizer(msgspec.Struct, frozen=True):
 
 
 def with_parameter_names(
-    exchange: Exchange, state: Any, stored: StoredState, url: str
+    exchange: Exchange, state: Any, stored: StoredState, url: str, *, is_transformed: bool = False
 ) -> StoredState:
     """What is stored, by the names that the optimizers of a state have for it. Collective.
 
@@ -67,6 +67,7 @@ def with_parameter_names(
         state: The state that is loaded into, with the modules whose parameters are optimized.
         stored: What is stored.
         url: Where it is, for messages.
+        is_transformed: Whether parameters may be stored under other names than the state has.
 
     Raises:
         MismatchError: If the stored parameters cannot be told from their numbers.
@@ -79,7 +80,37 @@ def with_parameter_names(
         exchange, lambda: msgspec.msgpack.encode(live_optimizers(describe_local(state)))
     )
     found = [msgspec.msgpack.decode(reply, type=list[LiveOptimizer]) for reply in replies]
-    return named(stored, _united([one for ranks in found for one in ranks]), url)
+    optimizers = _united([one for ranks in found for one in ranks])
+    if is_transformed:
+        _refuse_other_names(stored, roots, optimizers, url)
+    return named(stored, optimizers, url)
+
+
+def _refuse_other_names(
+    stored: StoredState, roots: Sequence[str], optimizers: Sequence[LiveOptimizer], url: str
+) -> None:
+    """Refuse parameters that a transformation renames: their state would not follow.
+
+    Raises:
+        MismatchError: If there are any.
+    """
+    known = {ending for name in stored.index for ending in _endings(name)}
+    for one in optimizers:
+        other = [name for group in one.groups for name in group if name not in known]
+        if one.name in roots and other:
+            problem = f"{one.name}: the transformation makes {other[0]}, whose state has no name"
+            raise MismatchError(
+                f"the optimizer in {url} does not fit (nothing was changed)\n{problem}\n"
+                "Load it without a transformation into the model that was saved, save that with "
+                "remesh, and transform what was saved then.",
+                conflicts=(problem,),
+            )
+
+
+def _endings(name: str) -> Iterator[str]:
+    """A name without its first keys: all, one less, and so on."""
+    keys = name.split(".")
+    return (".".join(keys[start:]) for start in range(len(keys)))
 
 
 def unnamed_optimizers(stored: StoredState) -> list[str]:
@@ -98,9 +129,8 @@ def live_optimizers(description: Description) -> list[LiveOptimizer]:
     """The optimizers of a state."""
     shapes: dict[str, list[int]] = {}
     for entry in description.tensors:
-        keys = entry.name.split(".")
-        for start in range(len(keys)):
-            shapes.setdefault(".".join(keys[start:]), list(entry.global_shape))
+        for ending in _endings(entry.name):
+            shapes.setdefault(ending, list(entry.global_shape))
     groups: dict[Path, dict[int, list[str]]] = {}
     for name, items in description.merged_lists.items():
         *path, key, number, _ = description.paths[name]
