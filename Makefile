@@ -82,6 +82,7 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.reshard
 	$(BIN)/python -m benchmarks.megatron
 	$(BIN)/python -m benchmarks.elastic
+	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.master
 
 clean:  ## Remove what the commands above made

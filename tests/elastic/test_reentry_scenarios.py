@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.campaigns.settings import dice_of
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
 from tests.elastic.test_scenarios import assert_same_run
 
 pytestmark = pytest.mark.timeout(1200)
 
 slow = pytest.mark.slow
+
+NUM_KILLS = 20
 
 
 def entries(cluster: Cluster) -> list[dict[str, Any]]:
@@ -80,4 +83,40 @@ def test_a_process_that_hangs_is_brought_back(tmp_path: Path) -> None:
         cluster.until_trained(0, 1, round_after=before)
         assert [cluster.pid_of(rank) for rank in (0, 1)] == pids
         cluster.stop(0, 1)
+        assert_no_step_lost(cluster)
+
+
+@pytest.mark.nightly
+def test_a_copy_of_what_is_cut_goes_on(tmp_path: Path) -> None:
+    """HSDP of 2 x 2, from which a rank is lost: a copy stays, and a process waits as a spare."""
+    options = ("--node-unit", "2")
+    with Cluster(
+        tmp_path, "2:4", job="hsdp", silence=SILENCE_OF_THE_DEAD, agent=options
+    ) as cluster:
+        cluster.start(0, 1, 2, 3)
+        before = cluster.until_trained(0, 1, 2, 3)
+        pids = [cluster.pid_of(rank) for rank in (0, 1, 2)]
+        cluster.kill_agent(3)
+        before = cluster.until_trained(0, 1, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (0, 1)] == pids[:2]
+        cluster.start(3)
+        cluster.until_trained(0, 1, 2, 3, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (0, 1, 2)] == pids
+        cluster.stop(0, 1, 2, 3)
+        assert_no_step_lost(cluster)
+
+
+@pytest.mark.nightly
+def test_kills_at_random_moments_lose_no_step(tmp_path: Path) -> None:
+    dice = dice_of("processes that go on", NUM_KILLS)
+    with Cluster(tmp_path, "3:3", job="ddp", agent=("--max-restarts", "1000")) as cluster:
+        cluster.start(0, 1, 2)
+        before = cluster.until_trained(0, 1, 2)
+        for _ in range(NUM_KILLS):
+            cluster.until_step(cluster.step + dice.randrange(1, 4))
+            for rank in dice.sample(range(1, 3), dice.choice([1, 1, 2])):
+                cluster.kill_worker(rank)
+            before = cluster.until_trained(0, 1, 2, round_after=before)
+        cluster.stop(0, 1, 2)
+        assert len({one["pid"] for one in entries(cluster) if one["rank"] == 0}) == 1
         assert_no_step_lost(cluster)

@@ -70,7 +70,7 @@ class Boundary:
     note: ManagerNote
     parent: str
     roll_back: Callable[[], Any]
-    rows: Mapping[str, ShardedTensor]
+    rows: Callable[[], Mapping[str, ShardedTensor]]
     role: list[int]
     is_clean: bool = True
 
@@ -122,6 +122,7 @@ class LiveMemory:
         self._buffers = buffers
         self._is_on = True
         self._optimizers: set[int] = set()  # ids of those in the state
+        self._parts: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         self._hook = register_optimizer_step_pre_hook(self._before_change)
 
     def _before_change(self, optimizer: Optimizer, *_arguments: object) -> None:
@@ -149,12 +150,12 @@ class LiveMemory:
             self._job.end_change()
             return
         try:
-            keeper = _Keeper()
+            keeper = _Keeper(self._parts)
             rebuild = keeper.keep(state, "state")
             self._optimizers = keeper.optimizers
             role = [coordinate for coordinate, _ in roles.own.values()]
             self._job.boundary = Boundary(
-                step, note(), parent, keeper.roll_back(rebuild), rows(), role
+                step, note(), parent, keeper.roll_back(rebuild), rows, role
             )
         except NotWatchedError as problem:
             self._is_on, self._job.boundary = False, None
@@ -206,7 +207,7 @@ class LiveMemory:
         boundary = self._job.boundary
         source: dict[str, Any] = {}
         if self._exchange.rank in ranks:
-            rows = boundary.rows if note.streams else {}
+            rows = boundary.rows() if note.streams else {}
             source = resuming.with_rows(state, rows)
 
         def load(target: Any, **options: Any) -> Any:
@@ -238,11 +239,13 @@ class _Keeper:
     """Copies what may change outside of optimizers.
 
     Attributes:
+        parts: The modules below each module, which take long to list; filled here.
         checks: Raise `ChangedError` if a tensor is not what it was.
         restore: Put copies back.
         optimizers: Ids of the optimizers that were found.
     """
 
+    parts: dict[torch.nn.Module, list[torch.nn.Module]]
     checks: list[Callable[[], None]] = field(default_factory=list)
     restore: list[Callable[[], object]] = field(default_factory=list)
     optimizers: set[int] = field(default_factory=set)
@@ -291,9 +294,15 @@ class _Keeper:
         return lambda: node
 
     def _keep_module(self, module: torch.nn.Module, name: str) -> None:
-        for key, buffer in module.named_buffers():
-            self._watch(buffer, f"{name}.{key}")
-        parameters = list(module.parameters())
+        if module not in self.parts:
+            self.parts[module] = list(module.modules())
+        parts = self.parts[module]
+        for part in parts:
+            for key, buffer in part._buffers.items():  # noqa: SLF001 - and their places
+                if buffer is not None:
+                    self._keep_buffer(part._buffers, key, buffer, name)  # noqa: SLF001
+        own = [part._parameters.values() for part in parts]  # noqa: SLF001
+        parameters = [one for values in own for one in values if one is not None]
         versions = [parameter._version for parameter in parameters]  # noqa: SLF001
 
         def check() -> None:
@@ -303,6 +312,17 @@ class _Keeper:
 
         self.checks.append(check)
         self.restore.append(lambda: _shard_again(module))
+
+    def _keep_buffer(
+        self, place: dict[str, torch.Tensor | None], key: str, buffer: torch.Tensor, name: str
+    ) -> None:
+        """Keep a buffer; a new one may be put in its place before it is needed."""
+
+        def put() -> None:
+            place[key] = buffer
+
+        self.restore.append(put)
+        self._watch(buffer, f"a buffer of {name}, {key},")
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers.add(id(optimizer))

@@ -337,14 +337,15 @@ class Manager:
         """Note that a step is complete in the memory of this process."""
         if self._live is None:
             return
-        streams = self._streams()
+        streams = {name: stream.frozen() for name, stream in self._streams().items()}
+        roles = self._roles
         self._live.mark(
             step,
             state,
             lambda: self._note(step, metrics or {}, streams),
             self._parent,
-            lambda: rng.rows_of(streams, self._roles),
-            self._roles,
+            lambda: rng.rows_of(streams, roles),
+            roles,
         )
 
     def _keep_in_memory(

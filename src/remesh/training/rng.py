@@ -22,7 +22,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -91,14 +91,25 @@ class Stream:
     """A source of random numbers.
 
     Attributes:
-        get: Its state as bytes.
-        set: Takes over such a state.
+        take: A copy of its state.
+        encode: Such a copy as bytes.
+        set: Takes over a state as bytes.
         seed: Begins anew from a 64-bit seed.
     """
 
-    get: Callable[[], bytes]
+    take: Callable[[], Any]
+    encode: Callable[[Any], bytes]
     set: Callable[[bytes], None]
     seed: Callable[[int], object]
+
+    def get(self) -> bytes:
+        """Its state as bytes."""
+        return self.encode(self.take())
+
+    def frozen(self) -> Stream:
+        """A stream whose state stays what it is now; encoding it is left for later."""
+        taken = self.take()
+        return replace(self, take=lambda: taken)
 
 
 def streams_of(generators: Mapping[str, object], *, is_alone: bool) -> dict[str, Stream]:
@@ -158,12 +169,13 @@ def _of_python(source: Any) -> Stream:
         version, internal, gauss = json.loads(data)
         source.setstate((version, tuple(internal), gauss))
 
-    return Stream(lambda: _to_json(source.getstate()), put, source.seed)
+    return Stream(source.getstate, _to_json, put, source.seed)
 
 
 def _of_numpy_state(source: Any) -> Stream:
     return Stream(
-        lambda: _to_json(source.get_state(legacy=False)),
+        lambda: source.get_state(legacy=False),
+        _to_json,
         lambda data: source.set_state(json.loads(data)),
         lambda seed: source.seed([seed >> 32, seed & 0xFFFFFFFF]),
     )
@@ -174,7 +186,8 @@ def _of_numpy_generator(source: Any) -> Stream:
         source.state = state
 
     return Stream(
-        lambda: _to_json(source.state),
+        lambda: source.state,
+        _to_json,
         lambda data: put(json.loads(data)),
         lambda seed: put(type(source)(seed).state),
     )
@@ -186,7 +199,7 @@ def _of_torch(source: Any) -> Stream:
 
         source.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    return Stream(lambda: bytes(source.get_state().numpy()), put, source.manual_seed)
+    return Stream(source.get_state, lambda state: bytes(state.numpy()), put, source.manual_seed)
 
 
 def _to_json(state: object) -> bytes:
