@@ -31,7 +31,7 @@ def test_the_guide_runs_from_top_to_bottom(
     for block in blocks:
         exec(compile(block, "docs/guide.md", "exec"), namespace)
     printed = capsys.readouterr().out
-    assert "steps (stored is step)" in printed
+    assert "steps (did you mean step?)" in printed
     assert "shape (16, 8) is stored, (32, 8) is wanted" in printed
 
 

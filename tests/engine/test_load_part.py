@@ -77,7 +77,7 @@ def test_only_the_model_under_another_prefix(
     reports: list[Any] = []
     remesh.load({"net": net}, path, transform=transform, on_report=reports.append)
     assert all(torch.equal(net.state_dict()[n], t) for n, t in model.state_dict().items())
-    assert reports[0].derived["net.head.weight"] == "model.head.weight"
+    assert reports[0].renamed["net.head.weight"] == "model.head.weight"
 
 
 def test_subtree_as_the_whole_state_and_back(
@@ -176,3 +176,44 @@ def test_a_rule_about_one_of_two_that_the_optimizer_may_belong_to(
     state["optimizer"] = torch.optim.AdamW(state["model"].parameters())  # type: ignore[attr-defined]
     with pytest.raises(TransformError, match="owners="):
         remesh.load(state, path, transform={"model.head.": None})
+
+
+def test_a_base_of_other_names_is_kept_and_told(
+    full: tuple[Path, Encoder, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fine-tuning: adapters are new to the checkpoint, its head has no place in the state."""
+    path, model, _ = full
+    net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
+    net["body"].register_parameter("lora_a", nn.Parameter(torch.ones(2, 4)))
+    reports: list[Any] = []
+    caplog.set_level("INFO", "remesh")
+    remesh.load({"model": net}, path, missing="keep", on_report=reports.append)
+    report = reports[0]
+    assert report.missing == ("model.body.lora_a",)
+    assert {"model.head.weight", "step"} <= set(report.unexpected)
+    assert torch.equal(net.get_parameter("body.1.bias"), model.get_parameter("body.1.bias"))
+    lines = report.table().splitlines()
+    assert "missing     model.body.lora_a" in lines
+    assert "restored    model.body.0.weight" in lines
+    messages = [record.getMessage() for record in caplog.records]
+    (summary,) = [message for message in messages if message.startswith("loaded ")]
+    assert "4 restored, 1 missing" in summary
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_a_load_that_restores_nothing_warns(
+    full: tuple[Path, Encoder, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _, _ = full
+    remesh.load({"module": Encoder()}, path, missing="keep")
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "no tensor is loaded" in warning
+    assert "module.body.0.weight" in warning
+    with pytest.raises(remesh.MismatchError) as caught:
+        remesh.load({"model": Encoder(), "epoch": 0}, path)
+    first, *rest = str(caught.value).splitlines()
+    assert len(first) <= 100
+    assert "1 name is not stored:" in rest
+    assert "  epoch" in rest
+    with pytest.raises(remesh.MismatchError, match="names are stored that no rank asks for"):
+        remesh.load({"model": Encoder()}, path, unexpected="error")

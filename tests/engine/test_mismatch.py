@@ -89,8 +89,8 @@ def test_missing_names_come_with_what_is_near() -> None:
     assert set(error.missing) == {"model.layer.0.weigth", "learning-rate", "xyz"}
     assert error.conflicts == error.unexpected == ()
     assert error.rank is None
-    assert "model.layer.0.weigth (stored is model.layer.0.weight)" in str(error)
-    assert "learning-rate (stored is learning_rate)" in str(error)
+    assert "model.layer.0.weigth (did you mean model.layer.0.weight?)" in str(error)
+    assert "learning-rate (did you mean learning_rate?)" in str(error)
     assert "xyz\n" in str(error)
     assert 'missing="keep"' in str(error)
     assert storage.url in str(error)

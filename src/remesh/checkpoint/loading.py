@@ -38,7 +38,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
-from remesh.checkpoint.mismatch import listed, refuse
+from remesh.checkpoint.mismatch import counted, listed, refuse
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stopwatch import timed
@@ -49,7 +49,7 @@ from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
-from remesh.geometry import Box
+from remesh.geometry import BoolArray, Box
 from remesh.index import Index
 from remesh.pipeline import read_together
 from remesh.planner import (
@@ -152,8 +152,11 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         return load_into(state, stored, exchange, options, read=read, emit=emit)
 
     result, report = begin_anew(load_once)
+    report = dataclasses.replace(report, seconds=time.monotonic() - started)
+    if exchange.rank == 0:
+        _LOGGER.info("loaded %s: %s", storage.url, report)
     if on_report is not None:
-        on_report(dataclasses.replace(report, seconds=time.monotonic() - started))
+        on_report(report)
     return result
 
 
@@ -192,11 +195,13 @@ def load_into(
     plan, replies = _match_on_all(state, stored, exchange, options, reserved)
     if any(compares for compares, _ in replies):
         run_on_all(exchange, lambda: _compare(plan, read))
-    unexpected = _unexpected_names(stored, [asked for _, asked in replies])
+    asked = _asked_by_any(stored, [asked for _, asked in replies])
+    unexpected = _unexpected_names(stored, asked)
     if unexpected and options.refuse_unexpected:
         raise MismatchError(
-            f"{stored.url} holds {len(unexpected)} names that no rank asks for: "
-            f"{listed(unexpected)}",
+            f"{counted(len(unexpected), 'is', 'are')} stored that no rank asks for "
+            f"(nothing was changed)\ncheckpoint: {stored.url}\n  {listed(unexpected)}\n"
+            'unexpected="ignore" leaves them out.',
             unexpected=tuple(unexpected),
         )
     unproven = set(stored.document.unchecked_names).difference(unexpected)
@@ -204,7 +209,7 @@ def load_into(
         plan.report, unexpected=tuple(unexpected), unchecked=tuple(sorted(unproven))
     )
     if exchange.rank == 0:
-        _warn(report, stored.url)
+        _warn(report, stored.url, has_tensors=bool(asked[: len(list(stored.index))].any()))
     emit("load.planned")
     return _finish(plan, report, exchange, read, emit)
 
@@ -334,8 +339,16 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
 
 
-def _warn(report: RestoreReport, url: str) -> None:
+def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
     """Warn of what a load does that its caller may not expect."""
+    if report.missing and not has_tensors:
+        _LOGGER.warning(
+            "no tensor is loaded, for %s has none of their names. The state has %s; stored is %s. "
+            "Rename what is stored with transform=",
+            url,
+            listed(report.missing),
+            listed(report.unexpected),
+        )
     if report.dropped:
         _LOGGER.warning(
             "%d entries of plain dicts are not in %s and go, for such a dict is replaced whole: %s",
@@ -358,12 +371,18 @@ def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) 
     return lambda touched: assign_readers_if_cheaper(touched, exchange_cost=cost)
 
 
-def _unexpected_names(stored: StoredState, replies: list[bytes]) -> list[str]:
+def _asked_by_any(stored: StoredState, replies: list[bytes]) -> BoolArray:
+    """For each stored name, whether any rank asks for it."""
+    count = sum(1 for _ in stored.names())
+    asked = np.zeros(count, dtype=np.bool_)
+    for reply in replies:
+        bits = np.unpackbits(np.frombuffer(reply, dtype=np.uint8), count=count)
+        asked |= bits.astype(np.bool_)
+    return asked
+
+
+def _unexpected_names(stored: StoredState, asked: BoolArray) -> list[str]:
     """Stored names that no rank asks for."""
     names = list(stored.names())
-    asked = np.zeros(len(names), dtype=np.bool_)
-    for reply in replies:
-        bits = np.unpackbits(np.frombuffer(reply, dtype=np.uint8), count=len(names))
-        asked |= bits.astype(np.bool_)
     extra = [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
     return without_buffers_of_ranks(names, extra)

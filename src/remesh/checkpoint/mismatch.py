@@ -13,12 +13,29 @@ from remesh.errors import MismatchError
 MAX_LISTED = 10
 """How many names of a kind an error message lists; the exception carries all."""
 
+MAX_COMPARED = 5000
+"""How many names are looked at for one that is near."""
+
 
 def listed(names: Iterable[str]) -> str:
     """The first of some names, and how many more there are."""
     shown = list(names)
     more = f", ... and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else ""
     return ", ".join(shown[:MAX_LISTED]) + more
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """A number of names with the verb that it takes."""
+    return f"1 name {one}" if number == 1 else f"{number} names {many}"
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """The nearest of some names as a question; empty if none is near."""
+    if len(names) > MAX_COMPARED:
+        last = name.rpartition(".")[2]
+        names = [other for other in names if other.rpartition(".")[2] == last][:MAX_COMPARED]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def kind_of(record: object) -> str:
@@ -61,23 +78,26 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     conflicts = tuple(told for told in found.conflicts if not told.startswith(found.others))
     if not conflicts and (keep_missing or not missing):
         return
-    lines = [f"the state does not fit the checkpoint {stored.url} (nothing was changed)"]
+    lines = [
+        "the state does not fit the checkpoint (nothing was changed)",
+        f"checkpoint: {stored.url}",
+    ]
     if missing:
-        names = list(stored.names())
-        lines.append(f"{len(missing)} names are not stored:")
-        for name in missing[:MAX_LISTED]:
-            near = difflib.get_close_matches(name, names, n=1)
-            lines.append(f"  {name}" + (f" (stored is {near[0]})" if near else ""))
+        taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
+        names = [name for name in stored.names() if name not in taken]
+        lines.append(f"{counted(len(missing), 'is', 'are')} not stored:")
+        lines += [f"  {name}{_nearest(name, names)}" for name in missing[:MAX_LISTED]]
         if len(missing) > MAX_LISTED:
             lines.append(f"  ... and {len(missing) - MAX_LISTED} more")
-        lines.append('missing="keep" leaves them as they are.')
+        them = "it as it is" if len(missing) == 1 else "them as they are"
+        lines.append(f'missing="keep" leaves {them}.')
         if found.new_parameters:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "
                 "checkpoint has them under other names, rename those with transform= instead."
             )
     if conflicts:
-        lines.append(f"{len(conflicts)} names differ:")
+        lines.append(f"{counted(len(conflicts), 'differs', 'differ')}:")
         lines += [f"  {conflict}" for conflict in conflicts[:MAX_LISTED]]
         if len(conflicts) > MAX_LISTED:
             lines.append(f"  ... and {len(conflicts) - MAX_LISTED} more")

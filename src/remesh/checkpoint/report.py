@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from remesh._repr import short_repr
@@ -16,6 +17,8 @@ class RestoreReport:
         cast: Tensors whose dtype was converted: name → `stored → wanted`.
         resized: Tensors of another global shape that were padded or cut, because the target allows
             it: name → `stored → wanted`.
+        renamed: Names that a transformation fills with a stored tensor or value as it is: name →
+            stored name.
         derived: Names that were filled from others: tied tensors, and what a transformation makes:
             name → stored names.
         missing: Names that the state has and the checkpoint lacks; they kept what they had.
@@ -50,23 +53,41 @@ class RestoreReport:
     group_bytes_needed: int = 0
     group_bytes_read: int = 0
     unchecked: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
 
     __repr__ = short_repr
+
+    def _kinds(self) -> dict[str, Collection[str]]:
+        return {
+            "restored": self.restored,
+            "renamed": self.renamed,
+            "cast": self.cast,
+            "resized": self.resized,
+            "derived": self.derived,
+            "missing": self.missing,
+            "kept": self.kept,
+            "unexpected": self.unexpected,
+            "dropped": self.dropped,
+            "unchecked": self.unchecked,
+        }
+
+    def table(self) -> str:
+        """Every name on a line of its own, after what became of it.
+
+        What was missing kept its value, and what was unexpected was ignored.
+        """
+        rows = [
+            (kind, name, names[name] if isinstance(names, dict) else "")
+            for kind, names in self._kinds().items()
+            for name in names
+        ]
+        wide = max((len(name) for _, name, _ in rows), default=0)
+        return "\n".join(f"{kind:10}  {name:{wide}}  {how}".rstrip() for kind, name, how in rows)
 
     def __str__(self) -> str:
         counts = [
             f"{len(names)} {kind}"
-            for kind, names in (
-                ("restored", self.restored),
-                ("cast", self.cast),
-                ("resized", self.resized),
-                ("derived", self.derived),
-                ("missing", self.missing),
-                ("kept", self.kept),
-                ("unexpected", self.unexpected),
-                ("dropped", self.dropped),
-                ("unchecked", self.unchecked),
-            )
+            for kind, names in self._kinds().items()
             if names or kind == "restored"
         ]
         group = ""
@@ -91,6 +112,7 @@ class Findings:
     restored: list[str] = field(default_factory=list)
     cast: dict[str, str] = field(default_factory=dict)
     resized: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -115,4 +137,5 @@ class Findings:
             (),
             num_bytes,
             dropped=dropped,
+            renamed=self.renamed,
         )

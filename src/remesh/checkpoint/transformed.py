@@ -319,7 +319,9 @@ def match_made(
             f"{' and '.join(made)} are tied in the state, but made of different tensors"
         )
     else:
-        found.derived.update({name: ", ".join(resolved.sources_of(made[0])) for name in own})
+        sources = resolved.sources_of(made[0])
+        filed = found.renamed if resolved.is_whole(made[0]) else found.derived
+        filed.update({name: ", ".join(sources) for name in own})
         return made[0]
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from remesh._repr import short_repr
 from remesh.errors import MismatchError
 from remesh.geometry import Box
-from remesh.transform.expressions import Node, Origin
+from remesh.transform.expressions import Leaf, Node, Origin
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.tensor_info import Infos
 
@@ -119,6 +119,11 @@ class Resolved:
         """Names of the sources that a target is made of or must agree with; none if it is kept."""
         plan = self.plans.get(target)
         return () if plan is None else plan.sources
+
+    def is_whole(self, target: str) -> bool:
+        """Whether a target is one source as it is, with every element at its place."""
+        plan = self.plans[target]
+        return len(plan.sources) == 1 and isinstance(plan.node, Leaf | None)
 
     def check(self) -> None:
         """Refuse targets that cannot be filled.
