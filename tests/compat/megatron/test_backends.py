@@ -324,8 +324,10 @@ def test_strictness(
         assert unexpected == {"c", "p"}
         assert missing == ({"b", "o"} if handling.value == "return_all" else set())
     assert {key: value.tolist() for key, value in result.items()} == {"a": [1, 1]}
-    assert ("asked for, but not stored: c, p" in caplog.text) == handling.value.startswith("log")
-    assert ("not asked for by any rank: b, o" in caplog.text) == (handling.value == "log_all")
+    assert (
+        "Unexpected keys (asked for, but not stored): c, p" in caplog.text
+    ) == handling.value.startswith("log")
+    assert ("not asked for by any rank): b, o" in caplog.text) == (handling.value == "log_all")
 
 
 def test_an_unknown_strictness_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from remesh.compat.megatron.mapping import (
 )
 from remesh.compat.megatron.objects import decode_object
 from remesh.compat.megatron.strategies.base import StrategyAction, get_default_strategy
-from remesh.errors import CheckpointNotFoundError
+from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.integrity import raw_digest
 from remesh.planner import plan_save
@@ -225,8 +225,10 @@ def validate_sharding_integrity(global_metadata: GlobalMetadata) -> None:
             f"{min(both)}: a tensor on one rank and an object on another; rename one of them"
         )
     _check_objects([(rank, x) for rank, items in enumerate(objects) for x in items])
-    with as_checkpointing_exception():
+    try:
         plan_save([local_boxes_of(items) for items in tensors])
+    except StateError as error:
+        raise CheckpointingException(f"Invalid access pattern: {error}") from error
 
 
 def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
@@ -245,8 +247,8 @@ def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
     for unique_key, ranks in mains.items():
         if len(ranks) != 1:
             raise CheckpointingException(
-                f"{unique_key}: main replica on ranks {ranks}; exactly one rank must have a "
-                "replica_id of 0"
+                f"Invalid access pattern: {unique_key}: main replica on ranks {ranks}; exactly one "
+                "rank must have a replica_id of 0"
             )
 
 
@@ -275,12 +277,17 @@ def validate_common_state_dict(common_state_dict: Any, group: Any = None) -> Non
     only_first, only_here, differing = diff(first, decode_object(encoded, "common state"))
     if digests[exchange.rank] != digests[0]:
         logger.warning(
-            "rank %d: the common state differs from that of rank 0, which is stored; only on rank "
-            "0: %s; only here: %s; different: %s",
+            "Rank %d common state dict differs from rank 0 common state dict. "
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
             exchange.rank,
             only_first,
+            exchange.rank,
             only_here,
-            [item[0] for item in differing],
+            differing,
+        )
+        logger.warning(
+            "the common state of rank 0 is stored; put what belongs to a rank into a ShardedObject,"
+            " and take out what may differ by preprocess_common_before_consistancy_check"
         )
 
 
@@ -368,12 +375,20 @@ def maybe_report_missing_and_unexpected_keys(
     """
     lines = []
     if unexpected_keys:
-        lines.append(f"asked for, but not stored: {_listed(unexpected_keys)}")
+        lines.append(f"Unexpected keys (asked for, but not stored): {_listed(unexpected_keys)}")
     if missing_keys:
-        lines.append(f"stored, but not asked for by any rank: {_listed(missing_keys)}")
+        lines.append(
+            f"Missing keys (stored, but not asked for by any rank): {_listed(missing_keys)}"
+        )
     if not lines:
         return
-    message = "state and checkpoint do not match; " + "; ".join(lines)
+    message = "; ".join(
+        [
+            "state and checkpoint do not match",
+            *lines,
+            "ask for what is stored, or let `strict` say what to do",
+        ]
+    )
     if raise_error:
         raise CheckpointingException(message)
     logger.warning("%s", message)
@@ -407,8 +422,9 @@ def verify_checkpoint_and_load_strategy(
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         raise CheckpointingException(
-            f"{checkpoint_dir} is not a distributed checkpoint: there is no metadata.json, which is"
-            " written last; look for another checkpoint, or for the cause of an unfinished save"
+            f"{checkpoint_dir} does not exist or is not a distributed checkpoint: there is no "
+            "metadata.json, which is written last; look for another checkpoint, or for the cause of"
+            " an unfinished save"
         )
     if sharded_strategy is None:
         sharded_strategy = (config.sharded_backend, config.sharded_backend_version)

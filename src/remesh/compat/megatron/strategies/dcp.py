@@ -1,4 +1,4 @@
-"""What Megatron asks of `strategies.torch` besides the strategies: names, planners, modules.
+"""What Megatron asks of `strategies.torch` besides the strategies: planners, modules, errors.
 
 For code that calls torch.distributed.checkpoint with its own planners or schedules saves itself.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -21,6 +22,21 @@ from remesh.compat.megatron.strategies import (
     state_dict_saver,
 )
 from remesh.compat.megatron.strategies.resharding import TensorReformulationMetadata
+
+
+class TorchDistException(CheckpointingException, CheckpointException):
+    """A load of `torch_dist` that failed: the drop-in's exception, and the one that torch raises.
+
+    Args:
+        message: What went wrong.
+    """
+
+    def __init__(self, message: str) -> None:
+        CheckpointException.__init__(self, message, {})
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:

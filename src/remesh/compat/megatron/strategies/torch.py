@@ -23,10 +23,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from remesh.compat.megatron.core import as_checkpointing_exception, storage_of
+from remesh.compat.megatron.core import (
+    CheckpointingException,
+    as_checkpointing_exception,
+    storage_of,
+)
 from remesh.compat.megatron.strategies.dcp import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistException,
     get_async_strategy,
     get_reformulation_metadata,
 )
@@ -117,6 +122,20 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         self.cache_metadata = cache_metadata
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.cached_global_metadata: Metadata | None = None
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """See `LoadShardedStrategy`. Collective.
+
+        Raises:
+            CheckpointingException: On every rank; it is torch's `CheckpointException` as well.
+        """
+        try:
+            loaded = super().load(sharded_state_dict, checkpoint_dir)
+        except CheckpointingException as error:
+            raise TorchDistException(str(error)) from error.__cause__
+        with as_checkpointing_exception():
+            self.cached_global_metadata = _torch_metadata(storage_of(checkpoint_dir))
+        return loaded
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         """Take the tensors and objects whose keys begin with a prefix out. Not collective.
