@@ -103,3 +103,41 @@ def test_whole_training_states(tmp_path: Path) -> None:
         assert all(torch.equal(found, expected) for found, expected in pairs)
     assert live["ema"].n_averaged == saved["ema"].n_averaged
     assert live["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]
+
+
+def test_torch_load_reads_what_is_written(tmp_path: Path) -> None:
+    """A training state, nested as it was; a tied weight is one storage."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    sum(layer(torch.ones(4)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "step": 7,
+        "pair": [torch.ones(3, dtype=torch.bfloat16), ("text", None)],
+        "wide": torch.tensor([0, 1, 2], dtype=torch.uint16),
+    }
+    remesh.save(state, tmp_path / "saved", format="torch_file")
+    assert [file.name for file in (tmp_path / "saved").iterdir()] == ["state.pt"]
+    found = torch.load(tmp_path / "saved" / "state.pt", weights_only=True)
+    assert found["step"] == 7
+    assert torch.equal(found["pair"][0], torch.ones(3, dtype=torch.bfloat16))
+    assert tuple(found["pair"][1]) == ("text", None)
+    assert found["wide"].tolist() == [0, 1, 2]
+    assert found["model"].keys() == model.state_dict().keys()
+    assert all(torch.equal(found["model"][name], t) for name, t in model.state_dict().items())
+    assert found["model"]["a.weight"].data_ptr() == found["model"]["b.weight"].data_ptr()
+    moments = optimizer.state[next(iter(model.parameters()))]
+    stored = found["optimizer"]["state"]["a.weight"]
+    assert torch.equal(stored["exp_avg"], moments["exp_avg"])
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    remesh.load(state, tmp_path / "saved")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(remesh.errors.UnsupportedValueError, match="store plain values"):
+        remesh.save({"a": {1, 2}}, tmp_path / "set", format="torch_file")

@@ -38,12 +38,17 @@ _STORAGE_OF = {dtype: name for name, dtype in LEGACY_STORAGES.items()}
 
 def tensor_pickle(dtype: DType, shape: Sequence[int]) -> bytes:
     """The pickle of a tensor whose elements are the storage `0`, row by row."""
+    return dumps(tensor_value(dtype, shape, "0"))
+
+
+def tensor_value(dtype: DType, shape: Sequence[int], key: str) -> Call:
+    """What a pickle says of a tensor whose elements are a storage, row by row."""
     size, legacy = math.prod(shape), _STORAGE_OF.get(dtype.name)
     storage = Global("torch", legacy) if legacy else Global("torch.storage", "UntypedStorage")
     num_items = size if legacy else size * dtype.itemsize
     hooks = Call(Global("collections", "OrderedDict"), ())
     args = (
-        PersistentId(("storage", storage, "0", "cpu", num_items)),
+        PersistentId(("storage", storage, key, "cpu", num_items)),
         0,
         tuple(shape),
         tuple(strides_of(shape)),
@@ -51,9 +56,9 @@ def tensor_pickle(dtype: DType, shape: Sequence[int]) -> bytes:
         hooks,
     )
     if legacy:
-        return dumps(Call(Global("torch._utils", "_rebuild_tensor_v2"), args))
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
     rebuild = Global("torch._utils", "_rebuild_tensor_v3")
-    return dumps(Call(rebuild, (*args, Global("torch", dtype.name))))
+    return Call(rebuild, (*args, Global("torch", dtype.name)))
 
 
 def frame(pickled: bytes, num_bytes: int, at: int) -> tuple[bytes, bytes]:

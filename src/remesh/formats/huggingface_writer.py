@@ -1,13 +1,8 @@
 """Writing the weights of Hugging Face models: safetensors files of whole tensors, and their index.
 
-Rank 0 decides which tensor lies where in which file (`weight_files`). Then every rank writes the
-bytes that it holds at their place in the file, so all ranks write at the same time, no tensor is
-sent anywhere, and no rank ever holds more than its boxes. Rows of a box that are not neighbours in
-the tensor are written one by one.
-
-Files have the id of the save behind their names until all of them are durable. Then they get their
-names, and the index, which says that they belong together, comes last; a single file exists when it
-has its name.
+Rank 0 decides which tensor lies where in which file (`weight_files`), and all ranks write their
+boxes there (`whole_tensors`). When all files are durable they get their names, and the index, which
+says that they belong together, comes last; a single file exists when it has its name.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import numpy as np
 
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats.building import exists
-from remesh.formats.framing import Existing, Frame, Grid, Rename, Saved, SmallFile, Writer
+from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.weight_files import (
     FileTensor,
@@ -28,7 +23,7 @@ from remesh.formats.weight_files import (
     file_names,
     split_into_files,
 )
-from remesh.geometry import IntArray
+from remesh.formats.whole_tensors import WholeFile, WholeFiles, decode_files, frames, renames
 from remesh.index import BoxTable
 from remesh.storage import Storage
 
@@ -39,21 +34,6 @@ _STEM, _SUFFIX = "model", ".safetensors"
 FILE_NAME = f"{_STEM}{_SUFFIX}"
 INDEX_NAME = f"{FILE_NAME}.index.json"
 CONFIG_NAME = "config.json"
-
-
-class _File(msgspec.Struct, frozen=True):
-    """A weight file: its final name, its first bytes and its size."""
-
-    name: str
-    header: bytes
-    num_bytes: int
-
-
-class _Files(msgspec.Struct, frozen=True):
-    """All weight files, and for each tensor its file and its first byte there."""
-
-    files: list[_File]
-    places: dict[str, tuple[int, int]]
 
 
 def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | None) -> Grid:
@@ -67,7 +47,7 @@ def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | Non
     contents = [SafetensorsContent(shard) for shard in shards]
     names = file_names(_STEM, _SUFFIX, len(shards))
     files = [
-        _File(name, content.head(), content.num_bytes)
+        WholeFile(name, content.num_bytes, [(0, content.head())])
         for name, content in zip(names, contents, strict=True)
     ]
     places = {
@@ -75,7 +55,7 @@ def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | Non
         for number, (shard, content) in enumerate(zip(shards, contents, strict=True))
         for weight, position in zip(shard, content.positions, strict=True)
     }
-    return msgspec.msgpack.encode(_Files(files, places))
+    return WholeFiles(files, places).encode()
 
 
 def _check_is_weights(document: ValuesDocument) -> None:
@@ -118,37 +98,15 @@ def single_file(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str
     return _plan(boxes, document, None)
 
 
-def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
-    """The files of which a rank writes something; rank 0 writes all headers."""
-    plan = msgspec.msgpack.decode(grid, type=_Files)
-    names = boxes.tensors.names
-    placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
-    numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
-    found = []
-    for number, file in enumerate(plan.files):
-        here = numbers == number
-        if rank == 0 or here.any():
-            path, fillers = _written_name(file, save_id), ((0, file.header),) if rank == 0 else ()
-            frame = Frame(
-                path, file.num_bytes, rows[here], positions[here], fillers=fillers, is_shared=True
-            )
-            found.append(frame)
-    return found
-
-
-def _written_name(file: _File, save_id: str) -> str:
-    return f"{file.name}.{save_id}"
-
-
 def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
     """The configuration, the files under their final names, and the index of several files."""
-    plan, steps = msgspec.msgpack.decode(saved.grid, type=_Files), []
+    plan, named = decode_files(saved.grid), renames(saved)
+    steps: list[SmallFile | Rename] = []
     if saved.metadata:
         text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
         steps.append((CONFIG_NAME, text.encode()))
-    renames = [Rename(_written_name(file, saved.save_id), file.name) for file in plan.files]
-    if len(renames) == 1:
-        return [*steps, *renames]
+    if len(named) == 1:
+        return [*steps, *named]
     tensors = saved.boxes.tensors
     sizes = [tensors.shape(number) for number in range(len(tensors.names))]
     num_elements = [int(np.prod(shape, dtype=np.int64)) for shape in sizes]
@@ -158,7 +116,7 @@ def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
     }
     places = {name: plan.files[number].name for name, (number, _) in sorted(plan.places.items())}
     index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
-    return [*steps, *renames, (INDEX_NAME, index.encode())]
+    return [*steps, *named, (INDEX_NAME, index.encode())]
 
 
 class _Index(msgspec.Struct):

@@ -29,6 +29,7 @@ from remesh.formats import (
     torch_dcp,
     torch_dcp_writer,
     torch_file,
+    torch_file_writer,
     zarr,
 )
 from remesh.formats.building import exists
@@ -152,6 +153,7 @@ FORMATS: tuple[Format, ...] = (
             place.storage, place.file or place.storage.list()[0], allow=place.allow
         ),
         lists=True,
+        writers=(torch_file_writer.TORCH_FILE,),
     ),
     Format(
         paddle.NAME,

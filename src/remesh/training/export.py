@@ -43,6 +43,7 @@ from remesh.dtypes import BY_NAME
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats.table import Source
+from remesh.formats.torch_archive import TorchArchive
 from remesh.formats.weight_files import (
     Content,
     FileTensor,
@@ -59,7 +60,6 @@ from remesh.sharded import Part, ShardedTensor
 from remesh.state import TENSOR_RECORD
 from remesh.storage import Buffer, Storage, Writer, aligned_buffer, is_local, open_storage
 from remesh.storage.local_io import sync_directory
-from remesh.training.torch_archive import TorchArchive
 
 WeightFormat = Literal["safetensors", "pth"]
 

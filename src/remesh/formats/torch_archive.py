@@ -97,12 +97,14 @@ class TorchArchive:
 
     Args:
         tensors: The tensors, in order.
+        pickled: What `data.pkl` holds; by default a dict of the tensors by name.
 
     Raises:
         UnsupportedValueError: If one is of a type that such a file has no name for.
     """
 
     tensors: Sequence[FileTensor]
+    pickled: bytes | None = None
     num_bytes: int = field(init=False)
     _first: list[tuple[_Entry, bytes]] = field(init=False)
     _data: list[_Entry] = field(init=False)
@@ -111,7 +113,8 @@ class TorchArchive:
     def __post_init__(self) -> None:
         position = 0
         self._first, self._data = [], []
-        for name, content in (("data.pkl", _pickle(self.tensors)), ("byteorder", b"little")):
+        pickled = _pickle(self.tensors) if self.pickled is None else self.pickled
+        for name, content in (("data.pkl", pickled), ("byteorder", b"little")):
             entry = _Entry(f"{_ROOT}/{name}".encode(), position, len(content))
             self._first.append((entry, content))
             position = entry.end

@@ -1,0 +1,95 @@
+"""Writing a whole state as one file of `torch.save`: `torch.load(weights_only=True)` reads it.
+
+The file is an archive with a pickle of the nested state, and the elements of each tensor as a
+storage of its own (`torch_archive`); a tied tensor is stored once. All bytes but the elements are
+known before one of them moves, so ranks write their elements into the one file (`whole_tensors`).
+Checksums of the elements are 0, because no rank sees all of a tensor; torch does not look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from remesh import values
+from remesh.errors import UnsupportedValueError
+from remesh.formats import whole_tensors
+from remesh.formats.archive_writer import tensor_value
+from remesh.formats.building import exists
+from remesh.formats.framing import Existing, Grid, Rename, Saved, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.formats.pickle_writer import dumps
+from remesh.formats.torch_archive import TorchArchive
+from remesh.formats.torch_file import NAME
+from remesh.formats.weight_files import FileTensor
+from remesh.index import BoxTable
+from remesh.state import Path, assemble
+from remesh.storage import Storage
+
+FILE_NAME = "state.pt"
+
+
+def one_archive(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+    """Where the tensors lie.
+
+    Raises:
+        UnsupportedValueError: If the pickle has no form for a value.
+    """
+    table = boxes.tensors
+    tensors = [
+        FileTensor((name,), name, table.dtype(number).name, table.shape(number))
+        for number, name in enumerate(table.names)
+    ]
+    archive = TorchArchive(tensors, _pickle(boxes, document))
+    checksums = [0] * len(tensors)
+    fillers, places, at = [(0, archive.head())], {}, len(archive.head())
+    for number, tensor in enumerate(tensors):
+        before, after = archive.before(number), archive.after(number, 0)
+        places[tensor.source] = (0, at + len(before))
+        fillers += [(at, before), (at + len(before) + tensor.num_bytes, after)]
+        at += len(before) + tensor.num_bytes + len(after)
+    fillers.append((at, archive.tail(checksums)))
+    file = whole_tensors.WholeFile(FILE_NAME, archive.num_bytes, fillers)
+    return whole_tensors.WholeFiles([file], places).encode()
+
+
+def _pickle(boxes: BoxTable, document: ValuesDocument) -> bytes:
+    """The nested state."""
+    if document.objects:
+        raise UnsupportedValueError(
+            f"{min(document.objects)}: an element of a sharded object, which a file of torch.save "
+            "has no form for; leave it out, or save in another format"
+        )
+    leaves: dict[Path, object] = {}
+    for name, raw in document.values.items():
+        value = values.decode(bytes(raw))
+        try:
+            dumps(value)
+        except TypeError as error:
+            raise UnsupportedValueError(
+                f"{name}: {error}; store plain values, or save in another format"
+            ) from error
+        leaves[document.path_of(name)] = value
+    leaves |= {document.path_of(name): list(items) for name, items in document.lists.items()}
+    names = {name: number for number, name in enumerate(boxes.tensors.names)}
+    names |= {alias: names[name] for alias, name in document.aliases.items()}
+    for name, number in names.items():
+        tensor = tensor_value(boxes.tensors.dtype(number), boxes.tensors.shape(number), str(number))
+        leaves[document.path_of(name)] = tensor
+    kinds = {tuple(path): kind for path, kind in document.sequences}
+    holding = {path[:at] for path in leaves for at in range(len(path))}
+    return dumps(assemble(leaves, {path: kinds[path] for path in holding & kinds.keys()}))
+
+
+def small_files(saved: Saved) -> Sequence[Rename]:
+    """The file exists when it has its name."""
+    return whole_tensors.renames(saved)
+
+
+def existing(storage: Storage) -> Existing | None:
+    """The file that is there."""
+    return Existing(FILE_NAME, paths=(FILE_NAME,)) if exists(storage, FILE_NAME) else None
+
+
+TORCH_FILE = Writer(
+    NAME, one_archive, whole_tensors.frames, small_files, existing, has_shared_files=True
+)
