@@ -295,6 +295,7 @@ def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
         "step": 9,
         "format": "remesh",
         "repaired_from": "",
+        "num_lost": 0,
         "newest": False,
     }
     assert last == {
@@ -308,6 +309,7 @@ def test_json_of_a_directory(run_json: RunJson, runs: Path) -> None:
         "step": None,
         "format": "remesh",
         "repaired_from": "",
+        "num_lost": 0,
         "newest": False,
     }
 

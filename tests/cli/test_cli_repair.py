@@ -109,3 +109,12 @@ def test_which_of_several_saves(run: Run, checkpoint: Path, tmp_path: Path) -> N
     assert save_id in run("repair", checkpoint, "--dry-run").stderr
     result = run("repair", checkpoint, "--dry-run", "--save", save_id)
     assert result.stdout.splitlines()[0].endswith(f"save {save_id}")
+
+
+def test_a_repaired_checkpoint_is_marked(run: Run, checkpoint: Path) -> None:
+    data_files(checkpoint)[1].unlink()
+    run("repair", checkpoint, "--to", checkpoint.parent / "step_2")
+
+    line = next(one for one in run("ls", checkpoint.parent).stdout.splitlines() if "step_2" in one)
+
+    assert line.endswith("(repaired, 4 lost)")

@@ -127,7 +127,11 @@ def test_a_sound_checkpoint_is_taken_over_by_links(damaged: Path) -> None:
     assert not report.unchecked + report.left_out + report.notes
     assert not report.lost
     new = remesh.Checkpoint(report.target)
-    assert new.metadata == {"git": "abc", "repaired_from": str(damaged)}
+    assert {**new.metadata, "num_lost": 0} == {
+        "git": "abc",
+        "repaired_from": str(damaged),
+        "num_lost": 0,
+    }
     assert new.record.world_size == 2
     assert new.values == {"config.lr": 0.5, "config.betas": (0.9, 0.95)}
     assert list(new.objects.values()) == [0, 1]
@@ -149,7 +153,7 @@ def test_without_a_record_the_rest_must_prove_itself(damaged: Path, damage: str)
     assert not report.is_complete
     assert set(report.left_out) == VALUES | {"empty", "tied"}
     new = remesh.Checkpoint(report.target)
-    assert new.metadata == {"repaired_from": str(damaged)}
+    assert new.metadata == {"repaired_from": str(damaged), "num_lost": 6}
     assert new.values == new.objects == dict(new.index.aliases) == {}
     shutil.rmtree(report.target)
     report = repaired(damaged, keeps=ALL, keep_unchecked=True)

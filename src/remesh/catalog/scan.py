@@ -62,6 +62,7 @@ class Entry:
         step: Steps done when it was saved; None if that is not known.
         format: `remesh`, or the name of another system's format.
         repaired_from: The damaged checkpoint from which `repair` made it; empty for others.
+        num_lost: Names of tensors and values that the repair knew of and could not save.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Entry:
     step: int | None = None
     format: str = native.FORMAT_NAME
     repaired_from: str = ""
+    num_lost: int = 0
 
 
 def natural_key(name: str) -> tuple[str | int, ...]:
@@ -161,6 +163,7 @@ def _committed(name: str, path: str, record: native.CommitRecord, problem: str) 
         record.world_size,
         step,
         repaired_from=str(record.metadata.get("repaired_from", "")),
+        num_lost=lost if isinstance(lost := record.metadata.get("num_lost", 0), int) else 0,
     )
 
 

@@ -106,7 +106,8 @@ def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
     if step.format != native.FORMAT_NAME:
         marks.append(f"  ({step.format})")
     if step.repaired_from:
-        marks.append("  (repaired)")
+        lost = f", {step.num_lost} lost" if step.num_lost else ""
+        marks.append(f"  (repaired{lost})")
     return "".join(marks)
 
 

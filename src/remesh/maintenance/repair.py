@@ -114,6 +114,11 @@ class RepairReport:
         return self.values in {"intact", "decodes"} and self.knows_all and is_whole and is_proven
 
     @property
+    def num_lost(self) -> int:
+        """Names of tensors and values that are known and not saved."""
+        return len(self.lost) + len(self.lost_aliases) + len(self.left_out)
+
+    @property
     def knows_all(self) -> bool:
         """Whether every tensor that has elements is known by name."""
         if self.index in {"intact", "decodes"}:
@@ -359,7 +364,11 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         assignments,
         plan.document,
         b"",
-        {**({} if old is None else old.metadata), "repaired_from": plan.storage.url},
+        {
+            **({} if old is None else old.metadata),
+            "repaired_from": plan.storage.url,
+            "num_lost": plan.report.num_lost,
+        },
         len(plan.files) if old is None else old.world_size,
         parts,
     )

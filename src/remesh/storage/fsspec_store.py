@@ -175,7 +175,7 @@ class FsspecStorage:
         name = self._name(path)
         with self._lock:
             if path in self._unfinished or self._exists(path):
-                raise StorageError(f"{name} exists already; remove it first")
+                raise StorageError(f"{name} exists already; choose another place")
             self._unfinished.add(path)
 
         def upload(parts: Iterator[Buffer]) -> None:
@@ -254,7 +254,7 @@ class FsspecStorage:
             self._files.invalidate_cache()
             if self._files.exists(place):
                 raise CheckpointExistsError(
-                    f"{name} exists already; choose another place or remove it first"
+                    f"{name} exists already; choose another place, or overwrite it"
                 )
             self._files.mv(hidden, place)
         finally:

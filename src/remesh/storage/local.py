@@ -169,7 +169,7 @@ class LocalStorage:
         try:
             return LocalWriter(file, num_bytes, direct=self._direct)
         except FileExistsError as error:
-            raise StorageError(f"{file} exists already; remove it first") from error
+            raise StorageError(f"{file} exists already; choose another place") from error
         except OSError as error:
             raise _cannot_write(file, error) from error
 
@@ -257,8 +257,7 @@ class LocalStorage:
             changed.update(self._not_known(file.parent))
         except FileExistsError as error:
             raise StorageError(
-                f"cannot write {file}: {file.parent} is not a directory; remove it or choose "
-                "another place"
+                f"cannot write {file}: {file.parent} is not a directory; choose another place"
             ) from error
         except OSError as error:
             raise explain("make", file.parent, error) from error
@@ -345,4 +344,4 @@ def _rename_with_marker(hidden: Path, file: Path) -> None:
 
 
 def _taken(file: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(f"{file} exists already; choose another place or remove it first")
+    return CheckpointExistsError(f"{file} exists already; choose another place, or overwrite it")

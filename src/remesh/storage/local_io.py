@@ -39,7 +39,7 @@ _UNIT = max(ALIGNMENT, mmap.PAGESIZE)
 
 _NO_ROOM = {
     errno.ENOSPC: "free some room or save to another place",
-    errno.EDQUOT: "the quota is used up: raise it or remove old checkpoints",
+    errno.EDQUOT: "the quota is used up: raise it, or see what `remesh prune` would free",
     errno.EFBIG: "files here may not be so large: see `ulimit -f` and the file system's limits",
 }
 _REMEDIES = {
@@ -48,8 +48,8 @@ _REMEDIES = {
     errno.EPERM: "give the user that runs the job the right to do this, or choose another place",
     errno.EIO: "the disk or the file server failed: see the kernel's log on this machine",
     errno.ESTALE: "the file server lost the file or the mount: mount it again",
-    errno.ENOTDIR: "a part of the path is a file: remove it or choose another place",
-    errno.EISDIR: "it is a directory: remove it or choose another place",
+    errno.ENOTDIR: "a part of the path is a file: choose another place",
+    errno.EISDIR: "it is a directory: choose another place",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "too many files are open: raise `ulimit -n`",
     errno.ENFILE: "too many files are open on this machine: raise `fs.file-max`",

@@ -78,7 +78,7 @@ class MemoryStorage:
         check_path(path)
         with self._lock:
             if path in self._files or path in self._unfinished:
-                raise StorageError(f"{self.url}/{path} exists already; remove it first")
+                raise StorageError(f"{self.url}/{path} exists already; choose another place")
             self._check_room(path, num_bytes)
             content = self._unfinished[path] = np.zeros(num_bytes, np.uint8)
         return MemoryWriter(self, path, content)
@@ -115,7 +115,7 @@ class MemoryStorage:
         if self._capacity is not None and num_bytes > (free := self._capacity - self._used()):
             raise NoSpaceError(
                 f"no room for {self.url}/{path}: it needs {num_bytes} bytes more and {free} are "
-                "free; remove old checkpoints"
+                "free; free some memory, or save to a disk"
             )
 
     def _publish(self, path: str) -> None:

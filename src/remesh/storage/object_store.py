@@ -211,7 +211,7 @@ class ObjectStorage:
                 obstore.put(self._store, path, data, use_multipart=False)
             elif path in self._unfinished or not self._put_exclusively(path, data):
                 raise CheckpointExistsError(
-                    f"{self._name(path)} exists already; choose another place or remove it first"
+                    f"{self._name(path)} exists already; choose another place, or overwrite it"
                 )
         except CheckpointExistsError:
             raise
@@ -228,7 +228,7 @@ class ObjectStorage:
             self._unfinished.add(path)
         try:
             if self._exists(path):
-                raise StorageError(f"{name} exists already; remove it first")
+                raise StorageError(f"{name} exists already; choose another place")
         except BaseException:
             self._forget(path)
             raise
