@@ -80,7 +80,7 @@ except remesh.errors.UnsupportedValueError as error:
 assert both.read_array("half").dtype == np.uint16
 """
     printed = run_python(code, str(tmp_path / "both"), str(tmp_path / "plain"))
-    assert "half: numpy has no bfloat16, and torch is not installed; install torch" in printed
+    assert "half: numpy has no bfloat16; read it as a torch tensor" in printed
 
 
 def test_with_torch_the_same_reads_are_tensors(tmp_path: Path) -> None:
@@ -88,3 +88,37 @@ def test_with_torch_the_same_reads_are_tensors(tmp_path: Path) -> None:
     assert torch.equal(remesh.Checkpoint(tmp_path)["w"], torch.ones(2, 2))
     box = Box((0, 0), (1, 2))
     assert torch.equal(remesh.Checkpoint(tmp_path).read("w", box), torch.ones(1, 2))
+
+
+def test_slices_read_only_their_part(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).reshape(5, 4, 3)
+    remesh.save(
+        {"m": {"w": whole, "h": torch.ones(2, dtype=torch.bfloat16)}, "n": 1}, tmp_path / "c"
+    )
+    checkpoint = remesh.Checkpoint(tmp_path / "c")
+    part = checkpoint.get_slice("m.w")
+    assert (part.shape, part.dtype) == ((5, 4, 3), "float32")
+    for key in (
+        (slice(1, 3),),
+        (2,),
+        (-1, slice(None), 0),
+        (..., slice(1, 2)),
+        (0, ..., 2),
+        (slice(4, 2),),
+        (slice(None, None), 3),
+        (1, 2, 1),
+        (...,),
+    ):
+        assert torch.equal(part[key], whole[key])
+    for wrong in ((0, 0, 0, 0), (5,), (slice(0, 4, 2),)):
+        with pytest.raises(IndexError):
+            part[wrong]
+    assert checkpoint.names("m.*") == ["m.w", "m.h"]
+    assert list(checkpoint.state("m.w")["m"]) == ["w"]
+    arrays = remesh.Checkpoint(tmp_path / "c", framework="numpy")
+    assert isinstance(arrays["m.w"], np.ndarray)
+    assert isinstance(arrays.get_slice("m.w")[1:2], np.ndarray)
+    with pytest.raises(remesh.errors.UnsupportedValueError, match="numpy has no bfloat16"):
+        arrays.read("m.h")
+    with pytest.raises(remesh.errors.StateError, match="framework must be"):
+        remesh.Checkpoint(tmp_path / "c", framework="pt")  # type: ignore[arg-type]

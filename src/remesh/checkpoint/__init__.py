@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from remesh.checkpoint.buffers import Buffers as Buffers
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
+    from remesh.checkpoint.opened import TensorSlice as TensorSlice
     from remesh.checkpoint.opened import VerifyReport as VerifyReport
     from remesh.checkpoint.report import RestoreReport as RestoreReport
     from remesh.checkpoint.saving import save as save
@@ -28,10 +29,10 @@ else:
         {
             "remesh.checkpoint.buffers": ("Buffers",),
             "remesh.checkpoint.loading": ("load",),
-            "remesh.checkpoint.opened": ("Checkpoint", "VerifyReport"),
+            "remesh.checkpoint.opened": ("Checkpoint", "TensorSlice", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport",),
             "remesh.checkpoint.saving": ("save",),
         },
     )
 
-__all__ = ["Buffers", "RestoreReport", "VerifyReport"]
+__all__ = ["Buffers", "RestoreReport", "TensorSlice", "VerifyReport"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -72,6 +74,63 @@ def _torch_if_installed() -> ModuleType | None:
     return torch
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A stored tensor; what it is indexed with is read, and nothing else.
+
+    Attributes:
+        checkpoint: Where it is stored.
+        stored: Its name, dtype and shape.
+    """
+
+    checkpoint: Checkpoint
+    stored: StoredTensor
+
+    __repr__ = short_repr
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its global shape."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        """Name of its element type."""
+        return self.stored.dtype
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part, as `Checkpoint.read` gives it.
+
+        Args:
+            key: Whole numbers, slices without steps, and `...`, as for an array.
+
+        Raises:
+            IndexError: If the key does not fit the shape.
+            RemeshError: As `Checkpoint.read`.
+        """
+        keys = key if isinstance(key, tuple) else (key,)
+        if Ellipsis in keys:
+            at = keys.index(Ellipsis)
+            rest = (slice(None),) * (len(self.shape) - len(keys) + 1)
+            keys = (*keys[:at], *rest, *keys[at + 1 :])
+        if len(keys) > len(self.shape):
+            raise IndexError(f"{self.stored.name}: {len(keys)} indices for shape {self.shape}")
+        bounds, kept = [], []
+        for extent, one in zip_longest(self.shape, keys, fillvalue=slice(None)):
+            assert isinstance(extent, int)
+            if isinstance(one, slice):
+                start, stop, step = one.indices(extent)
+                if step != 1:
+                    raise IndexError(f"{self.stored.name}: a slice with step {step}; read all")
+                bounds.append((start, max(stop - start, 0)))
+                kept.append(bounds[-1][1])
+            else:
+                number = range(extent)[one]
+                bounds.append((number, 1))
+        box = Box(tuple(start for start, _ in bounds), tuple(extent for _, extent in bounds))
+        return self.checkpoint.read(self.stored.name, box).reshape(kept)
+
+
 class Checkpoint:
     """A committed checkpoint, opened for reading. Not collective: any one process may open it.
 
@@ -91,6 +150,7 @@ class Checkpoint:
 
     Args:
         path: Directory of the checkpoint, or a `remesh.formats.Source`.
+        framework: What tensors come as; None for torch tensors where torch is installed.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -98,7 +158,10 @@ class Checkpoint:
         FormatVersionError: If it was written by a newer remesh.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Any, framework: Literal["torch", "numpy"] | None = None) -> None:
+        if framework not in {None, "torch", "numpy"}:
+            raise StateError(f'framework must be "torch", "numpy" or None, not {framework!r}')
+        self._framework = framework
         place = place_of(path)
         self._storage = place.storage
         with explained_absence(place):
@@ -239,30 +302,48 @@ class Checkpoint:
             RemeshError: As `read_array`.
             UnsupportedValueError: If torch is not installed and numpy lacks the element type.
         """
-        stored, torch = self.tensor(name), _torch_if_installed()
+        stored = self.tensor(name)
+        torch = None if self._framework == "numpy" else _torch_if_installed()
         if torch is None:
             if not BY_NAME[stored.dtype].is_native:
                 raise UnsupportedValueError(
-                    f"{name}: numpy has no {stored.dtype}, and torch is not installed; install "
-                    "torch, or read the bits as unsigned integers with read_array"
+                    f"{name}: numpy has no {stored.dtype}; read it as a torch tensor, or its bits "
+                    "as unsigned integers with read_array"
                 )
             return self.read_array(name, box)
         array = self.read_array(name, box)
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         return flat.view(getattr(torch, stored.dtype)).reshape(array.shape)
 
-    def state(self) -> Any:
-        """The whole state as it was nested when it was saved, with full tensors as of `read`.
+    def names(self, pattern: str = "*") -> list[str]:
+        """The stored names that a pattern fits. Nothing is read for it.
+
+        Args:
+            pattern: As of a shell: `*` stands for any characters, dots included.
+        """
+        return [name for name in self._names if fnmatch.fnmatchcase(name, pattern)]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A stored tensor of which parts are read: `checkpoint.get_slice(name)[2:4]`.
+
+        Raises:
+            StateError: If no such tensor is stored; the message has the nearest names.
+        """
+        return TensorSlice(self, self.tensor(name))
+
+    def state(self, pattern: str = "*") -> Any:
+        """The state as it was nested when it was saved, with full tensors as of `read`.
+
+        Args:
+            pattern: Which names of it, as for `names`. What others are is not read.
 
         Modules and optimizers come as what their state dicts held. Sharded descriptions, which
         have a name but no place, are found at the top level under their names.
         """
         document = self._stored.document
         leaves: dict[Path, object] = {
-            document.path_of(name): self.read(name) for name in self.index
+            document.path_of(name): self[name] for name in self.names(pattern)
         }
-        for values_by_name in (self.values, document.lists, self.objects):
-            leaves.update({document.path_of(name): v for name, v in values_by_name.items()})
         return assemble(leaves, self._stored.sequences)
 
     def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
