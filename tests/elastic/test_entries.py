@@ -142,8 +142,10 @@ def test_a_change_ends_at_the_boundary_before_the_function_is_left(
 
 
 def test_a_change_that_does_not_end_is_interrupted(
-    agent: Agent, beside: list[threading.Thread]
+    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("remesh.elastic.entries.CHANGE_SECONDS", 0.1)
+
     def train(job: TrainingJob) -> None:
         if job.entries == 0:
             job.is_changing = True

@@ -1,7 +1,4 @@
-"""Real processes that go on when the world changes: what they lose, and which they are.
-
-In each of them rank 0 makes every step once, with the loss of an uninterrupted run.
-"""
+"""Real processes that go on when the world changes: what they lose, and which they are."""
 
 from __future__ import annotations
 
@@ -11,14 +8,16 @@ from typing import Any
 import pytest
 
 from tests.campaigns.settings import dice_of
+from tests.elastic import fsdp_job
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
-from tests.elastic.test_scenarios import assert_same_run
 
 pytestmark = pytest.mark.timeout(1200)
 
 slow = pytest.mark.slow
 
 NUM_KILLS = 20
+PATIENT = ("--reentry-timeout", "120")
+"""A process of a slow machine is not given up."""
 
 
 def entries(cluster: Cluster) -> list[dict[str, Any]]:
@@ -27,15 +26,22 @@ def entries(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def assert_no_step_lost(cluster: Cluster) -> None:
-    assert_same_run(cluster)
-    repeated = {step: len(values) for step, values in cluster.losses().items() if len(values) > 1}
-    assert repeated == {}
+    """Every step was made, by no process twice, and with the loss of an uninterrupted run.
+
+    A process that was not ready in time takes over what another has made, and makes it not at all.
+    """
+    made = [entry for entry in cluster.said() if entry["kind"] == "step"]
+    expected = fsdp_job.uninterrupted(cluster.step + 1)
+    assert {one["step"] for one in made} == set(range(cluster.step + 1))
+    assert len({(one["pid"], one["step"]) for one in made}) == len(made)
+    for one in made:
+        assert one["loss"] == pytest.approx(expected[one["step"]], rel=1e-4), one
     resumes = [entry for entry in cluster.said() if entry["kind"] == "resume"]
     assert all(entry["live"] for entry in resumes)
 
 
 def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2", job="ddp") as cluster:
+    with Cluster(tmp_path, "2:2", job="ddp", agent=PATIENT) as cluster:
         cluster.start(0, 1)
         cluster.until_step(5)
         first, second = cluster.pid_of(0), cluster.pid_of(1)
@@ -57,7 +63,7 @@ def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
 
 @slow
 def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:3", job="ddp", silence=SILENCE_OF_THE_DEAD) as cluster:
+    with Cluster(tmp_path, "2:3", job="ddp", silence=SILENCE_OF_THE_DEAD, agent=PATIENT) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
         pids = [cluster.pid_of(rank) for rank in (1, 2)]
@@ -75,7 +81,7 @@ def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
 @slow
 def test_a_process_that_hangs_is_brought_back(tmp_path: Path) -> None:
     hangs = ("--hang-timeout", "5")
-    with Cluster(tmp_path, "2:2", job="ddp", master=hangs) as cluster:
+    with Cluster(tmp_path, "2:2", job="ddp", master=hangs, agent=PATIENT) as cluster:
         cluster.start(0, 1)
         before = cluster.until_trained(0, 1)
         pids = [cluster.pid_of(rank) for rank in (0, 1)]
@@ -89,7 +95,7 @@ def test_a_process_that_hangs_is_brought_back(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_copy_of_what_is_cut_goes_on(tmp_path: Path) -> None:
     """HSDP of 2 x 2, from which a rank is lost: a copy stays, and a process waits as a spare."""
-    options = ("--node-unit", "2")
+    options = ("--node-unit", "2", *PATIENT)
     with Cluster(
         tmp_path, "2:4", job="hsdp", silence=SILENCE_OF_THE_DEAD, agent=options
     ) as cluster:
@@ -109,7 +115,7 @@ def test_a_copy_of_what_is_cut_goes_on(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_kills_at_random_moments_lose_no_step(tmp_path: Path) -> None:
     dice = dice_of("processes that go on", NUM_KILLS)
-    with Cluster(tmp_path, "3:3", job="ddp", agent=("--max-restarts", "1000")) as cluster:
+    with Cluster(tmp_path, "3:3", job="ddp", agent=("--max-restarts", "1000", *PATIENT)) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
         for _ in range(NUM_KILLS):

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from remesh.elastic import TrainingJob, run
+from remesh.elastic import TrainingJob, entries, run
 from remesh.events import Event
 from remesh.training.manager import Manager
 
@@ -107,6 +107,7 @@ def train(entered: TrainingJob) -> None:
 
 if __name__ == "__main__":
     if sys.argv[2] in REENTRANT:
+        entries.CHANGE_SECONDS = 60.0  # the machine may be slow: no step is given up
         run(train)
     else:
         train(TrainingJob())

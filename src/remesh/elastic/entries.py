@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 SIGNAL = signal.SIGRTMIN + 3
 """Interrupts the training function."""
-CHANGE_SECONDS = 0.3
+CHANGE_SECONDS = 2.0
 """How long tensors that are being changed are waited for."""
 RETRY_SECONDS = 0.1
 """Time between two attempts to get the main thread out."""
