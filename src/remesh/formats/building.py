@@ -184,12 +184,17 @@ class IndexBuilder:
 
     def _check_piece(self, row: int, box: Box, path: str, position: int, num_elements: int) -> None:
         name, dtype, shape = self._tensors[row]
-        where = f"{self.storage.url}/{path}: {name}"
-        if box.ndim != len(shape) or not Box.whole(shape).contains(box):
-            raise damaged(where, f"the box {shown(box)} does not lie in shape {shown(shape)}")
+        is_inside = box.ndim == len(shape) and all(
+            start >= 0 and start + extent <= whole
+            for start, extent, whole in zip(box.offset, box.shape, shape, strict=True)
+        )
         stop = position + num_elements * BY_NAME[dtype].itemsize
-        if not 0 <= position <= stop <= self.size_of(path):
-            raise damaged(where, f"bytes {position}:{stop} do not lie in the file")
+        if is_inside and 0 <= position <= stop <= self.size_of(path):
+            return
+        where = f"{self.storage.url}/{path}: {name}"
+        if not is_inside:
+            raise damaged(where, f"the box {shown(box)} does not lie in shape {shown(shape)}")
+        raise damaged(where, f"bytes {position}:{stop} do not lie in the file")
 
     def add_strided(
         self, row: int, box: Box, path: str, position: int, strides: Sequence[int]

@@ -205,12 +205,13 @@ def add_arrays(
                 f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}; name "
                 f"one file, such as {builder.storage.url}/{first.path}"
             )
-        where = f"{builder.storage.url}/{first.path}: {name}"
         if any((p.dtype, len(p.shape)) != (first.dtype, len(first.shape)) for p in others):
+            where = f"{builder.storage.url}/{first.path}: {name}"
             raise damaged(where, "its parts in several files differ in dtype or number of dims")
         boxes = [Box(part.offset or (0,) * len(part.shape), part.shape) for part in parts]
         whole = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
-        row = builder.add_tensor(name_of((*prefix, name)), first.dtype, whole)
-        builder.set_path(name_of((*prefix, name)), (*prefix, name))
+        full = name_of((*prefix, name))
+        row = builder.add_tensor(full, first.dtype, whole)
+        builder.set_path(full, (*prefix, name))
         for part, box in zip(parts, boxes, strict=True):
             builder.add_piece(row, box, part.path, part.position)
