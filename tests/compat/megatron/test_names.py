@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,18 @@ def test_no_garbage_is_collected_meanwhile() -> None:
     with _disable_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_megatron_core_runs_on_the_drop_in() -> None:
+    """In a process of its own: the true Megatron Core imports the drop-in, by the name it knows."""
+    code = (
+        "from remesh.compat import megatron as drop_in\n"
+        "drop_in.install()\n"
+        "import megatron.core.models.gpt, megatron.core.optimizer\n"
+        "from megatron.core import dist_checkpointing\n"
+        "from megatron.core.optimizer import distrib_optimizer\n"
+        "assert dist_checkpointing is drop_in\n"
+        "assert distrib_optimizer.ShardedTensor is drop_in.ShardedTensor\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
