@@ -42,6 +42,7 @@ NEEDS_TORCH = (
     "remesh.elastic.agent",
     "remesh.elastic.handler",
     "remesh.elastic.launch",
+    "remesh.elastic.processes",
     "remesh.exchange.torch_group",
     "remesh.testing",
     "remesh.training.export",
