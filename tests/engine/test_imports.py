@@ -47,6 +47,7 @@ NEEDS_TORCH = (
     "remesh.testing",
     "remesh.training.export",
     "remesh.training.integrations",
+    "remesh.training.live",
     "remesh.training.sampling",
     "remesh.training.scaling",
     "remesh.training.wrapping",

@@ -217,3 +217,37 @@ def test_a_load_that_restores_nothing_warns(
     assert "  epoch" in rest
     with pytest.raises(remesh.MismatchError, match="names are stored that no rank asks for"):
         remesh.load({"model": Encoder()}, path, unexpected="error")
+
+
+@pytest.mark.parametrize("writer", ["remesh", "torch"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_optimizer_state_follows_a_module_to_another_key(
+    tmp_path: Path, writer: str, exact: bool
+) -> None:
+    model = Encoder()
+    optimizer = trained(model, torch.optim.AdamW)
+    path = tmp_path / "full.pt"
+    if writer == "remesh":
+        path = tmp_path / "full"
+        remesh.save({"model": model, "optimizer": optimizer}, path)
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    renames = {f"model.{name}": f"net.{name}" for name in model.state_dict()}
+    fresh = Encoder(seed=2)
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    rules = renames if exact else {"model.": "net."}
+    remesh.load({"net": fresh, "optimizer": other}, path, transform=rules)
+    assert same_next_step(model, optimizer, fresh, other)
+
+
+def test_optimizer_state_that_is_left_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Encoder()
+    optimizer = trained(model, torch.optim.AdamW)
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "full")
+    other = torch.optim.AdamW(model.get_submodule("body.0").parameters())
+    with caplog.at_level("WARNING", "remesh"):
+        remesh.load({"model": model, "optimizer": other}, tmp_path / "full", missing="keep")
+    assert "9 entries of optimizer state" in caplog.text
+    assert "optimizer.state.body.1.weight.exp_avg" in caplog.text

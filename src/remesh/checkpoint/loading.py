@@ -349,9 +349,18 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
             listed(report.missing),
             listed(report.unexpected),
         )
+    left = _optimizer_state_left(report)
+    if left:
+        _LOGGER.warning(
+            "%d entries of optimizer state in %s belong to no parameter of the optimizers that are "
+            "loaded: %s. If parameters have other names now, rename them with transform=",
+            len(left),
+            url,
+            listed(left),
+        )
     if report.dropped:
         _LOGGER.warning(
-            "%d entries of plain dicts are not in %s and go, for such a dict is replaced whole: %s",
+            "%d entries of plain dicts are not in %s: a stored dict replaces that of the state: %s",
             len(report.dropped),
             url,
             listed(report.dropped),
@@ -359,6 +368,16 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
     if report.unchecked:
         text = "%s was repaired, and no digest proves that these are what was saved: %s"
         _LOGGER.warning(text, url, listed(report.unchecked))
+
+
+def _optimizer_state_left(report: RestoreReport) -> list[str]:
+    """The names of optimizer state that no rank asks for, of optimizers that are loaded."""
+    loaded = {
+        f"{name.partition('.param_groups.')[0]}.state."
+        for name in report.restored
+        if ".param_groups." in name
+    }
+    return [name for name in report.unexpected if name.startswith(tuple(loaded))]
 
 
 def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) -> Assign | None:

@@ -16,8 +16,8 @@ docs/transform.md.
 from __future__ import annotations
 
 from remesh.transform.arrays import arranged as arranged
+from remesh.transform.optimizer_state import short_name as short_name
 from remesh.transform.parser import Program
-from remesh.transform.renames import short_name as short_name
 from remesh.transform.resolved import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
 from remesh.transform.tensor_info import num_pieces_of as num_pieces_of

@@ -70,7 +70,25 @@ class State(NamedTuple):
 
     def name_for(self, parameter: str) -> str:
         """The name of the same state of another parameter."""
-        return f"{self.before}{parameter.removeprefix(self.owner)}{self.after}"
+        short = short_name(self.owner, self.parameter.removeprefix(self.owner), parameter)
+        return f"{self.before}{short}{self.after}"
+
+
+def short_name(owner: str, short: str, new: str) -> str:
+    """How an optimizer calls a parameter that has a new name.
+
+    Args:
+        owner: What stood before the part of the old name that the optimizer repeats.
+        short: That part.
+        new: The new name of the parameter.
+    """
+    if new == short or new.endswith(f".{short}"):
+        return short
+    if new.startswith(owner):
+        return new[len(owner) :]
+    if short.endswith(f".{new}"):
+        return new
+    return ".".join(new.split(".")[owner.count(".") :])
 
 
 class _Nested(NamedTuple):

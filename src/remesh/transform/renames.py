@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from remesh.errors import TransformError
-from remesh.transform.optimizer_state import State, find_states
+from remesh.transform.optimizer_state import State, find_states, short_name
 
 Rename = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
@@ -140,20 +140,3 @@ def _state_name(rename: Rename, name: str | None, state: State) -> str | None:
         return name
     before = name[: len(name) - len(short + state.after)]
     return before + short_name(state.owner, short, parameter) + state.after
-
-
-def short_name(owner: str, short: str, new: str) -> str:
-    """How an optimizer calls a parameter that has a new name.
-
-    Args:
-        owner: What stood before the part of the old name that the optimizer repeats.
-        short: That part.
-        new: The new name of the parameter.
-    """
-    if new == short or new.endswith(f".{short}"):
-        return short
-    if new.startswith(owner):
-        return new[len(owner) :]
-    if short.endswith(f".{new}"):
-        return new
-    return ".".join(new.split(".")[owner.count(".") :])
