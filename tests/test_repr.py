@@ -74,7 +74,7 @@ def test_what_is_met_in_a_session_is_short(tmp_path: Path) -> None:
         manager.save(1, state)
         manager.wait()
         resumed, info = manager.resume(state), manager.latest
-        fates = manager.fates()
+        decisions = manager.retention_decisions()
     path = tmp_path / "run" / "step_00000001"
     remesh.load(state, path, on_report=reports.append, on_event=timeline)
     checkpoint = remesh.Checkpoint(path)
@@ -86,7 +86,7 @@ def test_what_is_met_in_a_session_is_short(tmp_path: Path) -> None:
         resumed,
         info,
         info and info.note,
-        *fates,
+        *decisions,
         *reports,
         timeline,
         timeline.moments[0],

@@ -136,7 +136,7 @@ def test_the_metrics_and_the_run_go_on(shm: Path, monkeypatch: pytest.MonkeyPatc
     (resumed, _), _ = job.play([0, 1])
     assert resumed is not None
     assert resumed.info.metrics == {"loss": 6.0}
-    infos = catalog.look(open_storage(job.root))
+    infos = catalog.list_checkpoints(open_storage(job.root))
     assert [info.step for info in infos] == [4, 6]
     assert infos[0].run == infos[1].run == resumed.info.run
     assert infos[1].metrics == {"loss": 6.0}

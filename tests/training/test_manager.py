@@ -385,7 +385,7 @@ def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(tmp_pa
         num_steps_after = 0
         with Manager(root, every=every, group=exchange) as manager:
             for step in itertools.count(1):
-                if catalog.look(open_storage(root)):
+                if catalog.list_checkpoints(open_storage(root)):
                     assert is_released.is_set()
                     num_steps_after += 1
                 if num_steps_after == 3:
@@ -396,7 +396,7 @@ def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(tmp_pa
         raise AssertionError
 
     def release() -> None:
-        wait_until(lambda: bool(catalog.look(open_storage(root))), "a checkpoint")
+        wait_until(lambda: bool(catalog.list_checkpoints(open_storage(root))), "a checkpoint")
         is_released.set()
         ask.unlink()
 
@@ -524,7 +524,9 @@ def test_policies_are_united(tmp_path: Path) -> None:
             manager.step(step, state_of(step), metrics={"loss": loss})
         manager.wait()
         assert names(tmp_path) == ["0002", "0005", "0007", "0008"]
-        reasons = {fate.info.step: fate.reasons for fate in manager.fates()}
+        reasons = {
+            decision.info.step: decision.reasons for decision in manager.retention_decisions()
+        }
     assert reasons[2] == ("among the best 1 by loss:min",)
     assert reasons[5] == ("every 5 steps",)
     assert reasons[8] == ("the newest good one", "among the last 2")
@@ -553,7 +555,7 @@ def test_pinned_held_and_foreign_checkpoints_stay(tmp_path: Path) -> None:
 
 def test_marks_of_the_run_s_own_dead_processes_do_not_count(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    (run,) = {info.run for info in catalog.look(open_storage(tmp_path))}
+    (run,) = {info.run for info in catalog.list_checkpoints(open_storage(tmp_path))}
     with ExitStack() as readers:
         for step, who in ((1, run), (2, "")):
             place = tmp_path / f"step_0000000{step}"
@@ -579,7 +581,7 @@ def test_a_run_resumes_from_a_disk_that_takes_no_marks(
 ) -> None:
     train(tmp_path, 3)
     storage = open_storage(tmp_path)
-    (run,) = {info.run for info in catalog.look(storage)}
+    (run,) = {info.run for info in catalog.list_checkpoints(storage)}
     # Everything that a resume would like to tidy up.
     with catalog.lease(tmp_path / "step_00000001", now=0.0, seconds=1e12, run=run):
         kept = storage.list("step_00000001/in-use-")

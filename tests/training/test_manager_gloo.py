@@ -87,7 +87,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path: Path) -> N
     assert first[:2] == second[:2]
     step, state, _ = first
     assert step >= 4
-    assert [info.step for info in catalog.look(open_storage(root))] == [step]
+    assert [info.step for info in catalog.list_checkpoints(open_storage(root))] == [step]
     for rank in range(2):
         beat = read_heartbeat(tmp_path / f"beat-{rank}")
         assert beat is not None

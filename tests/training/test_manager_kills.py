@@ -47,7 +47,7 @@ def check(history: History, reference: History, root: Path, last_step: int) -> N
     assert sorted(history.samples[last]) == sorted(reference.samples[last])
     saved = list(range(SAVE_EVERY, last_step + 1, SAVE_EVERY))
     kept = {*saved[-KEEP_LAST:], *(step for step in saved if step % KEEP_EVERY == 0)}
-    infos = catalog.look(open_storage(root))
+    infos = catalog.list_checkpoints(open_storage(root))
     assert [info.step for info in infos] == sorted(kept)
     assert len({info.run for info in infos}) == 1
     for info in infos:
@@ -85,7 +85,7 @@ def test_kills_anywhere(tmp_path: Path, num_kills: int, covered: Callable[[str],
         death = random_death(dice, world_size)
         assert run(Launch(root, folder, world_size, None, death=death))
     # However far a machine came until then: some steps further.
-    last_step = catalog.look(open_storage(root))[-1].step + 4 * SAVE_EVERY
+    last_step = catalog.list_checkpoints(open_storage(root))[-1].step + 4 * SAVE_EVERY
     assert not run(Launch(root, notes[-1], dice.choice((1, 2, 3, 4)), last_step))
     history = History.read(notes)
     check(history, reference_of(tmp_path, last_step), root, last_step)

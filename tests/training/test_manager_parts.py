@@ -33,12 +33,12 @@ def save(root: Path, name: str) -> Path:
 
 
 def test_looking_finds_committed_checkpoints_by_their_numbers(tmp_path: Path) -> None:
-    assert catalog.look(open_storage(tmp_path / "none")) == []
+    assert catalog.list_checkpoints(open_storage(tmp_path / "none")) == []
     for name in ("step_00000010", "epoch-9", "final", "step_00000011"):
         save(tmp_path, name)
     (tmp_path / "step_00000011" / "remesh.json").unlink()
     (tmp_path / "latest").symlink_to(tmp_path / "epoch-9")
-    infos = catalog.look(open_storage(tmp_path))
+    infos = catalog.list_checkpoints(open_storage(tmp_path))
     assert [(info.name, info.step) for info in infos] == [("epoch-9", 9), ("step_00000010", 10)]
     record = remesh.Checkpoint(tmp_path / "epoch-9").record
     assert infos[0].save_id == record.save_id
@@ -53,7 +53,7 @@ def test_a_spoiled_record_or_note_is_a_problem_and_no_error(tmp_path: Path) -> N
         remesh.save({"w": np.arange(5.0)}, tmp_path / f"step_{step}", metadata=metadata)
     (tmp_path / "step_2" / "remesh.json").write_text("{}")
     (tmp_path / "step_3" / "failures.json").write_text("{}")
-    first, second, third = catalog.look(open_storage(tmp_path))
+    first, second, third = catalog.list_checkpoints(open_storage(tmp_path))
     assert "is not a manager's" in first.problem
     assert "not a commit record" in second.problem
     assert third.problem == "failures.json cannot be read"
@@ -63,7 +63,9 @@ def test_pins(tmp_path: Path) -> None:
     path = save(tmp_path, "step_1")
     for change, is_pinned in ((catalog.pin, True), (catalog.unpin, False), (catalog.unpin, False)):
         change(path)
-        assert [info.is_pinned for info in catalog.look(open_storage(tmp_path))] == [is_pinned]
+        assert [info.is_pinned for info in catalog.list_checkpoints(open_storage(tmp_path))] == [
+            is_pinned
+        ]
     with pytest.raises(CheckpointNotFoundError):
         catalog.unpin(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
@@ -85,10 +87,10 @@ def test_in_memory_as_on_disk() -> None:
     remesh.save({"w": np.arange(5.0)}, at_step)
     for path in at_step.list():
         storage.put(f"step_4/{path}", at_step.read(path), overwrite=False)
-    assert [info.step for info in catalog.look(storage)] == [4]
+    assert [info.step for info in catalog.list_checkpoints(storage)] == [4]
     assert catalog.note_failure(storage, "step_4", "flipped") == 1
     assert catalog.note_failure(storage, "step_4", "flipped again") == 2
-    (info,) = catalog.look(storage)
+    (info,) = catalog.list_checkpoints(storage)
     assert (info.num_failures, info.problem) == (2, "flipped again")
     assert catalog.remove(storage, "step_4", now=0.0)
     assert storage.list() == []

@@ -129,10 +129,10 @@ KEEPS = st.one_of(
 def test_nothing_that_must_stay_is_ever_removed(
     infos: list[CheckpointInfo], keep: list[KeepPolicy]
 ) -> None:
-    fates = decide(infos, keep, run="ours", now=100.0)
-    assert [fate.info for fate in fates] == infos
+    decisions = decide(infos, keep, run="ours", now=100.0)
+    assert [decision.info for decision in decisions] == infos
     good = [info for info in infos if not info.problem]
-    removed = [fate.info for fate in fates if not fate.is_kept]
+    removed = [decision.info for decision in decisions if not decision.is_kept]
     for info in removed:
         assert keep
         assert info.run == "ours"
@@ -143,7 +143,7 @@ def test_nothing_that_must_stay_is_ever_removed(
         assert info != newest_of([one for one in good if one.run == "ours"])
     # Removing is finished after one pass: what is left stays.
     left = [info for info in infos if info not in removed]
-    assert all(fate.is_kept for fate in decide(left, keep, run="ours", now=100.0))
+    assert all(decision.is_kept for decision in decide(left, keep, run="ours", now=100.0))
 
 
 @given(directories(), st.lists(KEEPS, max_size=3), KEEPS)
@@ -151,8 +151,8 @@ def test_a_further_policy_only_keeps_more(
     infos: list[CheckpointInfo], keep: list[KeepPolicy], further: KeepPolicy
 ) -> None:
     def kept(policies: list[KeepPolicy]) -> set[str]:
-        fates = decide(infos, policies, run="ours", now=100.0)
-        return {fate.info.name for fate in fates if fate.is_kept}
+        decisions = decide(infos, policies, run="ours", now=100.0)
+        return {decision.info.name for decision in decisions if decision.is_kept}
 
     assert not keep or kept(keep) <= kept([*keep, further])
 
@@ -166,8 +166,8 @@ def test_the_best_by_a_metric() -> None:
     infos = [plain(1, 2.0), plain(2, 1.0), plain(3, 1.0), plain(4, 3.0), plain(5), plain(6)]
 
     def kept(policy: KeepPolicy) -> list[int]:
-        fates = decide(infos, [policy], run="", now=0.0)
-        return [fate.info.step for fate in fates if fate.is_kept]
+        decisions = decide(infos, [policy], run="", now=0.0)
+        return [decision.info.step for decision in decisions if decision.is_kept]
 
     assert kept(KeepBest("loss", "min")) == [3, 6]
     assert kept(KeepBest("loss", "min", 2)) == [2, 3, 6]
@@ -178,6 +178,6 @@ def test_the_best_by_a_metric() -> None:
 
 def test_a_damaged_newest_does_not_cost_the_last_good_one() -> None:
     infos = [plain(1), plain(2), plain(3, problem="bytes flipped")]
-    fates = decide(infos, [KeepLast(1)], run="", now=0.0)
-    assert [fate.is_kept for fate in fates] == [False, True, True]
-    assert fates[2].reasons == ("damaged: bytes flipped",)
+    decisions = decide(infos, [KeepLast(1)], run="", now=0.0)
+    assert [decision.is_kept for decision in decisions] == [False, True, True]
+    assert decisions[2].reasons == ("damaged: bytes flipped",)

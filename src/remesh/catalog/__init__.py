@@ -1,8 +1,8 @@
 """What is a checkpoint, which is newest, which is unfinished or damaged: the only scanner.
 
 The manager, the command line, the rescue of snapshots, and the interfaces of other systems ask this
-package. `look` reads the commit records of a directory and the small files beside them; `scan` also
-compares the sizes of files, and finds unfinished saves.
+package. `list_checkpoints` reads the commit records of a directory and the small files beside them;
+`scan` also compares the sizes of files, and finds unfinished saves.
 """
 
 from remesh.catalog.checkpoints import (
@@ -23,7 +23,7 @@ from remesh.catalog.checkpoints import committed_names as committed_names
 from remesh.catalog.checkpoints import finish_removals as finish_removals
 from remesh.catalog.checkpoints import finite as finite
 from remesh.catalog.checkpoints import forget_failures as forget_failures
-from remesh.catalog.checkpoints import look as look
+from remesh.catalog.checkpoints import list_checkpoints as list_checkpoints
 from remesh.catalog.checkpoints import newest_of as newest_of
 from remesh.catalog.checkpoints import note_failure as note_failure
 from remesh.catalog.checkpoints import note_of as note_of

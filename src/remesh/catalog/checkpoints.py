@@ -203,7 +203,7 @@ def place_of(root: str | os.PathLike[str], name: str) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def look(storage: Storage) -> list[CheckpointInfo]:
+def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     """The committed checkpoints directly below a root, by step. Nothing is read but small files.
 
     Raises:

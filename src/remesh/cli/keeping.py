@@ -18,7 +18,7 @@ from remesh.cli import output
 from remesh.errors import RemeshError
 from remesh.storage import open_storage
 from remesh.training import retention
-from remesh.training.retention import Fate, KeepBest, KeepEvery, KeepLast, KeepPolicy
+from remesh.training.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy, RetentionDecision
 
 
 @click.command(epilog=output.example("remesh latest runs"))
@@ -31,7 +31,7 @@ def latest(*, root: str, as_json: bool) -> None:
     known to be damaged; a job resumes from it. The exit code is 2 if there is none.
     """
     storage = open_storage(root)
-    from_newest = reversed(catalog.look(storage))
+    from_newest = reversed(catalog.list_checkpoints(storage))
     newest = next((info for info in from_newest if not _checked(info).problem), None)
     if newest is None:
         raise catalog.nothing_at(storage)
@@ -99,25 +99,29 @@ def prune_checkpoints(
         as_json: Whether to print JSON.
     """
     storage = open_storage(root)
-    infos = [_checked(info) for info in catalog.look(storage)]
+    infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
     if not infos:
         raise catalog.nothing_at(storage)
     newest = catalog.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
-    fates = retention.decide(infos, policies, run=whose, now=time.time())
+    decisions = retention.decide(infos, policies, run=whose, now=time.time())
     removed: set[str] = set()
     if removes:
-        gone = retention.remove_unkept(storage, fates, now=time.time())
+        gone = retention.remove_unkept(storage, decisions, now=time.time())
         removed = {info.name for info in gone}
         catalog.finish_removals(storage)
     if as_json:
         items = [
-            {**_facts(fate.info), "kept": list(fate.reasons), "removed": fate.info.name in removed}
-            for fate in fates
+            {
+                **_facts(decision.info),
+                "kept": list(decision.reasons),
+                "removed": decision.info.name in removed,
+            }
+            for decision in decisions
         ]
         output.print_json({"root": root, "run": whose, "checkpoints": items})
     else:
-        _print_fates(fates, removed, removes=removes)
+        _print_decisions(decisions, removed, removes=removes)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
@@ -145,22 +149,26 @@ def _facts(info: CheckpointInfo) -> dict[str, object]:
     }
 
 
-def _print_fates(fates: Sequence[Fate], removed: set[str], *, removes: bool) -> None:
+def _print_decisions(
+    decisions: Sequence[RetentionDecision], removed: set[str], *, removes: bool
+) -> None:
     rows = []
-    for fate in fates:
-        info = fate.info
+    for decision in decisions:
+        info = decision.info
         gone = info.name in removed
         rest = "removed" if gone else "in use" if removes else "superfluous"
-        what = "kept" if fate.is_kept else rest
-        why = f"  ({output.printable('; '.join(fate.reasons))})" if fate.is_kept else ""
+        what = "kept" if decision.is_kept else rest
+        why = f"  ({output.printable('; '.join(decision.reasons))})" if decision.is_kept else ""
         size = output.format_bytes(info.num_bytes)
         rows.append((what, str(info.step), size, f"{output.printable(info.path)}{why}"))
     console = output.stdout_console()
     output.print_table(console, ("<what", ">step", ">size", "<path"), rows)
     chosen = [
-        fate for fate in fates if (fate.info.name in removed if removes else not fate.is_kept)
+        decision
+        for decision in decisions
+        if (decision.info.name in removed if removes else not decision.is_kept)
     ]
-    size = output.format_bytes(sum(fate.info.num_bytes for fate in chosen))
+    size = output.format_bytes(sum(decision.info.num_bytes for decision in chosen))
     count = output.plural(len(chosen), "checkpoint")
     if removes:
         console.out(f"removed {count}, {size}", highlight=False)

@@ -219,7 +219,7 @@ def newest_committed(root: Path) -> Path:
     Raises:
         DemoError: If there is none.
     """
-    newest = catalog.newest_of(catalog.look(open_storage(root)))
+    newest = catalog.newest_of(catalog.list_checkpoints(open_storage(root)))
     if newest is None:
         raise DemoError(f"{root}: there is no committed checkpoint")
     return Path(newest.path)

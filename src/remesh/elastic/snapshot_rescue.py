@@ -56,8 +56,8 @@ def _store_from(folder: Path, *, whole_only: bool) -> list[str]:
     """Store the snapshots of a folder; where one was committed, if it was."""
     memory = LocalStorage(folder, direct_io=False)
     root = memory.read(ROOT_NAME).decode()
-    stored = catalog.look(open_storage(root))
-    for info in reversed([info for info in catalog.look(memory) if not info.problem]):
+    stored = catalog.list_checkpoints(open_storage(root))
+    for info in reversed([info for info in catalog.list_checkpoints(memory) if not info.problem]):
         if any(_replaces(one, info) for one in stored):
             break
         source = LocalStorage(folder / info.name, direct_io=False)

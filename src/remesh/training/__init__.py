@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from remesh.training.policies import OnRequest as OnRequest
     from remesh.training.policies import OnSignals as OnSignals
     from remesh.training.resuming import Resumed as Resumed
-    from remesh.training.retention import Fate as Fate
     from remesh.training.retention import KeepBest as KeepBest
     from remesh.training.retention import KeepEvery as KeepEvery
     from remesh.training.retention import KeepLast as KeepLast
+    from remesh.training.retention import RetentionDecision as RetentionDecision
     from remesh.training.rng import Randomness as Randomness
     from remesh.training.rng import derived_seed as derived_seed
     from remesh.training.rng import role_in as role_in
@@ -64,7 +64,7 @@ else:
             ),
             "remesh.training.resuming": ("Resumed",),
             "remesh.training.retention": (
-                "Fate",
+                "RetentionDecision",
                 "KeepBest",
                 "KeepEvery",
                 "KeepLast",
@@ -104,7 +104,6 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "ExportReport",
-    "Fate",
     "GlobalBatch",
     "KeepBest",
     "KeepEvery",
@@ -116,6 +115,7 @@ __all__ = [
     "ResumableBatchSampler",
     "ResumableSampler",
     "Resumed",
+    "RetentionDecision",
     "SampleOrder",
     "ScalingDecision",
     "SkipBatchSampler",

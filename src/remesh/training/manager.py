@@ -53,7 +53,7 @@ from remesh.training.memory import Memory, open_live_memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.provenance import digest_of, new_run, provenance
 from remesh.training.resuming import Resumed, Source
-from remesh.training.retention import Fate, KeepPolicy
+from remesh.training.retention import KeepPolicy, RetentionDecision
 from remesh.training.rng import Randomness
 from remesh.training.trackers import runs_of
 from remesh.training.watch import Watch
@@ -187,14 +187,14 @@ class Manager:
     @property
     def checkpoints(self) -> list[CheckpointInfo]:
         """The committed checkpoints by step, as this process sees them now. Not collective."""
-        return catalog.look(self._storage)
+        return catalog.list_checkpoints(self._storage)
 
     @property
     def latest(self) -> CheckpointInfo | None:
         """The newest that is not known to be damaged, or None. Not collective."""
         return catalog.newest_of([info for info in self.checkpoints if not info.problem])
 
-    def fates(self) -> list[Fate]:
+    def retention_decisions(self) -> list[RetentionDecision]:
         """What retention would do with each checkpoint now; nothing is touched. Not collective."""
         return retention.decide(self.checkpoints, self._keep, run=self._run, now=time.time())
 
@@ -404,18 +404,19 @@ class Manager:
                 self._retention_error = error
 
     def _tidy_up(self) -> None:
-        """Rank 0, after a commit: forget what was wrong at this place, remove what nobody keeps."""
+        """Rank 0, after a commit: forget old failures of this place, remove what is not kept."""
         if self._saving_step in self._superseded:
             catalog.forget_failures(self._storage, catalog.step_name(self._saving_step))
         if not self._keep:
             return
-        for info in retention.remove_unkept(self._storage, self.fates(), now=time.time()):
+        decisions = self.retention_decisions()
+        for info in retention.remove_unkept(self._storage, decisions, now=time.time()):
             _LOGGER.info("removed %s: no policy keeps it", info.path)
 
     # Whether to save ------------------------------------------------------------------------------
 
     def _look_around(self, step: int) -> policies.Verdict:
-        """Exchange notes. Collective. Raises what failed in somebody's background."""
+        """Exchange notes. Collective. Raises the failure of a background save of any rank."""
         last_gap = 1 if self._last_look is None else step - self._last_look
         self._last_look = step
         size, seconds = self._exchange.world_size, self._watch.step_seconds

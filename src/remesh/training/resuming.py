@@ -105,7 +105,7 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
         with catalog.best_effort(f"removing what dead processes left in {storage.url}"):
             catalog.finish_removals(storage)
             _remove_orphans(storage)
-        infos = catalog.look(storage)
+        infos = catalog.list_checkpoints(storage)
         for info in infos:
             if info.in_use_until:
                 with catalog.best_effort(f"removing old marks of {info.path}"):
@@ -152,7 +152,7 @@ def note_failure(exchange: Exchange, storage: Storage, info: CheckpointInfo, rea
 
     def note() -> bytes:
         # One that has just been removed needs no memory.
-        if any(one.name == info.name for one in catalog.look(storage)):
+        if any(one.name == info.name for one in catalog.list_checkpoints(storage)):
             with catalog.best_effort(f"noting that {info.path} cannot be loaded"):
                 catalog.note_failure(storage, info.name, reason)
         return b""

@@ -86,7 +86,7 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RetentionDecision:
     """What becomes of a checkpoint.
 
     Attributes:
@@ -107,7 +107,7 @@ class Fate:
 
 def decide(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
-) -> list[Fate]:
+) -> list[RetentionDecision]:
     """What becomes of each checkpoint; nothing is touched.
 
     Args:
@@ -117,7 +117,7 @@ def decide(
         now: The time, in seconds since the epoch.
 
     Returns:
-        One fate for each checkpoint, in the order given.
+        One decision for each checkpoint, in the order given.
     """
     counted = [info for info in infos if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
@@ -131,23 +131,25 @@ def decide(
     for policy in policies:
         for info in _kept_by(policy, counted):
             reasons[info.name].append(_words(policy))
-    return [Fate(info, tuple(reasons[info.name])) for info in infos]
+    return [RetentionDecision(info, tuple(reasons[info.name])) for info in infos]
 
 
-def remove_unkept(storage: Storage, fates: Sequence[Fate], *, now: float) -> list[CheckpointInfo]:
+def remove_unkept(
+    storage: Storage, decisions: Sequence[RetentionDecision], *, now: float
+) -> list[CheckpointInfo]:
     """Remove the checkpoints that are not kept; returns those that were removed.
 
     One that is read by the time of its removal stays.
 
     Args:
         storage: The root of the checkpoints.
-        fates: What `decide` says.
+        decisions: What `decide` says.
         now: The time, in seconds since the epoch.
 
     Raises:
         StorageError: If the storage fails.
     """
-    infos = [fate.info for fate in fates if not fate.is_kept]
+    infos = [decision.info for decision in decisions if not decision.is_kept]
     return [info for info in infos if catalog.remove(storage, info.name, now=now)]
 
 
