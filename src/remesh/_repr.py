@@ -1,4 +1,4 @@
-"""A `repr` that fits on a line or two, for objects that hold states, tensors and long lists.
+"""How objects and sizes are shown: a `repr` on a line or two for what holds tensors and long lists.
 
 Fields that are empty are left out, long ones are counted, arrays are shown by type and shape.
 """
@@ -49,3 +49,16 @@ def _shown(value: Any) -> str:
         if len(text) <= MAX_FIELD and "\n" not in text:
             return text
     return f"<{len(value)} entries>" if is_collection else f"<{type(value).__name__}>"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size in decimal units, as disks and networks are sold: `33.6 MB`."""
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    size, unit = float(num_bytes), "B"
+    for unit in ("kB", "MB", "GB", "TB", "PB"):  # noqa: B007 - read after the loop
+        size /= 1000
+        # 999.96 would be printed as 1000.0, so it belongs to the next unit.
+        if size < 999.95:
+            break
+    return f"{size:.1f} {unit}"

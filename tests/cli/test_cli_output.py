@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import remesh
+from remesh._repr import format_bytes
 from remesh.catalog import natural_key
 from remesh.cli import output
 from remesh.values import UnresolvedValue
@@ -33,7 +34,7 @@ from .conftest import Run
     ],
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert output.format_bytes(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 @settings(deadline=None)

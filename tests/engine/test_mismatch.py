@@ -433,10 +433,10 @@ def test_the_report_says_what_was_done_with_each_name() -> None:
     )
     assert str(fixed) == (
         "2 restored, 1 cast, 1 resized, 1 derived, 1 missing, 1 unexpected; "
-        "read 4.000 GB for 3.000 GB wanted in 2.00 s (2.00 GB/s)"
+        "read 4.0 GB for 3.0 GB wanted in 2.00 s (2.00 GB/s)"
     )
     empty = remesh.checkpoint.RestoreReport((), {}, {}, {}, (), (), (), 0, 0, 0, 0.0)
-    assert str(empty) == "0 restored; read 0.000 GB for 0.000 GB wanted in 0.00 s (0.00 GB/s)"
+    assert str(empty) == "0 restored; read 0 B for 0 B wanted in 0.00 s (0.00 GB/s)"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -114,11 +114,11 @@ def test_the_default_shares_columns_and_says_so(storage: MemoryStorage) -> None:
         assert report.reads_shared
         assert report.group_bytes_needed == truth().nbytes
         assert truth().nbytes <= report.group_bytes_read <= stored
-        assert "; all ranks, shared reads: read 0.096 GB for 0.096 GB wanted" in str(report)
+        assert "; all ranks, shared reads: read 96.0 MB for 96.0 MB wanted" in str(report)
     for report in run_ranks(4, load, False):
         assert not report.reads_shared
         assert report.group_bytes_read >= 4 * truth().nbytes
-        assert "; all ranks, each for itself: read 0.384 GB for 0.096 GB wanted" in str(report)
+        assert "; all ranks, each for itself: read 384.0 MB for 96.0 MB wanted" in str(report)
 
 
 def test_the_default_does_not_share_what_each_needs_alone(storage: MemoryStorage) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from remesh._repr import short_repr
+from remesh._repr import format_bytes, short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class RestoreReport:
         if self.group_bytes_needed > self.bytes_needed:
             how = "shared reads" if self.reads_shared else "each for itself"
             group = (
-                f"; all ranks, {how}: read {self.group_bytes_read / 1e9:.3f} GB for "
-                f"{self.group_bytes_needed / 1e9:.3f} GB wanted"
+                f"; all ranks, {how}: read {format_bytes(self.group_bytes_read)} for "
+                f"{format_bytes(self.group_bytes_needed)} wanted"
             )
         rate = self.bytes_read / self.seconds / 1e9 if self.seconds else 0.0
         return (
-            f"{', '.join(counts)}; read {self.bytes_read / 1e9:.3f} GB for "
-            f"{self.bytes_needed / 1e9:.3f} GB wanted in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+            f"{', '.join(counts)}; read {format_bytes(self.bytes_read)} for "
+            f"{format_bytes(self.bytes_needed)} wanted in {self.seconds:.2f} s ({rate:.2f} GB/s)"
             f"{group}"
         )
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from remesh import values
+from remesh._repr import format_bytes
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.local import (
@@ -549,7 +550,7 @@ def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, 
         if size > free[identity]:
             existing = next(one.existing for one in spaces if one and one.identity == identity)
             raise NoSpaceError(
-                f"{url}: the state needs {size / 1e9:.3f} GB, {free[identity] / 1e9:.3f} GB are "
+                f"{url}: the state needs {format_bytes(size)}, {format_bytes(free[identity])} are "
                 f"free there. Nothing was written. {_space_advice(url, existing)}"
             )
 

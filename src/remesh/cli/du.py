@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from remesh import catalog
+from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
 from remesh.formats import native
@@ -73,7 +74,7 @@ def du(*, path: str, depth: int, show_all: bool, as_json: bool) -> None:
     ]
     console = output.stdout_console()
     output.print_table(console, (">size", ">share", "<status", "<name"), rows)
-    console.out(f"{output.format_bytes(total)} in all", highlight=False)
+    console.out(f"{format_bytes(total)} in all", highlight=False)
 
 
 def _show_checkpoint(
@@ -95,9 +96,7 @@ def _show_checkpoint(
         return
     console = output.stdout_console()
     _print_usages(console, usages, total, show_all=show_all)
-    text = (
-        f"{output.format_bytes(total)} of tensors, {output.format_bytes(num_file_bytes)} of files"
-    )
+    text = f"{format_bytes(total)} of tensors, {format_bytes(num_file_bytes)} of files"
     console.out(text, highlight=False)
 
 
@@ -116,7 +115,7 @@ def _print_usages(console: Console, usages: Sequence[Usage], total: int, *, show
 
 
 def _size(num_bytes: int, total: int) -> tuple[str, str]:
-    return output.format_bytes(num_bytes), f"{100 * num_bytes / total if total else 0:.1f} %"
+    return format_bytes(num_bytes), f"{100 * num_bytes / total if total else 0:.1f} %"
 
 
 def usages_of(index: Index, depth: int) -> list[Usage]:

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from remesh import catalog
+from remesh._repr import format_bytes
 from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output
@@ -159,7 +160,7 @@ def _print_decisions(
         rest = "removed" if gone else "in use" if removes else "superfluous"
         what = "kept" if decision.is_kept else rest
         why = f"  ({output.printable('; '.join(decision.reasons))})" if decision.is_kept else ""
-        size = output.format_bytes(info.num_bytes)
+        size = format_bytes(info.num_bytes)
         rows.append((what, str(info.step), size, f"{output.printable(info.path)}{why}"))
     console = output.stdout_console()
     output.print_table(console, ("<what", ">step", ">size", "<path"), rows)
@@ -168,7 +169,7 @@ def _print_decisions(
         for decision in decisions
         if (decision.info.name in removed if removes else not decision.is_kept)
     ]
-    size = output.format_bytes(sum(decision.info.num_bytes for decision in chosen))
+    size = format_bytes(sum(decision.info.num_bytes for decision in chosen))
     count = output.plural(len(chosen), "checkpoint")
     if removes:
         console.out(f"removed {count}, {size}", highlight=False)

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from remesh import catalog
+from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
 from remesh.cli.pieces import piece_document, piece_lines
@@ -79,7 +80,7 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
             step.status,
             output.format_time(step.created) if step.created else "-",
             str(step.world_size) if step.world_size else "-",
-            output.format_bytes(step.num_bytes),
+            format_bytes(step.num_bytes),
             output.printable(step.name) + _marks(step, newest),
         )
         for step in steps
@@ -274,13 +275,13 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     )
     num_others = totals["num_values"] + totals["num_objects"]
     hint = " (--values lists them)" if num_others and not shows_values else ""
-    size = output.format_bytes(totals["num_tensor_bytes"])
+    size = format_bytes(totals["num_tensor_bytes"])
     facts = [
         _origin(checkpoint),
         ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
         ("elements", _elements(checkpoint)),
         ("values", others + hint),
-        ("files", f"{files} with tensors, {output.format_bytes(totals['num_file_bytes'])} in all"),
+        ("files", f"{files} with tensors, {format_bytes(totals['num_file_bytes'])} in all"),
     ]
     if checkpoint.metadata:
         facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))
@@ -322,7 +323,7 @@ def _print_tensors(console: Console, listing: _Listing, with_pieces: bool, show_
     for name in names:
         stored, tied_to = index[name], index.aliases.get(name)
         shown = output.printable(name) + (f" -> {output.printable(tied_to)}" if tied_to else "")
-        size = output.format_bytes(stored.num_bytes)
+        size = format_bytes(stored.num_bytes)
         shape = output.format_shape(stored.shape)
         rows.append((stored.dtype, shape, str(stored.num_pieces), size, shown))
     console.out("")

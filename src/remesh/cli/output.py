@@ -79,19 +79,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def format_bytes(num_bytes: int) -> str:
-    """A size in decimal units, as disks and networks are sold: `33.6 MB`."""
-    if num_bytes < 1000:
-        return f"{num_bytes} B"
-    size, unit = float(num_bytes), "B"
-    for unit in ("kB", "MB", "GB", "TB", "PB"):  # noqa: B007 - read after the loop
-        size /= 1000
-        # 999.96 would be printed as 1000.0, so it belongs to the next unit.
-        if size < 999.95:
-            break
-    return f"{size:.1f} {unit}"
-
-
 def format_shape(shape: Sequence[int]) -> str:
     """A shape as torch prints it: `[4096, 512]`."""
     return f"[{', '.join(map(str, shape))}]"

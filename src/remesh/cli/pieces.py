@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from remesh._repr import format_bytes
 from remesh.cli import output
 from remesh.index import Piece
 
@@ -24,7 +25,7 @@ def piece_lines(pieces: Sequence[Piece], indent: str) -> list[str]:
     rows = [
         (
             str(piece.box),
-            output.format_bytes(piece.num_bytes),
+            format_bytes(piece.num_bytes),
             f"{piece.position}:{piece.position + piece.num_bytes}",
             output.printable(piece.path),
         )

@@ -9,6 +9,7 @@ import click
 import numpy as np
 from rich.console import Console
 
+from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
@@ -186,10 +187,10 @@ def _print_ranks(
                 f"{kind}={place}" for kind, place in reversed(mesh.coordinates(rank.rank).items())
             ),
             str(rank.num_tensors),
-            output.format_bytes(rank.state_bytes),
-            output.format_bytes(rank.bytes_read),
+            format_bytes(rank.state_bytes),
+            format_bytes(rank.bytes_read),
             str(rank.num_reads),
-            output.format_bytes(rank.peak_bytes),
+            format_bytes(rank.peak_bytes),
         )
         for rank in output.capped(ranks, show_all=show_all)
     ]
@@ -198,6 +199,6 @@ def _print_ranks(
     output.print_rest(console, len(ranks), show_all=show_all)
     total = sum(rank.bytes_read for rank in ranks)
     console.out(
-        f"{output.plural(len(ranks), 'rank')} read {output.format_bytes(total)} in all",
+        f"{output.plural(len(ranks), 'rank')} read {format_bytes(total)} in all",
         highlight=False,
     )

@@ -10,6 +10,7 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
+from remesh._repr import format_bytes
 from remesh.cli import keeping, output
 from remesh.maintenance import orphans
 from remesh.maintenance.orphans import Orphan
@@ -127,10 +128,10 @@ def _print_leftovers(
         what = "removed" if one.path in removed else "kept" if one.kept or removes else "garbage"
         where = output.printable(one.path)
         why = f"  ({output.printable(one.kept)})" if one.kept else ""
-        rows.append((what, _age(one.age), output.format_bytes(one.num_bytes), f"{where}{why}"))
+        rows.append((what, _age(one.age), format_bytes(one.num_bytes), f"{where}{why}"))
     output.print_table(console, ("<what", ">age", ">size", "<path"), rows)
     chosen = [one for one in leftovers if (one.path in removed if removes else not one.kept)]
-    size = output.format_bytes(sum(one.num_bytes for one in chosen))
+    size = format_bytes(sum(one.num_bytes for one in chosen))
     count = output.plural(len(chosen), "leftover")
     if removes:
         console.out(f"removed {count}, {size}", highlight=False)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
+from remesh._repr import format_bytes
 from remesh.cli import output
 from remesh.geometry import Box
 from remesh.maintenance.repair import RepairReport, plan_repair, write_repaired
@@ -90,7 +91,7 @@ def _print_report(console: Console, report: RepairReport, save_id: str | None) -
             for file in report.files
         ]
         output.print_table(console, ("<state", "<file", "<problem"), rows, "  ")
-    size = output.format_bytes(report.num_bytes)
+    size = format_bytes(report.num_bytes)
     can_be = "saved" if report.target else "can be saved"
     line(
         f"{can_be}: {output.plural(len(report.saved), 'tensor')} ({size}) and "

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from remesh import catalog
+from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.du import Usage, usages_of
@@ -111,8 +112,8 @@ def _facts(path: str, checkpoint: Checkpoint, num_values: int) -> list[tuple[str
         ("tensors", f"{len(index.boxes.tensors)} in {len(index.boxes)} pieces"),
         ("tied names", str(len(index.aliases))),
         ("elements", f"{sum(parts.values()):,}"),
-        ("bytes of tensors", output.format_bytes(int(index.boxes.num_bytes.sum()))),
-        ("bytes of files", output.format_bytes(places.num_file_bytes(checkpoint))),
+        ("bytes of tensors", format_bytes(int(index.boxes.num_bytes.sum()))),
+        ("bytes of files", format_bytes(places.num_file_bytes(checkpoint))),
         ("plain values", str(num_values)),
     ]
     if checkpoint.format == native.FORMAT_NAME:
@@ -180,7 +181,7 @@ def _page(found: Report, index: Index) -> str:
         sections.append(("Values", pieces))
     if found.provenance:
         sections.append(("Provenance", [picture.table(("", ""), found.provenance)]))
-    rows = [(path, output.format_bytes(size), digest or "-") for path, size, digest in found.files]
+    rows = [(path, format_bytes(size), digest or "-") for path, size, digest in found.files]
     sections.append(("Files and digests", [picture.table(("file", "size", "digest"), rows)]))
     return picture.page(found.path, sections)
 
@@ -190,7 +191,7 @@ def _usage_table(usages: Sequence[Usage]) -> str:
     rows = [
         (
             usage.prefix,
-            output.format_bytes(usage.num_bytes),
+            format_bytes(usage.num_bytes),
             f"{100 * usage.num_bytes / total:.1f} %",
             f"{usage.num_elements:,}",
             str(usage.num_tensors),
@@ -232,11 +233,11 @@ def _branch(label: str, node: object, index: Index, *, depth: int) -> str:
         stored, tied = index[label], index.aliases.get(label)
         last = label.rpartition(".")[2]
         shape = " \u00d7 ".join(map(str, stored.shape)) or "scalar"
-        text = f"{last}: {stored.dtype}, {shape}, {output.format_bytes(stored.num_bytes)}"
+        text = f"{last}: {stored.dtype}, {shape}, {format_bytes(stored.num_bytes)}"
         text += f", tied to {tied}" if tied else ""
         return f"<p>{html.escape(text)}</p>"
     inner = "".join(_branch(name, below, index, depth=depth + 1) for name, below in node.items())
-    title = f"{label[:-1]} ({output.format_bytes(_num_bytes(node))})"
+    title = f"{label[:-1]} ({format_bytes(_num_bytes(node))})"
     is_open = ' open="open"' if depth == 0 else ""
     return (
         f'<details{is_open} style="margin-left:{min(depth, 1) * 18}px">'

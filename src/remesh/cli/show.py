@@ -8,6 +8,7 @@ import click
 import numpy as np
 from rich.console import Console
 
+from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.cli.boxes import BoxText, parse_box
@@ -134,7 +135,7 @@ def _print_tensor(console: Console, looked: _Looked) -> None:
     facts = [
         ("dtype", stored.dtype),
         ("shape", output.format_shape(stored.shape)),
-        ("size", output.format_bytes(stored.num_bytes)),
+        ("size", format_bytes(stored.num_bytes)),
     ]
     if tied_to is not None:
         facts.append(("tied to", output.printable(tied_to)))

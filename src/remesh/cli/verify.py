@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
+from remesh._repr import format_bytes
 from remesh.cli import output
 from remesh.cli.checking import Verdict, check, check_entry, paths_in
 from remesh.errors import RemeshError
@@ -57,7 +58,7 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
     path = output.printable(verdict.path)
     if verdict.status == "sound":
         files = output.plural(verdict.num_files, "file")
-        size = output.format_bytes(verdict.num_bytes)
+        size = format_bytes(verdict.num_bytes)
         # What cannot be compared is not called sound.
         word = "sound" if verdict.has_digests else "readable, no digests to compare with"
         console.out(f"{path}: {word}, {files} with tensors, {size}", highlight=False)
