@@ -107,7 +107,7 @@ def test_every_leaf_has_a_path_and_a_name() -> None:
 def test_a_tensor_leaf_is_one_box_that_anybody_may_hold() -> None:
     array = arange(2, 3)
     [entry] = describe({"w": array}).tensors
-    assert (entry.dtype, entry.role, entry.allow_shape_mismatch) == ("float32", Role.ASSUMED, False)
+    assert (entry.dtype, entry.role, entry.resize) == ("float32", Role.ASSUMED, None)
     assert [part.box for part in entry.parts] == [Box.whole((2, 3))]
     assert entry.parts[0].data is array
 
@@ -381,7 +381,7 @@ def test_options_reach_the_tensor() -> None:
         "w", arange(2), (5,), (3,), replica_id=3, allow_shape_mismatch=True
     )
     [entry] = describe({"w": tensor}).tensors
-    assert (entry.allow_shape_mismatch, entry.role) == (True, Role.REPLICA)
+    assert (entry.resize, entry.role) == ("zeros", Role.REPLICA)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,10 @@ class TensorEntry:
         global_shape: Shape of the global tensor.
         parts: This rank's boxes with their arrays.
         role: What this rank says of its copy.
-        allow_shape_mismatch: See `ShardedTensor`.
+        resize: What becomes of new elements if another global shape is stored ("zeros" if a
+            `ShardedTensor` allows that); None if that is an error.
+        follows: Name of the parameter that this is optimizer state of; None if it is none, or the
+            parameter has no name in the state.
         alias_key: Equal for leaves that are the same memory (tied weights); None if it has none.
         is_buffer: Whether it is a buffer of a module, such as a running statistic, that no
             description or placement divides among ranks.
@@ -97,9 +100,10 @@ class TensorEntry:
     global_shape: tuple[int, ...]
     parts: tuple[Part, ...]
     role: Role
-    allow_shape_mismatch: bool = False
+    resize: str | None = None
     alias_key: object = None
     is_buffer: bool = False
+    follows: str | None = None
 
 
 class Stored(Protocol):
@@ -383,7 +387,7 @@ class Walk:
                     node.global_shape,
                     node.parts,
                     role_of(node),
-                    node.allow_shape_mismatch,
+                    "zeros" if node.allow_shape_mismatch else None,
                 )
             )
         return lambda _loaded: node

@@ -231,7 +231,7 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
         own = placed_parameters(
             leaf, lambda tensor: id(tensor) in wanted and id(tensor) not in found, name_of(path)
         )
-        found.update({id(tensor): (path, places) for tensor, places in own})
+        found.update({id(tensor): (path, _with_full_names(path, places)) for tensor, places in own})
     homes = {(place.name, path) for path, places in found.values() for place in places}
     if len({name for name, _ in homes}) == len(homes):
         return {key: places for key, (_, places) in found.items()}
@@ -241,6 +241,13 @@ def _find_places(root: object, tensors: Iterable[torch.Tensor]) -> dict[int, tup
         )
         for key, (path, places) in found.items()
     }
+
+
+def _with_full_names(path: Path, places: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    """Places in a module with their names in the state."""
+    return tuple(
+        dataclasses.replace(place, full_name=name_of((*path, place.name))) for place in places
+    )
 
 
 def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | NamedModule]]:

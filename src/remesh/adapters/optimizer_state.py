@@ -7,7 +7,8 @@ all others it follows from the parameter's description: the state is viewed as t
 FSDP1 do; then so does each of its moments, and what has no such shape (the step) belongs to each
 of these parameters.
 
-State that a fresh optimizer does not have yet is allocated as the optimizer would allocate it.
+State that a fresh optimizer does not have yet is allocated as the optimizer would allocate it. If
+a parameter is stored in another size than it has, its state is allocated in the size that it has.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTen
     """Describe the state of one parameter for loading."""
 
     def allocate(leaf_path: Path, dtype: str, shape: tuple[int, ...], live: object) -> torch.Tensor:
+        shape = _resized(stored, tensor.places[0], tuple(tensor.tensor.shape), shape)
         wanted = (shape, torch_dtype(dtype))
         if isinstance(live, torch.Tensor) and (
             leaf_path[-1] == tensor.own_key or (tuple(live.shape), live.dtype) == wanted
@@ -132,15 +134,49 @@ def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTen
                 f"{name_of(leaf_path[:-1])}: a tensor that is made of others is stored, and the "
                 "optimizer of this state keeps none there; construct it as the one that was saved"
             )
-    role = tensor.places[0].role
-    return describe_stored(
+    first = len(walk.description.tensors)
+    rebuild = describe_stored(
         walk,
         stored,
         path,
         tensor.state,
         allocate=allocate,
         renew=lambda live_leaf: live_leaf,
-        role=role,
+        role=tensor.places[0].role,
+    )
+    _follow(walk, first, tensor.places[0])
+    return rebuild
+
+
+def _follow(walk: Walk, first: int, place: Placed) -> None:
+    """Say of the tensors that were described since the first one whose state they are."""
+    tensors = walk.description.tensors
+    for number in range(first, len(tensors)):
+        tensors[number] = dataclasses.replace(tensors[number], follows=place.full_name)
+
+
+def _resized(
+    stored: Stored, place: Placed, wanted: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape that stored state takes on if its parameter is stored in another size.
+
+    State follows in those dims in which it is as long as the parameter was; in the others it has
+    one element, as a factor of a moment does. State of any other form does not follow.
+
+    Args:
+        stored: What the checkpoint holds.
+        place: The parameter.
+        wanted: The global shape that the parameter has.
+        shape: The stored shape of the state.
+    """
+    found = None if place.full_name is None else stored.tensor(place.full_name)
+    if found is None or not len(found[1]) == len(wanted) == len(shape):
+        return shape
+    if any(extent not in {1, old} for extent, old in zip(shape, found[1], strict=True)):
+        return shape
+    return tuple(
+        new if extent == old else extent
+        for extent, old, new in zip(shape, found[1], wanted, strict=True)
     )
 
 
@@ -313,9 +349,14 @@ def _describe_leaf(
         makes = [walk.add_value(path, None) for _, path in held]
         return lambda loaded: _one_of([make(loaded) for make in makes], name_of(held[0][1]))
     known = [(place, stored.tensor(name_of(path))) for place, path in held]
-    found = [(place, *tensors) for place, tensors in known if tensors is not None]
+    found = [
+        (place, tensors[0], _resized(stored, place, place.shards.global_shape, tensors[1]))
+        for place, tensors in known
+        if tensors is not None and place.shards is not None
+    ]
     target = _target(tensor, suffix, found, live) if found else live
     for place, path in held:
+        first = len(walk.description.tensors)
         if _is_shard(target, suffix, tensor):
             _add_like(walk, path, target, tensor, place)
         elif isinstance(target, torch.Tensor):
@@ -323,6 +364,7 @@ def _describe_leaf(
             walk.add_array(path, target, Role.ASSUMED, alias_key=alias_key(target))
         else:
             walk.add_value(path, target)
+        _follow(walk, first, place)
     return lambda _loaded: target
 
 
@@ -347,7 +389,8 @@ def _target(
     Args:
         tensor: What the state is of.
         suffix: Place in its state.
-        found: Parameters that it stands for, with dtype and shape of what is stored for them.
+        found: Parameters that it stands for, with dtype and shape of what is stored for them, in
+            the size that they have.
         live: What is at this place at present.
     """
     if suffix == (tensor.own_key,):

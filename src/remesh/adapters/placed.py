@@ -26,11 +26,14 @@ class Placed:
         role: What is known of copies on other ranks of plain tensors.
         shards: Which boxes the parameter holds, as views of it; None if it is a whole tensor or a
             DTensor, which speak for themselves.
+        full_name: Name of the parameter in the state, which begins with the path of its module;
+            None if it is in no module.
     """
 
     name: str
     role: Role
     shards: ShardedTensor | None = None
+    full_name: str | None = None
 
 
 def add_shards(
@@ -44,9 +47,9 @@ def add_shards(
     key = ("shards", shape, *views) if views and views[0][1] is not None else None
     name = walk.claim(path)
     dtype = dtype_name(local_of(tensor), name)
-    allowed = place.shards.allow_shape_mismatch
+    resize = "zeros" if place.shards.allow_shape_mismatch else None
     walk.description.tensors.append(
-        TensorEntry(name, dtype, shape, parts, place.role, allowed, alias_key=key)
+        TensorEntry(name, dtype, shape, parts, place.role, resize, alias_key=key)
     )
 
 

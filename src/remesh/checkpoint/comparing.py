@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from remesh.checkpoint.resizing import MeanRows
 from remesh.dtypes import BY_NAME
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index
@@ -118,6 +119,7 @@ class Draft:
         filling: What is read into the state.
         filled: The parts of the state that are filled.
         zeros: Memory, with its shape, that is filled with zeros before.
+        means: New rows that are filled with a mean of what is read.
         comparing: What is read to be compared.
         checks: What has to be equal then.
     """
@@ -126,6 +128,7 @@ class Draft:
     comparing: Wanted
     filled: list[Filled] = field(default_factory=list, init=False)
     zeros: list[tuple[Memory, tuple[int, ...]]] = field(default_factory=list, init=False)
+    means: list[MeanRows] = field(default_factory=list, init=False)
     checks: list[Check] = field(default_factory=list, init=False)
 
     def fill(

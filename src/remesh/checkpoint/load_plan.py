@@ -10,8 +10,9 @@ are read first, into memory of their own, and compared (`checkpoint.comparing`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from remesh.checkpoint.comparing import (
 )
 from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
+from remesh.checkpoint.resizing import MeanRows, fitting_patterns, policies_of, refusal
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import TransformedState, match_made, want_made
 from remesh.dtypes import BY_NAME
@@ -53,12 +55,15 @@ class LoadOptions:
         refuse_unexpected: Refuse a checkpoint with names that no rank asks for.
         cast: Convert dtypes.
         transform: What stored tensors become; None if they stay what they are.
+        resize: What becomes of new elements of tensors that are stored in another size, by name or
+            pattern (`checkpoint.resizing`).
     """
 
     keep_missing: bool
     refuse_unexpected: bool
     cast: bool
     transform: Transform | None
+    resize: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +76,11 @@ class RankLoadPlan:
         names: The same by the names of the state.
         filling: What is read into the tensors of the state.
         zeros: Memory, with its shape, that is filled with zeros before.
+        means: New rows that are filled with a mean of what is read.
         comparing: What is read to be compared, before anything in the state is touched.
         checks: What has to be equal then.
         asked: One bit for each stored name, set if this rank asks for it.
+        fitting: What of `LoadOptions.resize` fits a tensor of this rank.
         report: What is done, but for what depends on other ranks and on the reading.
     """
 
@@ -82,9 +89,11 @@ class RankLoadPlan:
     names: Names
     filling: RankReads
     zeros: Sequence[tuple[Memory, tuple[int, ...]]]
+    means: Sequence[MeanRows]
     comparing: RankReads
     checks: Sequence[Check]
     asked: bytes
+    fitting: Sequence[str]
     report: RestoreReport
 
     def value(self, name: str) -> object:
@@ -122,20 +131,25 @@ def match(
     _match_values(description, names, stored, found)
     plain: list[tuple[TensorEntry, StoredTensor]] = []
     made: list[tuple[TensorEntry, str]] = []
-    for entry, own in with_all_names(description.tensors):
+    entries = with_all_names(description.tensors)
+    policies = policies_of(entries, options.resize)
+    fitting = fitting_patterns(entries, options.resize)
+    found.unfitting += [pattern for pattern in options.resize if pattern not in fitting]
+    for entry, own in entries:
         if isinstance(names, TransformedState) and not names.is_untouched(own):
             target = match_made(names, entry, own, found)
             made += [] if target is None else [(entry, target)]
         elif sources := [name for name in own if name in stored.index]:
-            tensor = _match_stored(entry, own, sources, stored.index, options.cast, found)
-            if tensor is not None:
+            _note_derived(own, sources, found)
+            tensor = stored.index[sources[0]]
+            if _fits(entry, tensor, policies.get(entry.name), options.cast, found):
                 plain.append((entry, tensor))
                 _compare_tied(entry, sources, stored.index, found, draft)
         else:
             _file_absent(entry.name, description, names, stored, found)
     mismatch.refuse(stored, found, keep_missing=options.keep_missing)
     for entry, tensor in plain:
-        _want(entry, tensor, draft)
+        _want(entry, tensor, policies.get(entry.name), draft)
     for entry, target in made:
         assert isinstance(names, TransformedState)
         want_made(names, entry, target, draft)
@@ -149,9 +163,11 @@ def match(
         names,
         filling,
         draft.zeros,
+        draft.means,
         draft.comparing.planned(),
         draft.checks,
         _asked_bits(description, names, stored),
+        fitting,
         found.report(tuple(description.dropped), filling.num_bytes),
     )
 
@@ -215,46 +231,46 @@ def _match_known(name: str, value: object, found: Findings) -> None:
         )
 
 
-def _match_stored(
-    entry: TensorEntry,
-    own: list[str],
-    sources: list[str],
-    index: Index,
-    cast: bool,
-    found: Findings,
-) -> StoredTensor | None:
-    """The stored tensor that fills an entry; None if it does not fit, which is then filed.
+def _note_derived(own: list[str], sources: list[str], found: Findings) -> None:
+    """File the names of a tied tensor that are not stored under the first that is."""
+    found.derived.update({name: sources[0] for name in own if name not in sources})
+
+
+def _fits(
+    entry: TensorEntry, stored: StoredTensor, policy: str | None, cast: bool, found: Findings
+) -> bool:
+    """Whether a stored tensor can fill an entry; what becomes of it, or why not, is filed.
 
     Args:
         entry: A tensor of the state.
-        own: Its names: several if it is tied.
-        sources: Those that are stored.
-        index: What is stored.
+        stored: The stored tensor.
+        policy: What becomes of new elements if the shapes differ; None if they may not.
         cast: Whether dtypes are converted.
         found: Where findings go.
     """
-    found.derived.update({name: sources[0] for name in own if name not in sources})
-    stored, name = index[sources[0]], entry.name
+    name = entry.name
     differ = f"{name}: dtype {stored.dtype} is stored, {entry.dtype} is wanted"
     is_opaque = BY_NAME[stored.dtype].is_opaque or BY_NAME[entry.dtype].is_opaque
-    can_resize = entry.allow_shape_mismatch and len(stored.shape) == len(entry.global_shape)
-    if stored.shape != entry.global_shape and not can_resize:
-        found.conflicts.append(
-            f"{name}: shape {stored.shape} is stored, {entry.global_shape} is wanted"
-        )
+    shapes = stored.shape, entry.global_shape
+    is_real = stored.dtype.startswith(("float", "bfloat")) and not BY_NAME[stored.dtype].is_opaque
+    refused = None if shapes[0] == shapes[1] else refusal(*shapes, policy, is_real=is_real)
+    if refused is not None:
+        found.conflicts.append(f"{name}: {refused}")
+        if policy is None and sum(map(operator.ne, *shapes)) == 1 and len({*map(len, shapes)}) == 1:
+            found.resizable.append(name)
     elif stored.dtype != entry.dtype and not cast:
         found.conflicts.append(f"{differ} (cast=True converts)")
     elif stored.dtype != entry.dtype and is_opaque:
         found.conflicts.append(f"{differ}, and torch does not convert between them")
     else:
-        if stored.shape != entry.global_shape:
+        if shapes[0] != shapes[1]:
             found.resized[name] = f"{stored.shape} → {entry.global_shape}"
         if stored.dtype != entry.dtype:
             found.cast[name] = f"{stored.dtype} → {entry.dtype}"
         if name not in found.cast and name not in found.resized and name not in found.derived:
             found.restored.append(name)
-        return stored
-    return None
+        return True
+    return False
 
 
 def _file_absent(
@@ -293,7 +309,7 @@ def _compare_tied(
                 draft.compare(problem, *arrays)
 
 
-def _want(entry: TensorEntry, stored: StoredTensor, draft: Draft) -> None:
+def _want(entry: TensorEntry, stored: StoredTensor, policy: str | None, draft: Draft) -> None:
     """Want this rank's part of a tensor from a stored one."""
     is_exact = stored.shape == entry.global_shape
     is_copied = is_exact and stored.dtype == entry.dtype
@@ -308,11 +324,21 @@ def _want(entry: TensorEntry, stored: StoredTensor, draft: Draft) -> None:
             else casting_memory_of(part.data, stored.dtype, entry.name)
         )
         box = part.box if is_exact else part.box.intersect(Box.whole(stored.shape))
-        if box != part.box:
+        if box != part.box and policy == "zeros":
             draft.zeros.append((memory, part.box.shape))
+        elif box != part.box and policy == "mean":
+            draft.means.append(_mean_rows(part.box, memory, stored, draft))
         if box is not None:
             draft.filling.add(stored.name, box, Destination(part.box.offset, memory))
         draft.fill(entry.name, part.box, memory, content, source)
+
+
+def _mean_rows(box: Box, memory: Memory, stored: StoredTensor, draft: Draft) -> MeanRows:
+    """Want what the mean of stored rows is made of, for the rows of a box that are new."""
+    known = max(stored.shape[0] - box.offset[0], 0)
+    new = Box((known, *[0] * (box.ndim - 1)), (box.shape[0] - known, *box.shape[1:]))
+    columns = Box((0, *box.offset[1:]), (stored.shape[0], *box.shape[1:]))
+    return MeanRows(memory, new, stored.dtype, draft.filling.array(stored.name, columns))
 
 
 def _refuse_reserved(reserved: Sequence[tuple[str, Layout]], filled: Sequence[Filled]) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -41,6 +41,7 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.mismatch import counted, listed, refuse
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
+from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import describe_transformed
@@ -75,6 +76,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     unexpected: Literal["ignore", "error"] = "ignore",
     cast: bool = False,
     transform: Transform | Program | None = None,
+    resize: Mapping[str, Policy] | None = None,
     share_reads: bool | None = None,
     timeout: float | None = None,
     group: Any = None,
@@ -99,6 +101,12 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             (`{"model.": "net."}`) or regular expressions, or a function from name to name.
             Optimizer state follows its parameter. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
+        resize: What becomes of the new elements of tensors that are larger than what is stored, by
+            name in the state or by pattern as of `Checkpoint.names`: "keep" leaves them as they
+            are, "zeros" fills them with zeros, "mean" fills new rows with the mean of the stored
+            ones. Of a smaller tensor, what lies beyond it is not loaded. State of a resized
+            parameter follows in its optimizer, with zeros for what is new. Tensors that `transform`
+            renames or makes are not resized.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
             serves every byte once. None decides: shared if that spares more reading than it costs
             to move bytes between ranks, which is little where storage is a network away.
@@ -116,8 +124,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         MismatchError: If state and checkpoint do not fit. Nothing was changed.
         TransformError: If the transformation is malformed, or does not fit the stored tensors or
             the state. Nothing was changed.
-        StateError: If the state cannot be a target (a tensor on the meta device, say). Nothing
-            was changed.
+        StateError: If the state cannot be a target (a tensor on the meta device, say), or `resize`
+            fits no tensor of it. Nothing was changed.
         CorruptCheckpointError: If stored bytes are missing or damaged.
         CheckpointReplacedError: If other saves replaced the checkpoint faster than it could be
             read, many times in a row.
@@ -126,13 +134,14 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
     check_order("load", state, path)
+    check_policies(resize or {})
     started = time.monotonic()
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
     emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
-    options = LoadOptions(missing == "keep", unexpected == "error", cast, rules)
+    options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
     assign = _assign_for(share_reads, exchange, storage)
 
     def load_once() -> tuple[Any, RestoreReport]:
@@ -239,10 +248,14 @@ def _match_on_all(
             else:
                 description, names = target, made.among(tables, cast=cast)
             plans.append(match(description, names, options, reserved))
-        return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked))
+        return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked, plans[0].fitting))
 
-    replies = run_on_all(exchange, plan)
-    return plans[0], [msgspec.msgpack.decode(reply, type=tuple[bool, bytes]) for reply in replies]
+    replies = [
+        msgspec.msgpack.decode(reply, type=tuple[bool, bytes, list[str]])
+        for reply in run_on_all(exchange, plan)
+    ]
+    check_patterns(options.resize, [one for _, _, fitting in replies for one in fitting])
+    return plans[0], [(compares, asked) for compares, asked, _ in replies]
 
 
 def _describe_target(state: Any, stored: StoredState) -> Description:
@@ -282,6 +295,8 @@ def _finish(
             zero = np.zeros((), memory.carrier)
             memory.copy_in(Box.whole(shape), np.broadcast_to(zero, shape))
         shared = read(plan.filling, count)
+        for new_rows in plan.means:
+            new_rows.fill()
         emit("load.read")
         return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
 

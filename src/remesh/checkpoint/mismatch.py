@@ -101,4 +101,11 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
         lines += [f"  {conflict}" for conflict in conflicts[:MAX_LISTED]]
         if len(conflicts) > MAX_LISTED:
             lines.append(f"  ... and {len(conflicts) - MAX_LISTED} more")
+    if found.unfitting:
+        lines.append(f"resize= fits no tensor of this rank: {listed(found.unfitting)}")
+    if found.resizable:
+        lines.append(
+            f'resize={{"{found.resizable[0]}": "zeros"}} loads what both sizes of it have, and '
+            'fills the rest with zeros ("keep" and "mean": docs/how-to/load-a-part.md).'
+        )
     raise MismatchError("\n".join(lines), missing=missing, conflicts=conflicts)

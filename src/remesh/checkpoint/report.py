@@ -15,8 +15,8 @@ class RestoreReport:
     Attributes:
         restored: Tensors, values and objects that were taken as they are stored.
         cast: Tensors whose dtype was converted: name → `stored → wanted`.
-        resized: Tensors of another global shape that were padded or cut, because the target allows
-            it: name → `stored → wanted`.
+        resized: Tensors of another global shape that were enlarged or cut, as `resize=` or the
+            target allows: name → `stored → wanted`.
         renamed: Names that a transformation fills with a stored tensor or value as it is: name →
             stored name.
         derived: Names that were filled from others: tied tensors, and what a transformation makes:
@@ -117,6 +117,8 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    resizable: list[str] = field(default_factory=list)
+    unfitting: list[str] = field(default_factory=list)
     others: tuple[str, ...] = ()
     new_parameters: bool = False
 

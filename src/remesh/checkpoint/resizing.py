@@ -1,0 +1,161 @@
+"""Tensors of another size than what is stored: what becomes of the elements that are new.
+
+A load fills the box that the stored tensor and the target have in common. What the target has
+beyond that box is new, and a policy decides about it; what is stored beyond it is not read. Each
+rank acts on its own boxes.
+
+A policy is given by the caller (`resize=`), or declared by a `ShardedTensor`. Optimizer state
+follows its parameter: where that may be resized, so may its state, and new elements of it are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import numpy as np
+
+from remesh.errors import StateError
+from remesh.geometry import Box
+from remesh.memory import CarrierArray, Memory
+from remesh.state import TensorEntry
+
+Policy = Literal["keep", "zeros", "mean"]
+"""What becomes of new elements."""
+
+POLICIES: tuple[str, ...] = get_args(Policy)
+_ROWS_AT_ONCE = 4096
+"""How many rows are converted for a sum at once."""
+
+
+def check_policies(resize: Mapping[str, str]) -> None:
+    """Refuse policies that there are not.
+
+    Raises:
+        StateError: If there is one.
+    """
+    for pattern, policy in resize.items():
+        if policy not in POLICIES:
+            raise StateError(
+                f"resize={{{pattern!r}: {policy!r}}}: there is no such policy\n"
+                f"Policies for new elements are {', '.join(map(repr, POLICIES))}."
+            )
+
+
+def check_patterns(resize: Mapping[str, str], fitting: Iterable[str]) -> None:
+    """Refuse patterns that fit no tensor.
+
+    Args:
+        resize: Policies by name or pattern.
+        fitting: The names and patterns that fit a tensor of the state of any rank.
+
+    Raises:
+        StateError: If there is one.
+    """
+    unknown = sorted(set(resize).difference(fitting))
+    if unknown:
+        raise StateError(
+            f"resize= fits no tensor of the state: {', '.join(unknown)}\n"
+            "Nothing was changed. Give names of tensors of the state, such as "
+            "'model.embed.weight', or patterns for them, such as '*.embed.weight'."
+        )
+
+
+def policies_of(
+    entries: Sequence[tuple[TensorEntry, list[str]]], resize: Mapping[str, str]
+) -> dict[str, str]:
+    """The policy of each tensor of a state that may be resized, by name.
+
+    A whole name comes before a pattern, and patterns come in their order. A tied tensor may be
+    called by any of its names.
+
+    Args:
+        entries: The tensors with all their names.
+        resize: Policies by name or pattern.
+    """
+    found: dict[str, str] = {}
+    for entry, names in entries:
+        policy = entry.resize if entry.follows else _given(names, resize) or entry.resize
+        if policy is not None:
+            found.update(dict.fromkeys(names, policy))
+    for entry, names in entries:
+        if entry.follows is not None and entry.name not in found:
+            follows = entry.follows in found or _given([entry.follows], resize)
+            policy = "zeros" if follows else _given(names, resize)
+            if policy is not None:
+                found.update(dict.fromkeys(names, policy))
+    return found
+
+
+def _given(names: Sequence[str], resize: Mapping[str, str]) -> str | None:
+    """The policy that the caller gives a tensor, if any."""
+    exact = next((resize[name] for name in names if name in resize), None)
+    patterns = (policy for pattern, policy in resize.items() if _fits(pattern, names))
+    return exact or next(patterns, None)
+
+
+def _fits(pattern: str, names: Iterable[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
+
+
+def fitting_patterns(
+    entries: Sequence[tuple[TensorEntry, list[str]]], resize: Mapping[str, str]
+) -> list[str]:
+    """The names and patterns that fit a tensor of this rank's state."""
+    names = [name for _, own in entries for name in own]
+    return [pattern for pattern in resize if _fits(pattern, names)]
+
+
+def refusal(
+    stored: tuple[int, ...], wanted: tuple[int, ...], policy: str | None, *, is_real: bool
+) -> str | None:
+    """Why a tensor cannot be resized; None if it can.
+
+    Args:
+        stored: Shape of what is stored.
+        wanted: Shape of the target.
+        policy: What is allowed.
+        is_real: Whether the elements are floating-point numbers.
+    """
+    told = f"shape {stored} is stored, {wanted} is wanted"
+    if policy is None or len(stored) != len(wanted):
+        return told
+    if policy == "mean" and (stored[1:] != wanted[1:] or not stored[0]):
+        return f'{told}; "mean" makes rows of stored rows, so that only dim 0 may differ'
+    if policy == "mean" and not is_real:
+        return f'{told}; "mean" is for floating-point tensors'
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanRows:
+    """New rows that are filled with the mean of all stored rows.
+
+    Attributes:
+        memory: Memory of a part of the target, which takes elements of the stored dtype.
+        box: The new rows, relative to the part.
+        dtype: Name of the stored dtype.
+        rows: All stored rows, in the columns of the part, once they are read.
+    """
+
+    memory: Memory
+    box: Box
+    dtype: str
+    rows: CarrierArray
+
+    def fill(self) -> None:
+        """Compute the mean, and put it into each of the new rows."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        # A tensor of one dim has rows of one element.
+        rows = torch.from_numpy(self.rows.reshape(len(self.rows), -1).view(np.uint8)).view(dtype)
+        total = torch.zeros(rows.shape[1], dtype=torch.float64)
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            total += rows[start : start + _ROWS_AT_ONCE].to(torch.float64).sum(0)
+        mean = (total / len(rows)).to(dtype)
+        carried = mean.view(torch.uint8).numpy().view(self.rows.dtype)
+        shape = self.box.shape
+        self.memory.copy_in(self.box, np.broadcast_to(carried.reshape(shape[1:]), shape))
