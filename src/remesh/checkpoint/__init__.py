@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remesh.checkpoint.buffers import Buffers as Buffers
+    from remesh.checkpoint.converting import ConversionReport as ConversionReport
+    from remesh.checkpoint.converting import convert as convert
     from remesh.checkpoint.loading import load as load
     from remesh.checkpoint.opened import Checkpoint as Checkpoint
     from remesh.checkpoint.opened import TensorSlice as TensorSlice
@@ -28,6 +30,7 @@ else:
         __name__,
         {
             "remesh.checkpoint.buffers": ("Buffers",),
+            "remesh.checkpoint.converting": ("ConversionReport", "convert"),
             "remesh.checkpoint.loading": ("load",),
             "remesh.checkpoint.opened": ("Checkpoint", "TensorSlice", "VerifyReport"),
             "remesh.checkpoint.report": ("RestoreReport",),
@@ -35,4 +38,4 @@ else:
         },
     )
 
-__all__ = ["Buffers", "RestoreReport", "TensorSlice", "VerifyReport"]
+__all__ = ["Buffers", "ConversionReport", "RestoreReport", "TensorSlice", "VerifyReport", "convert"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from remesh.checkpoint.stored_memory import StoredMemory
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray
@@ -77,7 +78,9 @@ def collector_rests() -> Iterator[None]:
 
 
 def describe_local(state: Any, stored: Stored | None = None) -> Description:
-    """Describe this rank's state (see `remesh.state.describe`)."""
+    """Describe this rank's state (see `remesh.state.describe`), unless it is a description."""
+    if isinstance(state, Description):
+        return state
     if "torch" not in sys.modules:
         return describe(state, stored=stored)
     from remesh.adapters import describe_leaf
@@ -92,6 +95,8 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
         UnsupportedValueError: If it is of a kind that cannot be copied, or filled if it is to be
             `writable`; the message has `where`.
     """
+    if isinstance(array, StoredMemory):
+        return array
     if isinstance(array, np.ndarray):
         return memory_of_numpy(array, where, writable=writable)
     from remesh import adapters

@@ -22,6 +22,7 @@ from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
+from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -186,7 +187,12 @@ def write(
     num_bytes = stream.layout.num_bytes
     emit("save.file_created", num_bytes)
     digests = write_stream(
-        storage, stream.files, stream.layout, lambda size: emit("save.chunk_written", size), beside
+        storage,
+        stream.files,
+        stream.layout,
+        lambda size: emit("save.chunk_written", size),
+        beside,
+        copies=stored_copies(mine.tensors.memories),
     )
     storage.sync()
     emit("save.file_finished", num_bytes)

@@ -34,6 +34,7 @@ _HOMES = {
     "show": "remesh.cli.show",
     "verify": "remesh.cli.verify",
     "diff": "remesh.cli.diff",
+    "convert": "remesh.cli.convert",
     "stats": "remesh.cli.stats",
     "du": "remesh.cli.du",
     "plan": "remesh.cli.plan",
@@ -111,7 +112,7 @@ def _forget_output() -> None:
 @click.version_option(__version__, message="remesh %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(*, debug: bool) -> None:
-    """Look at checkpoints of training jobs, check them, repair them, and tidy up.
+    """Look at checkpoints of training jobs, check, convert and repair them, and tidy up.
 
     Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well; 1 a checkpoint
     is damaged; 2 wrong usage, nothing there, or it cannot be read; 70 a fault

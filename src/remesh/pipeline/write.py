@@ -24,7 +24,7 @@ import numpy as np
 from remesh.dtypes import DType
 from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests
-from remesh.memory import Memory, QueuedMemory, contiguous_bytes
+from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, SharedFiles, Storage, Writer
 
@@ -254,6 +254,8 @@ def write_stream(
     layout: FileLayout,
     on_chunk: Callable[[int], None],
     meanwhile: Callable[[], None] | None = None,
+    *,
+    copies: Callable[[], CopyQueue] | None = None,
 ) -> Digests:
     """Write the files of a stream and make them durable.
 
@@ -263,6 +265,7 @@ def write_stream(
         layout: What the stream holds.
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
         meanwhile: What else is to be done once a single file exists, beside the writing.
+        copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
 
     Returns:
         The digests of its blocks, if the stream is a single file.
@@ -274,7 +277,13 @@ def write_stream(
     writer = ChunkWriter(storage, files, layout.num_bytes)
 
     def write_chunk(number: int, buffer: Buffer) -> None:
-        chunk = layout.fill_chunk(number, buffer)
+        if copies is None:
+            chunk = layout.fill_chunk(number, buffer)
+        else:
+            queue = copies()
+            with queue:
+                chunk = layout.fill_chunk(number, buffer, queued=True)
+                queue.mark()()
         writer.write(number, chunk)
         on_chunk(len(chunk))
 

@@ -1,0 +1,174 @@
+"""Stored tensors as memories, so that what is saved may lie in another checkpoint.
+
+A memory of the pipeline gives the elements of any box of a tensor. `StoredMemory` reads them from
+files. The copies that fill one chunk of a file are queued and then read together, so that a chunk
+of a thousand small tensors costs one read and not a thousand, and no digest block is read twice for
+it. With a transformation, the boxes of the sources that make up a box are read, rearranged and
+converted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from remesh.dtypes import BY_NAME, CarrierDType
+from remesh.errors import UnsupportedValueError
+from remesh.formats import native
+from remesh.geometry import Box
+from remesh.index import BoxTable, Index
+from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
+from remesh.pipeline import Destination, read_runs
+from remesh.planner import ReadLimits, plan_load
+from remesh.storage import Storage
+from remesh.strided import Layout
+from remesh.transform import Region, Resolved, arranged
+
+_Wanted = tuple[str, Box, CarrierArray]
+"""Name of a tensor, a box of it, and the array of this shape that gets the elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSource:
+    """A checkpoint that tensors are read from.
+
+    Attributes:
+        storage: Where it is.
+        index: Its index.
+        identity: See `remesh.formats.native.identity_of`.
+        resolved: The transformation of its tensors; None if they are taken as they are.
+        entered: The queue that each thread has entered.
+    """
+
+    storage: Storage
+    index: Index
+    identity: str
+    resolved: Resolved | None = None
+    entered: threading.local = field(default_factory=threading.local)
+
+    def read(self, wanted: Sequence[_Wanted]) -> None:
+        """Read boxes of tensors into arrays, all in one plan.
+
+        Raises:
+            CorruptCheckpointError: If stored bytes are missing or damaged.
+            CheckpointReplacedError: If the checkpoint was overwritten since it was opened.
+            CoverageError: If a part of a box is stored nowhere.
+            UnsupportedValueError: If torch does not convert an element type.
+        """
+        rows: list[tuple[int, Box]] = []
+        destinations: list[Destination] = []
+        blocks: list[tuple[Region, CarrierArray, CarrierArray]] = []
+
+        def add(source: str, box: Box, into: CarrierArray) -> None:
+            rows.append((self.index.row(source), box))
+            destinations.append(Destination(box.offset, HostMemory(into)))
+
+        for name, box, into in wanted:
+            if self.resolved is None:
+                add(name, box, into)
+                continue
+            for region in self.resolved.regions(name, box):
+                carrier = BY_NAME[self.index[region.source].dtype].carrier
+                block = np.empty(region.source_box.shape, carrier)
+                add(region.source, region.source_box, block)
+                place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
+                blocks.append((region, block, into[place]))
+        with native.unless_replaced(self.storage, self.identity):
+            plan = plan_load(self.index, BoxTable.of(self.index.boxes.tensors, rows), ReadLimits())
+            read_runs(self.storage, self.index, plan, destinations)
+        for region, block, part in blocks:
+            stored = self.index[region.source].dtype
+            part[...] = _converted(arranged(block, region), stored, region.dtypes)
+
+
+def _converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> CarrierArray:
+    """Elements after conversions, as carriers; torch knows how to convert those numpy lacks.
+
+    Raises:
+        UnsupportedValueError: If torch does not convert one of the types.
+    """
+    if not dtypes:
+        return block
+    opaque = [name for name in (stored, *dtypes) if BY_NAME[name].is_opaque]
+    if opaque:
+        raise UnsupportedValueError(f"torch does not convert elements of type {opaque[0]}")
+    torch = importlib.import_module("torch")
+    flat = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    tensor = torch.from_numpy(flat).view(getattr(torch, stored))
+    for name in dtypes:
+        tensor = tensor.to(getattr(torch, name))
+    bits: CarrierArray = tensor.view(torch.uint8).numpy()
+    return bits.view(BY_NAME[dtypes[-1]].carrier).reshape(block.shape)
+
+
+@dataclass(slots=True, eq=False)
+class StoredCopies:
+    """The queue of one thread: copies that are read together. Enter it to queue copies."""
+
+    source: StoredSource
+    waiting: list[_Wanted] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.source.entered.queue = self
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        del self.source.entered.queue
+
+    def mark(self) -> Callable[[], None]:
+        """See `CopyQueue.mark`: the function that is returned reads what is queued by now."""
+        wanted, self.waiting = self.waiting, []
+        return lambda: self.source.read(wanted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredMemory:
+    """A whole tensor that is read box by box; `remesh.memory.QueuedMemory`.
+
+    Attributes:
+        source: What it is read from.
+        name: Its name, after the transformation if there is one.
+        dtype: Name of its element type.
+        shape: Its shape.
+    """
+
+    source: StoredSource
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return BY_NAME[self.dtype].carrier
+
+    @property
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`: the elements lie in no memory."""
+        return None
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`."""
+        self.source.read([(self.name, box, into)])
+
+    def queue_copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `QueuedMemory.queue_copy_out`."""
+        self.source.entered.queue.waiting.append((self.name, box, into))
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Nothing is read into what is being saved."""
+        raise AssertionError(f"{box} of {values.shape} cannot be changed")
+
+
+def stored_copies(memories: Iterable[Memory]) -> Callable[[], CopyQueue] | None:
+    """What makes queues for copies out of a checkpoint; None if no memory is stored in one."""
+    found = next((one for one in memories if isinstance(one, StoredMemory)), None)
+    if found is None:
+        return None
+    source = found.source
+    return lambda: StoredCopies(source)

@@ -1,0 +1,216 @@
+"""Checkpoints written in other formats without loading them, and read by what reads those."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import remesh
+from remesh.checkpoint import convert
+from remesh.cli import cli
+from remesh.errors import CheckpointExistsError, CorruptCheckpointError, StateError
+from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.sharding import ShardedObject
+from remesh.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with a tied weight after a step of its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_loads(path: Path) -> None:
+    """The training state at a place is that of `trained`."""
+    model, optimizer = trained()
+    fresh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fresh[1].weight = fresh[0].weight
+    target = torch.optim.AdamW(fresh.parameters())
+    state = remesh.load({"model": fresh, "optimizer": target, "step": 0, "seen": {}}, path)
+    assert (state["step"], state["seen"]) == (7, {"a": [1, (2, 3)]})
+    for left, right in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(left, right)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[left][key], target.state[right][key])
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    """A training state in remesh's own format."""
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer, "step": 7, "seen": {"a": [1, (2, 3)]}}
+    remesh.save(state, tmp_path / "native", metadata={"git": "abc"})
+    return tmp_path / "native"
+
+
+@pytest.mark.parametrize("name", ["remesh", "torch_dcp", "torch_dist", "torch_file"])
+def test_a_training_state_goes_there_and_back(name: str, native: Path, tmp_path: Path) -> None:
+    report = convert(native, tmp_path / name, format=name)
+    assert report.source_format == "remesh"
+    assert report.verified.ok
+    assert_loads(tmp_path / name)
+    convert(tmp_path / name, tmp_path / "back", format="remesh")
+    assert_loads(tmp_path / "back")
+    back = remesh.Checkpoint(tmp_path / "back")
+    assert back.verify().ok
+    assert dict(back.metadata) == ({"git": "abc"} if name == "remesh" else {})
+
+
+def test_dcp_reads_what_was_native(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "dcp", format="torch_dcp")
+    model, _ = trained()
+    state: dict[str, Any] = {
+        "model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()},
+        "step": 0,
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
+    assert state["step"] == 7
+    for key, value in model.state_dict().items():
+        assert torch.equal(state["model"][key], value)
+
+
+def test_an_ordinary_torch_file_becomes_native_with_its_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+    torch.save({**state, "seen": {"a": [1, (2, 3)]}}, tmp_path / "state.pt")
+    convert(tmp_path / "state.pt", tmp_path / "native", format="remesh")
+    assert_loads(tmp_path / "native")
+
+
+def test_sharded_tensors_and_objects_become_whole_arrays(tmp_path: Path) -> None:
+    whole = np.arange(999 * 1200, dtype=np.float32).reshape(999, 1200)
+
+    def save(exchange: Exchange) -> None:
+        columns = np.ascontiguousarray(whole[:, exchange.rank * 400 :][:, :400])
+        state = {
+            "w": remesh.ShardedTensor.at_offset(
+                "w", columns, whole.shape, (0, exchange.rank * 400)
+            ),
+            "rng": ShardedObject("rng", {"seed": exchange.rank}, (3,), (exchange.rank,)),
+            "scalar": np.array(3.0),
+            "empty": np.zeros((0, 2)),
+        }
+        remesh.save(state, tmp_path / "sharded", group=exchange)
+
+    run_ranks(3, save)
+    for name in ("remesh", "zarr"):
+        convert(tmp_path / "sharded", tmp_path / name, format=name)
+        found = remesh.Checkpoint(tmp_path / name, framework="numpy")
+        assert np.array_equal(found["w"], whole)
+        assert found["scalar"] == 3
+        assert found["empty"].shape == (0, 2)
+        assert len(found.tensor("w").shape) == 2
+        assert found.objects == remesh.Checkpoint(tmp_path / "sharded").objects
+
+
+def test_weights_alone_for_transformers_and_back(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    remesh.save({"model": model, "step": 7}, tmp_path / "native")
+    (tmp_path / "names.json").write_text('{"model.": "", "": null}')
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string())))
+    places = [str(tmp_path / name) for name in ("native", "hf", "names.json", "config.json")]
+    arguments = [*places[:2], "--format", "huggingface", "--transform", places[2], "--json"]
+    result = CliRunner().invoke(cli, ["convert", *arguments, "--metadata", places[3]])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["num_values"] == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokens = torch.arange(8)[None]
+    assert torch.equal(theirs(tokens).logits, model(tokens).logits)
+
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    convert(tmp_path / "theirs", tmp_path / "again", format="remesh")
+    again = remesh.Checkpoint(tmp_path / "again")
+    stored = {
+        k: v for f in (tmp_path / "theirs").glob("*.safetensors") for k, v in load_file(f).items()
+    }
+    assert stored.keys() <= set(again.index)
+    assert all(torch.equal(again[key], value) for key, value in stored.items())
+    assert again.verify().ok
+    assert again.verify().has_digests
+
+
+def test_statements_fuse_and_cast(tmp_path: Path) -> None:
+    remesh.save({"q": torch.ones(2, 3), "k": torch.zeros(2, 3), "b": torch.rand(5)}, tmp_path / "a")
+    program = "q^T, k^T -> qk, axis=1\nb -> b, dtype=bfloat16"
+    convert(tmp_path / "a", tmp_path / "b", format="safetensors", transform=program)
+    expected = remesh.Checkpoint(tmp_path / "a")
+    found = load_file(tmp_path / "b/model.safetensors")
+    assert torch.equal(found["qk"], torch.cat([torch.ones(3, 2), torch.zeros(3, 2)], 1))
+    assert torch.equal(found["b"], expected["b"].bfloat16())
+    assert found.keys() == {"qk", "b"}
+
+
+def test_no_tensor_is_ever_whole_in_memory(tmp_path: Path) -> None:
+    size = 24 << 20
+    remesh.save({"w": np.arange(size, dtype=np.int32)}, tmp_path / "large")
+    tracemalloc.start()
+    try:
+        convert(tmp_path / "large", tmp_path / "copy", format="safetensors")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    assert remesh.Checkpoint(tmp_path / "copy").get_slice("w")[-2:].tolist() == [size - 2, size - 1]
+
+
+def test_what_a_conversion_refuses(native: Path, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="tensors alone"):
+        convert(native, tmp_path / "weights", format="huggingface")
+    with pytest.raises(StateError, match="one place"):
+        convert(native, native, format="remesh", overwrite=True)
+    with pytest.raises(StateError, match="a list of parameters"):
+        convert(native, tmp_path / "renamed", format="remesh", transform={"model.": "net."})
+    with pytest.raises(StateError, match="is not known"):
+        convert(native, tmp_path / "unknown", format="unknown")
+    convert(native, tmp_path / "there", format="remesh")
+    with pytest.raises(CheckpointExistsError):
+        convert(native, tmp_path / "there", format="remesh")
+    convert(native, tmp_path / "there", format="remesh", overwrite=True)
+
+
+def test_one_that_is_cut_short_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.point == "save.before_commit":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(native, tmp_path / "new", format="remesh", on_event=stop)
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(tmp_path / "new")
+    convert(native, tmp_path / "new", format="remesh")
+    assert_loads(tmp_path / "new")
+
+
+def test_damage_of_the_source_is_found_on_the_way(native: Path, tmp_path: Path) -> None:
+    (data,) = native.glob("data-*/00000.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError):
+        convert(native, tmp_path / "new", format="torch_dcp")
+    assert not list((tmp_path / "new").glob("*"))
+    arguments = ["convert", str(native), str(tmp_path / "new"), "--format", "torch_dcp"]
+    assert CliRunner().invoke(cli, arguments).exit_code == 1
