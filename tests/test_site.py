@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_site_builds_and_has_each_public_name_once(tmp_path: Path) -> None:
     # A copy, because the pages of the reference are written beside the others.
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("reference"))
-    for name in ("examples", "src"):
+    for name in ("README.md", "examples", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
         [*(sys.executable, "-m", "sphinx", "--builder", "html", "--quiet"), "docs", "site"],

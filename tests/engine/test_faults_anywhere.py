@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -376,6 +377,28 @@ class Calls:
         return False
 
 
+_TRACING = threading.Lock()
+
+
+def settrace(function: Calls | None) -> None:
+    """`sys.settrace`, one thread at a time.
+
+    Where an audit hook is written in Python, as those of other tests are, CPython may switch
+    threads within the call, and it refuses a second one meanwhile.
+    """
+    with _TRACING:
+        sys.settrace(function)
+
+
+class _OneAtATime:
+    """`sys` for the module `threading`."""
+
+    settrace = staticmethod(settrace)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
 def save_traced(
     kind: Literal["sync", "thread"], calls: Calls, storage: MemoryStorage, value: float
 ) -> list[BaseException | None]:
@@ -389,7 +412,7 @@ def save_traced(
         state: dict[str, Any] = {"step": value}
         if rank == 0:
             state["w"] = np.full(5, value)
-        sys.settrace(calls)
+        settrace(calls)
         try:
             if kind == "sync":
                 saver.save(state, storage, overwrite=True)
@@ -398,7 +421,7 @@ def save_traced(
         except BaseException as error:  # noqa: BLE001 - it is the outcome
             errors[rank] = error
         finally:
-            sys.settrace(None)
+            settrace(None)
         over.wait(LIMIT)
 
     threads = [
@@ -407,10 +430,11 @@ def save_traced(
     ]
     threading.settrace(calls)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * LIMIT)
+        with patch.object(threading, "_sys", _OneAtATime()):  # of which new threads take `settrace`
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(2 * LIMIT)
     finally:
         threading.settrace(None)
     return errors

@@ -27,6 +27,9 @@ from remesh.testing import run_processes
 from tests.matrix.model import Model, optimizer_of, steps
 from tests.matrix.writers import WRITERS
 
+# Lightning says so where Slurm is installed.
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
+
 NEXT = range(2, 5)
 Expected = dict[str, dict[str, Any]]
 

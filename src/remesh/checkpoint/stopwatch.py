@@ -1,8 +1,8 @@
-"""One log line for each save and load: how much, how long, and where the time went.
+"""Log lines of saves and loads: how much, how long, and where the time went.
 
 The moments that are told to `on_event` are the marks of the stopwatch: some of them begin a phase.
-The logger is `remesh`. Rank 0 logs a summary at INFO; every rank logs its own share at DEBUG. What
-fails logs nothing, for it raises.
+The logger is `remesh`. Every rank logs its own share at DEBUG, and rank 0 the whole save at INFO; a
+load logs its report there. What fails logs nothing, because it raises.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ def timed(
             if rank == 0 and what == "save":
                 amount = _amount(total_bytes, now - started)
                 _LOGGER.info("saved %s (%s): %s", amount, details, url)
-            elif rank == 0:
-                _LOGGER.info("loaded, rank 0 read %s (%s): %s", share, details, url)
 
     return mark
 

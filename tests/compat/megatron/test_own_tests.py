@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.megatron.own_tests import report, run_files, test_files
+from tests.compat.megatron.own_tests import files_of_tests, report, run_files
 
 SOURCES = "REMESH_MEGATRON_SOURCES"
 
@@ -24,7 +24,7 @@ WANT_OF_A_NAME = re.compile(
 def test_megatrons_own_tests_lack_no_name() -> None:
     sources = Path(os.environ[SOURCES])
     lacking = []
-    for name, results in run_files(sources, test_files(sources), "remesh"):
+    for name, results in run_files(sources, files_of_tests(sources), "remesh"):
         print(report(name, results))
         lacking += [test for test, one in results.items() if WANT_OF_A_NAME.search(one.why)]
     assert lacking == []

@@ -35,7 +35,7 @@ class Result:
 _WORST_LAST = ["passed", "skipped", "failed", "cannot start", "ended"]
 
 
-def test_files(sources: Path) -> list[str]:
+def files_of_tests(sources: Path) -> list[str]:
     """The files of tests of a checkout."""
     return [
         str(path.relative_to(sources)) for path in sorted((sources / FOLDER).rglob("test_*.py"))

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.compat.megatron.own_tests import count, report, run_files, test_files
+from tests.compat.megatron.own_tests import count, files_of_tests, report, run_files
 
 
 def main() -> None:
@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print why each test failed")
     arguments = parser.parse_args()
     chosen = arguments.files or [""]
-    files = [name for name in test_files(arguments.sources) if any(part in name for part in chosen)]
+    files = [
+        name for name in files_of_tests(arguments.sources) if any(part in name for part in chosen)
+    ]
     if not files:
         sys.exit(f"{arguments.sources}: there are no such tests of dist_checkpointing")
     total: dict[str, int] = {}
