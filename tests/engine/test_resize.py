@@ -137,6 +137,19 @@ def test_moments_of_a_stepped_optimizer_follow_in_place(tmp_path: Path) -> None:
     assert state["optimizer"].state[state["model"].embed.weight]["exp_avg"] is moment
 
 
+def test_what_a_transformation_leaves_alone_is_resized(tmp_path: Path) -> None:
+    source = trained(OLD)
+    remesh.save({**source, "old": torch.ones(2)}, tmp_path)
+    state, new = fresh(9), torch.zeros(2)
+    options: dict[str, Any] = {"resize": {"*.weight": "keep"}}
+    with pytest.raises(remesh.errors.TransformError, match=r"\(9, 4\), but .* \(6, 4\)"):
+        remesh.load({"net": state["model"]}, tmp_path, transform={"model.": "net."}, **options)
+    assert all(parameter.eq(INITIAL).all() for parameter in state["model"].parameters())
+    remesh.load({**state, "new": new}, tmp_path, transform={"old": "new"}, **options)
+    assert new.tolist() == [1, 1]
+    check(state, tensors_of(source), 9, "keep")
+
+
 class Declared(nn.Module):
     """A module that describes its parameter by itself, in two boxes."""
 

@@ -88,7 +88,11 @@ class TransformedState:
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """See `Stored.tensor`."""
         info = self.outputs.targets.get(name)
-        return None if info is None else (info.dtype, info.shape)
+        if info is None:
+            return None
+        # A target that no statement touches may have another shape than what is stored.
+        found = self.stored.tensor(name) if name in self.outputs.untouched else None
+        return info.dtype, info.shape if found is None else found[1]
 
     def has_value(self, name: str) -> bool:
         """See `Stored.has_value`."""
