@@ -90,10 +90,10 @@ def encode_object(value: object, where: str = "value") -> bytes:
 
     Args and errors are those of `encode`.
     """
-    return encode(_with_arrays(value, 0), where)
+    return encode(with_arrays(value), where)
 
 
-def _with_arrays(value: object, depth: int) -> object:
+def with_arrays(value: object, depth: int = 0) -> object:
     """The value with arrays in the form in which they are stored."""
     if depth > _MAX_DEPTH:
         return value  # `encode` says what is wrong with it
@@ -112,11 +112,11 @@ def _with_arrays(value: object, depth: int) -> object:
             payload = [name, [*value.shape], flat.view(torch.uint8).numpy().tobytes()]
             return UnresolvedValue("torch.Tensor", "torch.Tensor", payload)
     if type(value) is list:
-        return [_with_arrays(item, depth + 1) for item in value]
+        return [with_arrays(item, depth + 1) for item in value]
     if type(value) is tuple:
-        return tuple(_with_arrays(item, depth + 1) for item in value)
+        return tuple(with_arrays(item, depth + 1) for item in value)
     if isinstance(value, Mapping):
-        return {key: _with_arrays(item, depth + 1) for key, item in value.items()}
+        return {key: with_arrays(item, depth + 1) for key, item in value.items()}
     return value
 
 

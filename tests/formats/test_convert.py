@@ -94,6 +94,18 @@ def test_an_ordinary_torch_file_becomes_native_with_its_optimizer(tmp_path: Path
     assert_loads(tmp_path / "native")
 
 
+def test_values_of_other_systems_may_hold_arrays_and_types(tmp_path: Path) -> None:
+    rng = ("MT19937", np.arange(3, dtype=np.uint32), 7)
+    state = {"w": torch.ones(2), "numpy": rng, "device": torch.device("cpu")}
+    torch.save(state, tmp_path / "state.pt")
+    for name in ("remesh", "torch_dcp"):
+        convert(tmp_path / "state.pt", tmp_path / name, format=name)
+        found = remesh.Checkpoint(tmp_path / name).values
+        expected = remesh.Checkpoint(tmp_path / "state.pt").values
+        assert sorted(map(repr, found.items())) == sorted(map(repr, expected.items()))
+        assert found["device"] == torch.device("cpu")
+
+
 def test_sharded_tensors_and_objects_become_whole_arrays(tmp_path: Path) -> None:
     whole = np.arange(999 * 1200, dtype=np.float32).reshape(999, 1200)
 

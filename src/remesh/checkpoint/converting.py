@@ -8,7 +8,9 @@ source are checked while it is read. A conversion that is cut short leaves no ch
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -117,6 +119,8 @@ def convert(
     identity = "" if record is None else native.identity_of(record)
     stored = StoredSource(place.storage, contents.index, identity, resolved)
     description = describe_stored(contents, stored)
+    if format != native.FORMAT_NAME:
+        _import_torch_for(description)
     options = options_of(overwrite, metadata, None, False, format, format_options)
     save_agreed(description, path, options, group=Alone(), cache=PlanCache(), on_event=on_event)
     row = next(row for row in FORMATS if writer in row.writers)
@@ -136,6 +140,18 @@ def convert(
         verified,
         contents.document.unchecked_names,
     )
+
+
+def _import_torch_for(description: Description) -> None:
+    """Import torch, if it is installed and there are values of its types.
+
+    Only remesh's own format stores such values without it.
+    """
+    plain = [*description.values.values(), *(element.data for element in description.objects)]
+    kinds = {one.type_name for value in plain for one in values.unresolved(value)}
+    if any(kind.startswith("torch.") for kind in kinds):
+        with suppress(ModuleNotFoundError):  # the writer says what it cannot store
+            importlib.import_module("torch")
 
 
 def _resolve(contents: Contents, program: Transform) -> Resolved:
@@ -255,7 +271,9 @@ def _add_plain(
         StateError: If an element of an object gets another name.
     """
     if old in document.values:
-        description.values[name] = values.decode(bytes(document.values[old]))
+        # What other systems store as a value may hold arrays.
+        value = values.with_arrays(values.decode(bytes(document.values[old])))
+        description.values[name] = value
     elif old in document.lists:
         description.merged_lists[name] = list(document.lists[old])
     else:
