@@ -137,6 +137,19 @@ def test_moments_of_a_stepped_optimizer_follow_in_place(tmp_path: Path) -> None:
     assert state["optimizer"].state[state["model"].embed.weight]["exp_avg"] is moment
 
 
+@pytest.mark.parametrize("shape", [(OLD, OLD), (OLD,)])
+def test_state_of_another_form_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    source = trained(OLD)
+    source["optimizer"].state[source["model"].embed.weight]["factor"] = torch.ones(shape)
+    remesh.save(source, tmp_path)
+    state = fresh(9)
+    with pytest.raises(remesh.MismatchError, match="factor: state of shape") as caught:
+        remesh.load(state, tmp_path, resize={"*.weight": "keep"})
+    assert len(caught.value.conflicts) == 1
+    assert not state["optimizer"].state
+    remesh.load({"model": state["model"]}, tmp_path, resize={"*.weight": "keep"})
+
+
 def test_what_a_transformation_leaves_alone_is_resized(tmp_path: Path) -> None:
     source = trained(OLD)
     remesh.save({**source, "old": torch.ones(2)}, tmp_path)

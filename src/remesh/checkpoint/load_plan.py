@@ -29,7 +29,7 @@ from remesh.checkpoint.comparing import (
 )
 from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
-from remesh.checkpoint.resizing import MeanRows, fitting_patterns, policies_of, refusal
+from remesh.checkpoint.resizing import MeanRows, fitting_patterns, has_size_of, policies_of, refusal
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import TransformedState, match_made, want_made
 from remesh.dtypes import BY_NAME
@@ -147,6 +147,7 @@ def match(
                 _compare_tied(entry, sources, stored.index, found, draft)
         else:
             _file_absent(entry.name, description, names, stored, found)
+    _refuse_state_left(plain, found)
     mismatch.refuse(stored, found, keep_missing=options.keep_missing)
     for entry, tensor in plain:
         _want(entry, tensor, policies.get(entry.name), draft)
@@ -271,6 +272,23 @@ def _fits(
             found.restored.append(name)
         return True
     return False
+
+
+def _refuse_state_left(filled: Sequence[tuple[TensorEntry, StoredTensor]], found: Findings) -> None:
+    """File optimizer state that keeps the size that its parameter had before it was resized."""
+    sizes = {
+        entry.name: (stored.shape, entry.global_shape)
+        for entry, stored in filled
+        if entry.name in found.resized
+    }
+    for entry, stored in filled:
+        if entry.follows not in sizes or stored.shape != entry.global_shape:
+            continue
+        if has_size_of(stored.shape, *sizes[entry.follows]):
+            found.conflicts.append(
+                f"{entry.name}: state of shape {stored.shape} does not follow its parameter, "
+                f"which is resized ({found.resized[entry.follows]}); load without the optimizer"
+            )
 
 
 def _file_absent(

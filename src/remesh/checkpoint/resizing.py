@@ -129,6 +129,21 @@ def refusal(
     return None
 
 
+def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether optimizer state is as long as its parameter was in a dim that is resized.
+
+    Args:
+        state: Shape of the state.
+        stored: Stored shape of the parameter.
+        wanted: Shape that the parameter has.
+    """
+    if len(state) == len(stored):
+        changed = zip(state, stored, wanted, strict=True)
+        return any(extent == old != new and extent > 1 for extent, old, new in changed)
+    lengths = {old for old, new in zip(stored, wanted, strict=True) if old != new and old > 1}
+    return not lengths.isdisjoint(state)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanRows:
     """New rows that are filled with the mean of all stored rows.
