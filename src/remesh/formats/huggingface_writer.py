@@ -69,7 +69,8 @@ def _check_is_weights(document: ValuesDocument) -> None:
         raise StateError(
             f"safetensors files hold tensors alone, and the state has {len(others)} other entries: "
             f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Save the weights by "
-            "themselves: remesh.save(model, path, format=...)"
+            "themselves: remesh.save(model, path, format=...); in a conversion, delete the others "
+            "with its transformation"
         )
 
 
