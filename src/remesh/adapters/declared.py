@@ -203,7 +203,7 @@ def refuse_marked(module: nn.Module, spoken_for: Iterable[str], prefix: str) -> 
                     f"{prefix}{name}: this parameter has {mark}=True, so it is "
                     "a shard, but nothing says of what. Give its module a "
                     "sharded_state_dict(prefix) method that describes it; "
-                    "remesh.adapters.build_sharded_state_dict makes what the method returns."
+                    "remesh.sharding.build_sharded_state_dict makes what the method returns."
                 )
 
 
