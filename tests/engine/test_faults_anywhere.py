@@ -279,6 +279,36 @@ def test_the_system_refuses(
             assert job.save() == [None] * WORLD_SIZE
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_late_rank_leaves_nothing_of_a_save_that_was_given_up(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has removed all files when rank 1 creates its own."""
+    job = Job(tmp_path / "c", "thread", without=2)
+    given_up = threading.Event()
+    create, abandon = SaveServer._create, SaveServer._abandon
+    with job.running():
+        assert job.save() == [None] * WORLD_SIZE
+
+        def create_late(server: SaveServer) -> Any:
+            if server._task.rank == 1:
+                assert given_up.wait(LIMIT)
+            return create(server)
+
+        def note(server: SaveServer, error: BaseException) -> BaseException:
+            result = abandon(server, error)
+            given_up.set()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveServer, "_create", create_late)
+            patch.setattr(SaveServer, "_abandon", note)
+            interrupt(patch, victim)
+            assert all(error is not None for error in job.save())
+        assert len(list((tmp_path / "c").glob("data-*/*.safetensors"))) == 3
+        assert job.save() == [None] * WORLD_SIZE
+
+
 @pytest.mark.parametrize(
     "refuse", [refuse_processes, pytest.param(refuse_descriptors, marks=pytest.mark.slow)]
 )

@@ -38,7 +38,7 @@ from remesh.background.protocol import (
     WriteTask,
 )
 from remesh.background.status_files import StatusFiles
-from remesh.checkpoint.commit import finish, give_up, write_beside
+from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
 from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part
@@ -81,6 +81,7 @@ class SaveServer:
         self._staged = threading.Event()
         self._staging_error: BaseException | None = None
         self._given_up: BaseException | None = None
+        self._may_count = False  # whether rank 0 may commit this rank's files
         self._wake = threading.Event()
 
     @property
@@ -136,7 +137,10 @@ class SaveServer:
                 tell = None
                 self._wait_for_end()
         except BaseException as error:  # noqa: BLE001 - raised by the handle
-            return error if tell is None else tell(error)
+            failure = error if tell is None else tell(error)
+            if not (is_first or self._may_count):
+                remove_paths(self._storage, self._task.files.paths)
+            return failure
         return None
 
     # -----------------------------------------------------------------------------------------
@@ -162,6 +166,12 @@ class SaveServer:
             self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
             parts = parts_of(task.files, task.positions, digests)
+        if task.rank > 0:
+            # Rank 0 may have removed all files before this rank had written its own.
+            failure = self._status.failure_of_save()
+            if failure is not None:
+                raise failure
+        self._may_count = True
         self._status.put_parts(parts)
 
     def _create(self) -> ChunkWriter:

@@ -108,7 +108,7 @@ def finish(
         give_up(storage, save)
         # Where a checkpoint was to be replaced, small files with fixed names may be its own.
         own = (path for path in put if save.replaced is None or save.save_id in path)
-        _remove(storage, list(own))
+        remove_paths(storage, list(own))
         raise
     # Another job may have committed here since the ranks agreed; then its save is replaced, too.
     replaced = [save.replaced] if save.replaced is not None else []
@@ -150,7 +150,7 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
     for one in replaced:
         if one.save_id:
             remove_files(storage, one.save_id)
-        _remove(storage, [path for path in one.paths if path not in kept])
+        remove_paths(storage, [path for path in one.paths if path not in kept])
     if any(one.save_id for one in replaced):
         with suppress(StorageError):  # the checkpoint is there; leftovers may be removed later
             remove_orphans(storage)
@@ -162,17 +162,17 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
     if not writer.has_folder:
         for rank, rows in enumerate(save.assignments):
             frames = writer.frames(save.boxes, rows, rank, save.save_id, save.grid)
-            _remove(storage, [frame.path for frame in frames])
+            remove_paths(storage, [frame.path for frame in frames])
     remove_files(storage, save.save_id, keep=keep)
 
 
 def remove_own(storage: Storage, save_id: str, files: StreamFiles) -> None:
     """Remove the data files of this rank, where rank 0 does not see them."""
-    _remove(storage, files.paths)
+    remove_paths(storage, files.paths)
     remove_files(storage, save_id)
 
 
-def _remove(storage: Storage, paths: Sequence[str]) -> None:
+def remove_paths(storage: Storage, paths: Sequence[str]) -> None:
     """Remove files of no checkpoint, as far as the storage can."""
     for path in paths:
         with suppress(StorageError):
