@@ -33,7 +33,13 @@ from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange, ThreadGroup, protocol
 from remesh.storage import MemoryStorage
-from remesh.testing import FaultInjector, run_ranks
+from remesh.testing import (
+    FaultInjector,
+    Outcome,
+    returned_values,
+    run_ranks,
+    run_ranks_outcomes,
+)
 
 WORLD_SIZE = 3
 HOUR = 3600.0
@@ -130,9 +136,18 @@ class Job:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The ranks run."""
+        """The ranks run; after a failure, too, they have ended when this has.
+
+        Threads that go on would write their tracebacks while pytest writes its report. Both parse
+        source code, and CPython cannot do that in two threads: one of them gets a `SystemError`,
+        "AST constructor recursion depth mismatch", which ends pytest.
+        """
+        outcomes: list[Outcome[None]] = []
         ranks = threading.Thread(
-            target=lambda: run_ranks(WORLD_SIZE, self._rank, timeout=HOUR), daemon=True
+            target=lambda: outcomes.extend(
+                run_ranks_outcomes(WORLD_SIZE, self._rank, timeout=HOUR)
+            ),
+            daemon=True,
         )
         ranks.start()
         try:
@@ -141,8 +156,11 @@ class Job:
             self._start.wait(LIMIT)
             ranks.join(LIMIT)
             assert not ranks.is_alive()
+            returned_values(outcomes)
         finally:
             self._start.abort()
+            self._end.abort()
+            ranks.join(LIMIT)
 
     def fails_everywhere(self, victim: int, what: str, *, may_commit: bool) -> None:
         """Save with a fault, and check what becomes of it; then save without."""
@@ -162,6 +180,13 @@ class Job:
         self.faults = FaultInjector()
         assert self.save() == [None] * WORLD_SIZE, (what, victim)
         assert stored_value(self.place) == self.value
+
+
+def test_a_job_that_fails_leaves_no_thread(tmp_path: Path) -> None:
+    job = Job(tmp_path / "c", "thread", without=2)
+    with pytest.raises(AssertionError), job.running():
+        assert job.save() is None
+    assert not [thread for thread in threading.enumerate() if "rank" in thread.name]
 
 
 @pytest.mark.parametrize(
