@@ -227,7 +227,7 @@ def test_arrays_are_found_in_place(sizes: dict[str, int], protocol: int, dtype: 
     data = pickle.dumps({**arrays, "StructuredToParameterName@@": {"a": "b"}}, protocol=protocol)
     storage = MemoryStorage()
     storage.put("file", data, overwrite=False)
-    found = paddle.find_arrays(storage, "file")
+    found = paddle.find_arrays(storage, {}, "file")
     assert found.keys() == arrays.keys() - {"StructuredToParameterName@@"}
     for name, array in found.items():
         assert array.itemsize == np.dtype(dtype).itemsize
@@ -242,7 +242,7 @@ def test_arrays_that_do_not_lie_row_by_row() -> None:
     storage.put("big", pickle.dumps({"w": np.zeros(2, ">f4")}, protocol=4), overwrite=False)
     for path in ("fortran", "big"):
         with pytest.raises(CorruptCheckpointError, match="not row-major and little-endian"):
-            paddle.find_arrays(storage, path)
+            paddle.find_arrays(storage, {}, path)
 
 
 def test_only_what_lies_between_arrays_is_read() -> None:
@@ -257,7 +257,7 @@ def test_only_what_lies_between_arrays_is_read() -> None:
     storage = Counting()
     arrays = {str(n): np.zeros(1 << 20, np.float32) for n in range(4)}
     storage.put("file", pickle.dumps(arrays, protocol=4), overwrite=False)
-    assert len(paddle.find_arrays(storage, "file")) == 4
+    assert len(paddle.find_arrays(storage, {}, "file")) == 4
     assert storage.num_bytes <= 6 << 16
 
 

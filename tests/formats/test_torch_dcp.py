@@ -287,8 +287,12 @@ def test_compressed_checkpoints_are_refused(saved: Path) -> None:
         remesh.Checkpoint(saved)
 
 
-def test_two_formats_in_one_directory(saved: Path, tmp_path: Path) -> None:
-    remesh.save({"step": 1}, saved)
+def test_two_formats_in_one_directory(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    native = tmp_path_factory.mktemp("native")
+    remesh.save({"step": 1}, native)
+    shutil.copytree(native, saved, dirs_exist_ok=True)
     with pytest.raises(remesh.errors.StateError, match="say which"):
         remesh.Checkpoint(saved)
     assert remesh.Checkpoint(remesh.formats.Source(saved, format="remesh")).values == {"step": 1}

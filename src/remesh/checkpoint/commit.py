@@ -116,7 +116,7 @@ def finish(
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
             now = writer.existing(storage)
             replaced += [now] if now is not None and now != save.replaced else []
-    kept = {part.path for own in parts for part in own} | {*put}
+    kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
     kept |= _commit(storage, renames, mark, overwrite)
     emit("save.committed")
     _remove_replaced(storage, replaced, kept)
@@ -148,9 +148,9 @@ def _rename(storage: Storage, renames: Sequence[Rename]) -> None:
 def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[str]) -> None:
     """Remove the files of checkpoints that have been replaced, as far as the storage can."""
     for one in replaced:
+        remove_paths(storage, [path for path in one.paths if path not in kept])
         if one.save_id:
             remove_files(storage, one.save_id)
-        remove_paths(storage, [path for path in one.paths if path not in kept])
     if any(one.save_id for one in replaced):
         with suppress(StorageError):  # the checkpoint is there; leftovers may be removed later
             remove_orphans(storage)

@@ -34,11 +34,10 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
+from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.errors import (
-    CheckpointError,
-    CheckpointExistsError,
     CoverageError,
     NameCollisionError,
     NoSpaceError,
@@ -288,7 +287,9 @@ class _Rank:
     def describe(self, state: Any) -> bytes:
         """What do I hold? Returns the fingerprints of layout, values and the plan that is kept."""
         if self.exchange.rank == 0:
-            self.replaced = existing_checkpoint(self.storage, self.options)
+            self.replaced = existing_checkpoint(
+                self.storage, self.options.format, overwrite=self.options.overwrite
+            )
             _check_metadata(self.options.metadata)
         description = describe_local(state)
         description.tensors = choose_buffers(
@@ -450,33 +451,6 @@ def _parent(url: str) -> str:
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
-
-
-def existing_checkpoint(storage: Storage, options: SaveOptions) -> Existing | None:
-    """The checkpoint that a save replaces, if there is one.
-
-    Raises:
-        CheckpointExistsError: If there is one and it is not to be overwritten.
-        StateError: If it cannot be replaced.
-    """
-    try:
-        found = writer_of(options.format).existing(storage)
-    except CheckpointError:
-        # A damaged record is replaced like any other, but what it refers to is unknown.
-        if not options.overwrite:
-            raise
-        return None
-    if found is not None and not options.overwrite:
-        raise CheckpointExistsError(
-            f"{storage.url}: there is a checkpoint already ({found.what}). Save to another path, "
-            "or pass overwrite=True to replace it."
-        )
-    if found is not None and found.is_fixed:
-        raise StateError(
-            f"{storage.url}: a {options.format} checkpoint cannot be replaced in place, because "
-            "its files have fixed names; save to another path"
-        )
-    return found
 
 
 def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:

@@ -53,6 +53,20 @@ Range = tuple[str, int, int]
 """A file, the first byte and one past the last."""
 
 
+Listing = Mapping[str, int | None]
+"""Relative path → bytes of files, sorted; None where the listing did not tell the size."""
+
+
+def file_size(storage: Storage, listing: Listing, path: str) -> int:
+    """Bytes of a file, asked for only if the listing does not tell.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+    """
+    size = listing.get(path)
+    return storage.size(path) if size is None else size
+
+
 def exists(storage: Storage, path: str) -> bool:
     """Whether a storage has a file."""
     try:
@@ -101,13 +115,16 @@ class IndexBuilder:
 
     Attributes:
         storage: Where the checkpoint is.
+        listing: Sizes of files that a listing told; others are asked for.
         document: The values so far.
     """
 
     storage: Storage
+    listing: Listing = field(default_factory=dict)
     document: ValuesDocument = field(default_factory=ValuesDocument)
     _tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
+    _aliases: dict[str, str] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
     _tensor: list[int] = field(default_factory=list)
@@ -159,7 +176,7 @@ class IndexBuilder:
         row = self._files.get(path)
         if row is None:
             try:
-                self._sizes.append(self.storage.size(path))
+                self._sizes.append(file_size(self.storage, self.listing, path))
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
                     f"{self.storage.url}/{path}: missing, though the checkpoint names it. Load "
@@ -237,6 +254,18 @@ class IndexBuilder:
         position = archive.position(tensor)
         self.add_strided(row, Box.whole(tensor.shape), path, position, tensor.strides)
 
+    def add_alias(self, alias: str, name: str) -> None:
+        """Add a further name of a tensor.
+
+        Raises:
+            CorruptCheckpointError: If there is no such tensor, or the name is taken.
+        """
+        url = self.storage.url
+        is_new = check_name(alias, url) not in self._names and alias not in self._aliases
+        if name not in self._names or not is_new:
+            raise damaged(f"{url}: {shown(alias)}", f"cannot be another name of {shown(name)}")
+        self._aliases[alias] = name
+
     def add_value(self, name: str, value: object) -> None:
         """Add an opaque value; one without an encoding is kept as its own error."""
         check_name(name, self.storage.url)
@@ -272,7 +301,18 @@ class IndexBuilder:
             archive: What was saved.
             file: The file in which the archive is.
         """
-        found = take_apart(archive.value(), path, archive.where, archive.pickled.num_bytes)
+        self.add_tree(path, archive.value(), archive, file)
+
+    def add_tree(self, path: Path, root: object, archive: Archive, file: str) -> None:
+        """Take apart a part of the nested value that lies in an archive.
+
+        Args:
+            path: Its place in the state.
+            root: The part.
+            archive: What was saved.
+            file: The file that the archive is.
+        """
+        found = take_apart(root, path, archive.where, archive.pickled.num_bytes)
         for name, tensor in found.tensors.items():
             self.add_archived(name, tensor, archive, file)
         for name, value in found.leaves.items():
@@ -326,14 +366,20 @@ class IndexBuilder:
         files = tuple(
             StoredFile(path, size) for path, size in zip(self._files, self._sizes, strict=True)
         )
-        both = self._names.intersection(self.document.values)
+        both = {*self._names, *self._aliases}.intersection(self.document.values)
         if both:
             raise NameCollisionError(
                 f"{self.storage.url}: {min(both)} is both a tensor and a value; read them by name "
                 "with the system that wrote them"
             )
         return checked(
-            Index(boxes, np.concatenate(file)[order], np.concatenate(position)[order], files),
+            Index(
+                boxes,
+                np.concatenate(file)[order],
+                np.concatenate(position)[order],
+                files,
+                aliases=self._aliases,
+            ),
             self.storage.url,
         )
 

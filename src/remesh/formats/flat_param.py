@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from remesh.dtypes import BY_NAME
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
-from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, decode_json, integers, shown
 from remesh.formats.contents import Contents
+from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.safetensors import StoredArray, read_arrays
-from remesh.geometry import boxes_of_flat_range
-from remesh.state import Path, name_of
+from remesh.state import name_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
 
@@ -54,16 +54,17 @@ def file_name(family: str, rank: int, world_size: int) -> str:
     return f"{family}.{rank:05d}-{world_size:05d}"
 
 
-def recognise(storage: Storage) -> bool:
-    """Whether a directory holds such a checkpoint."""
-    return any(_FILE.fullmatch(path) for path in storage.list())
+def recognise(paths: Iterable[str]) -> bool:
+    """Whether a directory with these files holds such a checkpoint."""
+    return any(_FILE.fullmatch(path) for path in paths)
 
 
-def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
+def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
     """Read what a directory holds; its tensors stay where they are.
 
     Args:
         storage: The directory.
+        files: The files in it.
         allow: See `remesh.formats.table.Source`.
 
     Raises:
@@ -72,8 +73,7 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
         CorruptCheckpointError: If files are missing, damaged, or contradict each other.
         FormatVersionError: If the checkpoint is of a kind that is not read.
     """
-    files = storage.list()
-    builder = IndexBuilder(storage)
+    builder = IndexBuilder(storage, files)
     model, metas = _family(storage, files, "flat_param"), _family(storage, files, "flat_meta")
     optimizer = _family(storage, files, "optim_param")
     if not model and not optimizer:
@@ -90,7 +90,7 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
     return Contents(NAME, builder.build(), builder.document)
 
 
-def _family(storage: Storage, files: Sequence[str], family: str) -> list[str]:
+def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:
     """The files of a family, in the order of ranks.
 
     Raises:
@@ -134,10 +134,10 @@ def _add_model(
 ) -> dict[str, tuple[int, ...]]:
     """Add parameters and buffers; returns the shapes of the parameters."""
     storage = builder.storage
-    _check_version(storage, meta_files[0], allow)
-    arrays = read_arrays(storage, files)
+    _check_version(storage, builder.listing, meta_files[0], allow)
+    arrays = read_arrays(storage, files, builder.listing)
     units = [arrays[path] for path in files]
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[FlatPart]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, path in enumerate(meta_files):
         for name, own in _read_slices(storage, path, allow).items():
@@ -152,20 +152,23 @@ def _add_model(
                 _part(units[rank][own.unit], own.start, own.stop, where)
             )
     for name, shape in shapes.items():
-        _add_parts(builder, ("model", name), shape, parts[name])
-    if exists(storage, BUFFERS):
-        for name, array in read_arrays(storage, [BUFFERS])[BUFFERS].items():
+        add_flat_parts(builder, ("model", name), shape, parts[name])
+    if BUFFERS in builder.listing:
+        found = read_arrays(storage, [BUFFERS], builder.listing)
+        for name, array in found[BUFFERS].items():
             whole = _part(array, 0, math.prod(array.shape), f"{storage.url}/{BUFFERS}: {name}")
-            _add_parts(builder, ("model", name), array.shape, [whole])
+            add_flat_parts(builder, ("model", name), array.shape, [whole])
     return shapes
 
 
-def _check_version(storage: Storage, meta_file: str, allow: Collection[str]) -> None:
+def _check_version(
+    storage: Storage, files: Listing, meta_file: str, allow: Collection[str]
+) -> None:
     """Check what the file says that is written last.
 
     Early checkpoints of ATorch have none; later ones are of version 1.
     """
-    if not exists(storage, MODEL_META):
+    if MODEL_META not in files:
         if storage.read(meta_file, 0, 1) == _PICKLE:
             return
         raise CheckpointNotFoundError(
@@ -231,9 +234,9 @@ def _add_optimizer(
     State in one dim gets the shape of its parameter, if that is known and as large.
     """
     storage = builder.storage
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[FlatPart]] = {}
     wholes: dict[str, StoredArray] = {}
-    arrays = read_arrays(storage, files)
+    arrays = read_arrays(storage, files, builder.listing)
     for path in files:
         for key, array in arrays[path].items():
             if len(array.shape) == 1:
@@ -246,11 +249,11 @@ def _add_optimizer(
         size = sum(part.num_elements for part in found)
         shape = shapes.get(parameter, (size,))
         fitting = shape if math.prod(shape) == size else (size,)
-        _add_parts(builder, ("optimizer", "state", parameter, state), fitting, found)
+        add_flat_parts(builder, ("optimizer", "state", parameter, state), fitting, found)
     for key, array in wholes.items():
         parameter, _, state = key.rpartition("-")
         whole = _part(array, 0, math.prod(array.shape), f"{storage.url}: {key}")
-        _add_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
+        add_flat_parts(builder, ("optimizer", "state", parameter, state), array.shape, [whole])
     groups = _plain(storage, OPTIMIZER_META, allow)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CorruptCheckpointError(f"{storage.url}/{OPTIMIZER_META}: not a list of groups")
@@ -280,17 +283,7 @@ def _names(value: Any, storage: Storage) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements of a flattened tensor that lie next to each other in a file."""
-
-    path: str
-    position: int
-    num_elements: int
-    dtype: str
-
-
-def _part(array: StoredArray, start: int, stop: int, where: str) -> _Part:
+def _part(array: StoredArray, start: int, stop: int, where: str) -> FlatPart:
     """A range of the elements of a tensor of a safetensors file.
 
     Raises:
@@ -301,40 +294,7 @@ def _part(array: StoredArray, start: int, stop: int, where: str) -> _Part:
             f"{where}: the range [{start}, {stop}) is not in a tensor of shape {array.shape}"
         )
     position = array.position + start * BY_NAME[array.dtype].itemsize
-    return _Part(array.path, position, stop - start, array.dtype)
-
-
-def _add_parts(
-    builder: IndexBuilder, place: Path, shape: tuple[int, ...], parts: Sequence[_Part]
-) -> None:
-    """Add a tensor whose flattened elements are those of some parts, one after the other.
-
-    Args:
-        builder: What is built.
-        place: The keys that lead to the tensor in the state.
-        shape: Its shape.
-        parts: Its elements.
-
-    Raises:
-        CorruptCheckpointError: If they are too few, too many, or differ in dtype.
-    """
-    name = name_of(place)
-    found = sum(part.num_elements for part in parts)
-    dtypes = sorted({part.dtype for part in parts})
-    if found != math.prod(shape) or len(dtypes) != 1:
-        raise CorruptCheckpointError(
-            f"{builder.storage.url}: {name}: the files have {found} elements of {dtypes} for shape "
-            f"{shape}"
-        )
-    row = builder.add_tensor(name, dtypes[0], shape)
-    builder.set_path(name, place)
-    start = 0
-    for part in parts:
-        position = part.position
-        for box in boxes_of_flat_range(shape, start, start + part.num_elements):
-            builder.add_piece(row, box, part.path, position)
-            position += box.size * BY_NAME[part.dtype].itemsize
-        start += part.num_elements
+    return FlatPart(array.path, position, stop - start, array.dtype)
 
 
 def _plain(storage: Storage, path: str, allow: Collection[str]) -> Any:

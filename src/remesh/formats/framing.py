@@ -123,7 +123,7 @@ class Existing:
     Attributes:
         what: What tells it from others, for messages.
         save_id: The save that wrote it, if its files lie in a folder of their own.
-        paths: Otherwise, its data files.
+        paths: Its files besides, the one that makes it exist first.
         is_fixed: Whether it cannot be replaced, because the names of its data files are fixed.
     """
 
@@ -175,11 +175,15 @@ def no_grid(_boxes: BoxTable, _document: ValuesDocument, _options: Mapping[str, 
     return b""
 
 
-def existing_files(storage: Storage, mark: str, read_index: Callable[[], Index]) -> Existing | None:
-    """The checkpoint that a mark makes exist, with the data files of its index."""
+def existing_files(
+    storage: Storage, mark: str, read_index: Callable[[], Index], small: Sequence[str]
+) -> Existing | None:
+    """The checkpoint that a mark makes exist: with the data files of its index, and small ones."""
     if not exists(storage, mark):
         return None
     try:
-        return Existing(mark, paths=tuple(file.path for file in read_index().files))
+        files = (file.path for file in read_index().files)
     except CheckpointError:
         return Existing(mark)  # what it refers to is unknown, and stays
+    beside = (path for path in small if exists(storage, path))
+    return Existing(mark, paths=tuple(dict.fromkeys((mark, *beside, *files))))

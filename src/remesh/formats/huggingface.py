@@ -30,7 +30,7 @@ import msgspec
 
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import safetensors, torch_dcp, torch_file
-from remesh.formats.building import IndexBuilder
+from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import damaged, decode_json
 from remesh.formats.contents import Contents
 from remesh.state import Path, name_of
@@ -82,16 +82,20 @@ class _Weights:
     name: str
 
 
-def recognise(storage: Storage) -> bool:
-    """Whether a folder is one of these."""
-    paths = storage.list()
-    if len(paths) == 1 and paths[0].endswith(torch_file.SUFFIXES):
+def recognise(paths: Collection[str]) -> bool:
+    """Whether a folder with these files is one of these."""
+    if torch_file.recognise(paths):
         return False  # a single file of torch.save, whatever it is called
     return bool(_parts_in(paths)) or any(map(_SHARDED.fullmatch, paths))
 
 
-def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
+def read(storage: Storage, paths: Listing, *, allow: Collection[str] = ()) -> Contents:
     """Read what such a folder holds; its tensors stay where they are.
+
+    Args:
+        storage: The folder.
+        paths: The files in it.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is none.
@@ -99,12 +103,11 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
         FormatVersionError: If something in it cannot be read in place.
         StateError: If it holds several variants, and none without a name.
     """
-    paths = storage.list()
     parts = _parts_in(paths)
     sharded = [found[1] for path in paths if (found := _SHARDED.fullmatch(path))]
     if not parts and not sharded:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    builder = IndexBuilder(storage)
+    builder = IndexBuilder(storage, paths)
     states = [found for path in paths if (found := _STATE.fullmatch(path))]
     is_training = bool(sharded) or any(found["key"].startswith("optimizer") for found in states)
     for folder, names in parts.items():
@@ -115,7 +118,7 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
     for base in sharded:  # their names begin with `model.` and `optimizer.` already
         torch_dcp.add_folder(builder, base, allow)
     for found in states if is_training else ():
-        archive = torch_file.open_archive(storage, found[0], allow=allow)
+        archive = torch_file.open_archive(storage, found[0], paths, allow=allow)
         builder.add_nested((found["key"],), archive, found[0])
     return Contents(NAME, builder.build(), builder.document)
 
@@ -177,10 +180,10 @@ def _add_weights(
             builder.size_of(path)  # a missing one is an error that says who names it
     if weights.is_pickled:
         for path in files:
-            archive = torch_file.open_archive(builder.storage, path, allow=allow)
+            archive = torch_file.open_archive(builder.storage, path, builder.listing, allow=allow)
             builder.add_nested(prefix, archive, path)
     else:
-        arrays = safetensors.read_arrays(builder.storage, files)
+        arrays = safetensors.read_arrays(builder.storage, files, builder.listing)
         chosen = (
             (name, array)
             for path in files

@@ -159,7 +159,7 @@ def existing(storage: Storage) -> Existing | None:
         record = read_record(storage)
     except CheckpointNotFoundError:
         return None
-    return Existing(f"saved {record.created}", record.save_id)
+    return Existing(f"saved {record.created}", record.save_id, (RECORD_NAME,))
 
 
 def is_committed(storage: Storage, save_id: str) -> bool:

@@ -36,7 +36,7 @@ from remesh.errors import (
     RemeshError,
 )
 from remesh.formats import restricted_pickle
-from remesh.formats.building import IndexBuilder
+from remesh.formats.building import IndexBuilder, Listing, file_size
 from remesh.formats.checks import check_name, check_path, damaged, integers, shown
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Record
@@ -225,13 +225,14 @@ class StoredArray:
 
 
 def find_arrays(
-    storage: Storage, path: str, *, allow: Collection[str] = ()
+    storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()
 ) -> dict[str, StoredArray]:
     """Where the arrays of a data file lie; what is between them is all that is read.
 
     Args:
         storage: The directory.
-        path: Name of the file in it.
+        files: The files in it, as far as they are known.
+        path: Name of the file.
         allow: See `remesh.formats.table.Source`.
 
     Raises:
@@ -239,7 +240,7 @@ def find_arrays(
         CorruptCheckpointError: If it is no such file.
     """
     where = f"{storage.url}/{path}"
-    found = restricted_pickle.loads(_skeleton(storage, path), where, allow=allow).root
+    found = restricted_pickle.loads(_skeleton(storage, files, path), where, allow=allow).root
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
         raise damaged(where, "not a data file of Paddle: it holds no dict of names")
     return {
@@ -265,7 +266,7 @@ def _stored_array(array: Any, where: str) -> StoredArray:
     return StoredArray(position, num_bytes, element.itemsize)
 
 
-def _skeleton(storage: Storage, path: str) -> bytes:
+def _skeleton(storage: Storage, files: Listing, path: str) -> bytes:
     """The pickle of a file with every byte string replaced by its position and length.
 
     Frames are left out, as their lengths no longer hold; they only help a reader to read ahead.
@@ -273,7 +274,7 @@ def _skeleton(storage: Storage, path: str) -> bytes:
     Raises:
         CorruptCheckpointError: If the file is not a pickle.
     """
-    reader = _Reader(storage, path)
+    reader = _Reader(storage, path, file_size(storage, files, path))
     copied = []
     try:
         for opcode, argument, _ in pickletools.genops(reader):  # type: ignore[arg-type]
@@ -305,10 +306,10 @@ class _Gap:
 class _Reader:
     """A file as `pickletools.genops` reads it, skipping over long byte strings."""
 
-    def __init__(self, storage: Storage, path: str) -> None:
+    def __init__(self, storage: Storage, path: str, size: int) -> None:
         self._storage = storage
         self._path = path
-        self._size = storage.size(path)
+        self._size = size
         self._position = 0
         self._start = 0
         self._block = b""
@@ -374,16 +375,19 @@ def metadata_name(number: int) -> str:
     return f"{number}.metadata"
 
 
-def recognise(storage: Storage) -> bool:
-    """Whether a directory holds checkpoints of Paddle."""
-    return bool(checkpoint_numbers(storage.list()))
+def recognise(paths: Iterable[str]) -> bool:
+    """Whether a directory with these files holds checkpoints of Paddle."""
+    return bool(checkpoint_numbers(paths))
 
 
-def read(storage: Storage, path: str = "", *, allow: Collection[str] = ()) -> Contents:
+def read(
+    storage: Storage, files: Listing, path: str = "", *, allow: Collection[str] = ()
+) -> Contents:
     """Read what a checkpoint holds; its tensors stay where they are.
 
     Args:
         storage: The directory.
+        files: The files in it; may be empty if `path` names one.
         path: Name of the metadata file; by default that with the largest number.
         allow: See `remesh.formats.table.Source`.
 
@@ -393,19 +397,19 @@ def read(storage: Storage, path: str = "", *, allow: Collection[str] = ()) -> Co
         CorruptCheckpointError: If files are missing, damaged, or contradict each other.
     """
     if not path:
-        numbers = checkpoint_numbers(storage.list())
+        numbers = checkpoint_numbers(files)
         if not numbers:
             raise CheckpointNotFoundError(f"{storage.url}: {LOOKS_FOR} is not there")
         path = metadata_name(numbers[-1])
     metadata = read_metadata(storage, path, allow=allow)
-    builder = IndexBuilder(storage)
+    builder = IndexBuilder(storage, files)
     rows = {}
     for name, boxes in metadata.state_dict_metadata.items():
         dtype, shape = _tensor_of(f"{storage.url}/{path}: {name}", boxes)
         rows[name] = (builder.add_tensor(name, dtype, shape), BY_NAME[dtype].itemsize)
         keys = (metadata.flat_mapping or {}).get(name)
         builder.set_path(name, keys or (name,))
-    arrays = _Arrays(storage, allow)
+    arrays = _Arrays(storage, files, allow)
     for index, file in metadata.storage_metadata.items():
         where = f"{storage.url}/{file}: {index.tensor_key}"
         if index.tensor_key not in rows:
@@ -435,6 +439,7 @@ class _Arrays:
     """The arrays of data files; each file is looked into once."""
 
     storage: Storage
+    files: Listing
     allow: Collection[str]
     known: dict[str, dict[str, StoredArray]] = field(default_factory=dict)
 
@@ -446,7 +451,7 @@ class _Arrays:
         """
         if path not in self.known:
             try:
-                self.known[path] = find_arrays(self.storage, path, allow=self.allow)
+                self.known[path] = find_arrays(self.storage, self.files, path, allow=self.allow)
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
                     f"{self.storage.url}/{path}: missing, though the metadata name it"

@@ -20,7 +20,7 @@ import msgspec
 from remesh import safetensors_file
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
-from remesh.formats.building import IndexBuilder, read_ranges
+from remesh.formats.building import IndexBuilder, Listing, file_size, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers, shown
 from remesh.formats.contents import Contents
 from remesh.geometry import Box
@@ -62,18 +62,19 @@ class StoredArray:
     offset: tuple[int, ...] | None = None
 
 
-def recognise(storage: Storage) -> bool:
-    """Whether a folder holds such files; those of remesh's own data folders are none."""
-    names = [path for path in storage.list() if "/" not in path]
+def recognise(paths: Iterable[str]) -> bool:
+    """Whether a folder with these files holds such; those of remesh's data folders are none."""
+    names = [path for path in paths if "/" not in path]
     is_data_folder = any(name.startswith("index-") and name.endswith(SUFFIX) for name in names)
     return bool(_files_of(names)) and not is_data_folder
 
 
-def read(storage: Storage, path: str = "") -> Contents:
+def read(storage: Storage, files: Listing, path: str = "") -> Contents:
     """Read what a file or a folder holds; its tensors stay where they are.
 
     Args:
         storage: The folder.
+        files: The files in it; may be empty if `path` names one.
         path: The file in it; empty for all files.
 
     Raises:
@@ -82,11 +83,11 @@ def read(storage: Storage, path: str = "") -> Contents:
         FormatVersionError: If a tensor has an element type that remesh does not know.
         StateError: If several files hold a tensor of one name.
     """
-    builder = IndexBuilder(storage)
-    paths = [path] if path else _files_of(storage.list())
+    builder = IndexBuilder(storage, files)
+    paths = [path] if path else _files_of(files)
     if not paths:
         raise CheckpointNotFoundError(f"{storage.url}: no file *{SUFFIX}")
-    arrays = read_arrays(storage, paths)
+    arrays = read_arrays(storage, paths, files)
     add_arrays(builder, (item for file in paths for item in arrays[file].items()))
     return Contents(NAME, builder.build(), builder.document)
 
@@ -100,15 +101,22 @@ def _files_of(paths: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 
-def read_arrays(storage: Storage, paths: Sequence[str]) -> dict[str, dict[str, StoredArray]]:
+def read_arrays(
+    storage: Storage, paths: Sequence[str], listing: Listing
+) -> dict[str, dict[str, StoredArray]]:
     """The tensors of files, by file and name, from their headers alone.
+
+    Args:
+        storage: Where they are.
+        paths: The files.
+        listing: Sizes that are known.
 
     Raises:
         CheckpointNotFoundError: If a file is missing.
         CorruptCheckpointError: If one is no such file, or is cut short.
         FormatVersionError: If a tensor has an element type that remesh does not know.
     """
-    sizes = {path: storage.size(path) for path in paths}
+    sizes = {path: file_size(storage, listing, path) for path in paths}
     ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
     heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
     lengths = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from remesh._repr import short_repr
@@ -32,11 +33,11 @@ from remesh.formats import (
     torch_file_writer,
     zarr,
 )
-from remesh.formats.building import exists
+from remesh.formats.building import Listing, exists
 from remesh.formats.contents import Contents
 from remesh.formats.framing import Writer
 from remesh.index import Index
-from remesh.storage import Storage, open_storage
+from remesh.storage import Storage, list_with_sizes, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,33 @@ class Source:
     __repr__ = short_repr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
-    """A source that has been opened.
+    """A source that has been opened, to be read once.
 
     Attributes:
         storage: Where the checkpoint is.
         format: Name of its format, or None to look.
         allow: See `Source`.
         file: The file, if the source is a single one.
+        known: The files that count, if the caller has listed them; else all below the place.
     """
 
     storage: Storage
     format: str | None = None
     allow: tuple[str, ...] = ()
     file: str = ""
+    known: Listing | None = None
+
+    @cached_property
+    def listing(self) -> Listing:
+        """The files below the place; listed once, when they are first needed."""
+        return list_with_sizes(self.storage) if self.known is None else self.known
+
+    @property
+    def listing_beside(self) -> Listing:
+        """The same; nothing if the source is a single file, whose neighbours are not needed."""
+        return {} if self.file else self.listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ class Format:
         lists: Whether recognising it takes a listing; then it is asked only if all others fail.
         writers: How it is written: one writer, or several where files for several systems are read
             alike; none if it is only read.
+        is_file: Whether one file is a checkpoint, so that several can lie in one directory.
     """
 
     name: str
@@ -97,6 +111,7 @@ class Format:
     read: Callable[[Place], Contents]
     lists: bool = False
     writers: tuple[Writer, ...] = ()
+    is_file: bool = False
 
 
 FORMATS: tuple[Format, ...] = (
@@ -111,21 +126,21 @@ FORMATS: tuple[Format, ...] = (
         torch_dcp.NAME,
         torch_dcp.LOOKS_FOR,
         lambda place: not place.file and torch_dcp.recognise(place.storage),
-        lambda place: torch_dcp.read(place.storage, allow=place.allow),
+        lambda place: torch_dcp.read(place.storage, place.listing, allow=place.allow),
         writers=(torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST),
     ),
     Format(
         zarr.NAME,
         zarr.LOOKS_FOR,
         lambda place: not place.file and zarr.recognise(place.storage),
-        lambda place: zarr.read(place.storage, allow=place.allow),
+        lambda place: zarr.read(place.storage, place.listing, allow=place.allow),
         writers=(zarr.ZARR,),
     ),
     Format(
         huggingface.NAME,
         huggingface.LOOKS_FOR,
-        lambda place: not place.file and huggingface.recognise(place.storage),
-        lambda place: huggingface.read(place.storage, allow=place.allow),
+        lambda place: not place.file and huggingface.recognise(place.listing),
+        lambda place: huggingface.read(place.storage, place.listing, allow=place.allow),
         lists=True,
         writers=(huggingface_writer.HUGGINGFACE,),
     ),
@@ -135,11 +150,12 @@ FORMATS: tuple[Format, ...] = (
         lambda place: (
             place.file.endswith(safetensors.SUFFIX)
             if place.file
-            else safetensors.recognise(place.storage) and not huggingface.recognise(place.storage)
+            else safetensors.recognise(place.listing) and not huggingface.recognise(place.listing)
         ),
-        lambda place: safetensors.read(place.storage, place.file),
+        lambda place: safetensors.read(place.storage, place.listing_beside, place.file),
         lists=True,
         writers=(huggingface_writer.SAFETENSORS,),
+        is_file=True,
     ),
     Format(
         torch_file.NAME,
@@ -147,26 +163,32 @@ FORMATS: tuple[Format, ...] = (
         lambda place: (
             place.file.endswith(torch_file.SUFFIXES)
             if place.file
-            else torch_file.recognise(place.storage)
+            else torch_file.recognise(place.listing)
         ),
         lambda place: torch_file.read(
-            place.storage, place.file or place.storage.list()[0], allow=place.allow
+            place.storage,
+            place.listing_beside,
+            place.file or min(place.listing, default=""),
+            allow=place.allow,
         ),
         lists=True,
         writers=(torch_file_writer.TORCH_FILE,),
+        is_file=True,
     ),
     Format(
         paddle.NAME,
         paddle.LOOKS_FOR,
-        lambda place: not place.file and paddle.recognise(place.storage),
-        lambda place: paddle.read(place.storage, place.file, allow=place.allow),
+        lambda place: not place.file and paddle.recognise(place.listing),
+        lambda place: paddle.read(
+            place.storage, place.listing_beside, place.file, allow=place.allow
+        ),
         lists=True,
     ),
     Format(
         flat_param.NAME,
         flat_param.LOOKS_FOR,
-        lambda place: not place.file and flat_param.recognise(place.storage),
-        lambda place: flat_param.read(place.storage, allow=place.allow),
+        lambda place: not place.file and flat_param.recognise(place.listing),
+        lambda place: flat_param.read(place.storage, place.listing, allow=place.allow),
         lists=True,
     ),
 )
@@ -216,6 +238,12 @@ def place_of(source: Any) -> Place:
     return Place(open_storage(source))
 
 
+def formats_at(place: Place) -> list[Format]:
+    """The formats whose marks are at a place; a listing is made only if no file is a mark."""
+    found = [row for row in FORMATS if not row.lists and row.recognise(place)]
+    return found or [row for row in FORMATS if row.lists and row.recognise(place)]
+
+
 def format_at(place: Place) -> Format:
     """The format of what is at a place.
 
@@ -225,8 +253,7 @@ def format_at(place: Place) -> Format:
     """
     if place.format is not None:
         return next(row for row in FORMATS if row.name == place.format)
-    found = [row for row in FORMATS if not row.lists and row.recognise(place)]
-    found = found or [row for row in FORMATS if row.lists and row.recognise(place)]
+    found = formats_at(place)
     if not found:
         looked = "; ".join(row.looks_for for row in FORMATS)
         raise CheckpointNotFoundError(

@@ -34,7 +34,6 @@ from typing import Any
 from remesh import safetensors_file
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
 )
@@ -47,7 +46,15 @@ from remesh.formats.archive import (
     scan_head,
     tensor_value,
 )
-from remesh.formats.building import IndexBuilder, Range, exists, read_ranges, refused
+from remesh.formats.building import (
+    IndexBuilder,
+    Listing,
+    Range,
+    exists,
+    file_size,
+    read_ranges,
+    refused,
+)
 from remesh.formats.checks import check_name, check_path, damaged, integers, shown
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Name, Record
@@ -103,8 +110,13 @@ def recognise(storage: Storage) -> bool:
     return exists(storage, METADATA_NAME)
 
 
-def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
+def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are.
+
+    Args:
+        storage: Where it is.
+        files: Its files.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is none.
@@ -112,7 +124,7 @@ def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
         FormatVersionError: If something in it is of a kind that cannot be read in place.
         PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
     """
-    builder = IndexBuilder(storage)
+    builder = IndexBuilder(storage, files)
     add_folder(builder, "", allow)
     return Contents(NAME, builder.build(), builder.document)
 
@@ -455,10 +467,9 @@ class _Reader:
     def read_archive(self, name: str) -> None:
         """Add values that lie in an archive of their own, if there is one of this name."""
         path = self.base + name
-        try:
-            size = self.storage.size(path)
-        except CheckpointNotFoundError:
+        if path not in self.builder.listing:
             return
+        size = file_size(self.storage, self.builder.listing, path)
         archive = self._archive(_Place(path, 0, size), f"{self.storage.url}/{path}")
         self.builder.add_nested((), archive, path)
 

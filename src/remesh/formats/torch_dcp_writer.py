@@ -10,7 +10,7 @@ For Megatron, values that are equal on all ranks go to `common.pt`, nested as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,9 +33,9 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
 from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME, read
 from remesh.geometry import IntArray
-from remesh.index import BoxTable
+from remesh.index import BoxTable, Index
 from remesh.state import Path, assemble, name_of
-from remesh.storage import Storage
+from remesh.storage import Storage, list_with_sizes
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -252,9 +252,14 @@ def _info(place: _Place) -> New:
     )
 
 
-def _existing(mark: str) -> Callable[[Storage], Existing | None]:
-    return lambda storage: existing_files(storage, mark, lambda: read(storage).index)
+def _existing(storage: Storage) -> Existing | None:
+    """The checkpoint that is there, of torch or of Megatron."""
+
+    def index() -> Index:
+        return read(storage, list_with_sizes(storage)).index
+
+    return existing_files(storage, METADATA_NAME, index, (COMMON_NAME, CONFIG_NAME))
 
 
-TORCH_DCP = Writer("torch_dcp", no_grid, frames, dcp_files, _existing(METADATA_NAME))
-TORCH_DIST = Writer("torch_dist", no_grid, frames, torch_dist_files, _existing(CONFIG_NAME))
+TORCH_DCP = Writer("torch_dcp", no_grid, frames, dcp_files, _existing)
+TORCH_DIST = Writer("torch_dist", no_grid, frames, torch_dist_files, _existing)

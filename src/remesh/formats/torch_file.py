@@ -11,7 +11,7 @@ import io
 from collections.abc import Collection
 
 from remesh.formats.archive import Archive, RangeFile, read_archive
-from remesh.formats.building import IndexBuilder
+from remesh.formats.building import IndexBuilder, Listing, file_size
 from remesh.formats.contents import Contents
 from remesh.storage import Storage
 
@@ -20,26 +20,33 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 LOOKS_FOR = "a single file *.pt, *.pth, *.bin or *.ckpt (torch.save)"
 
 
-def recognise(storage: Storage) -> bool:
-    """Whether a place holds one such file and nothing else."""
-    found = storage.list()
-    return len(found) == 1 and found[0].endswith(SUFFIXES)
+def recognise(paths: Collection[str]) -> bool:
+    """Whether a place with these files holds one such file and nothing else."""
+    return len(paths) == 1 and all(path.endswith(SUFFIXES) for path in paths)
 
 
-def read(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Contents:
+def read(storage: Storage, files: Listing, path: str, *, allow: Collection[str] = ()) -> Contents:
     """Read what such a file holds; its tensors stay where they are.
+
+    Args:
+        storage: Where it is.
+        files: The files there, as far as they are known.
+        path: The file.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
         CorruptCheckpointError: If it is damaged or cut short.
         FormatVersionError: If it cannot be read in place (compressed, or of an old torch).
     """
-    builder = IndexBuilder(storage)
-    builder.add_nested((), open_archive(storage, path, allow=allow), path)
+    builder = IndexBuilder(storage, files)
+    builder.add_nested((), open_archive(storage, path, files, allow=allow), path)
     return Contents(NAME, builder.build(), builder.document)
 
 
-def open_archive(storage: Storage, path: str, *, allow: Collection[str] = ()) -> Archive:
-    """The archive that a whole file is."""
-    raw = RangeFile(storage, path, 0, storage.size(path))
+def open_archive(
+    storage: Storage, path: str, listing: Listing, *, allow: Collection[str] = ()
+) -> Archive:
+    """The archive that a whole file is; its size may be known from a listing."""
+    raw = RangeFile(storage, path, 0, file_size(storage, listing, path))
     return read_archive(io.BufferedReader(raw, 1 << 16), f"{storage.url}/{path}", allow=allow)

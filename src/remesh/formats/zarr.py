@@ -35,7 +35,7 @@ from remesh.errors import (
     StateError,
 )
 from remesh.formats.archive_writer import archive_of
-from remesh.formats.building import IndexBuilder, exists
+from remesh.formats.building import IndexBuilder, Listing, exists
 from remesh.formats.checks import MALFORMED, decode_json
 from remesh.formats.contents import Contents
 from remesh.formats.framing import Existing, Frame, Grid, Saved, SmallFile, Writer
@@ -45,7 +45,7 @@ from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_fil
 from remesh.formats.torch_file import open_archive
 from remesh.geometry import Box, IntArray, strides_of
 from remesh.index import BoxTable
-from remesh.storage import Storage, list_sizes
+from remesh.storage import Storage
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"
@@ -88,30 +88,34 @@ def recognise(storage: Storage) -> bool:
     return config.sharded_backend == NAME
 
 
-def read(storage: Storage, *, allow: Collection[str] = ()) -> Contents:
+def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
     """Read what such a checkpoint holds; its tensors stay where they are.
+
+    Args:
+        storage: Where it is.
+        files: Its files.
+        allow: See `remesh.formats.table.Source`.
 
     Raises:
         CheckpointNotFoundError: If there is none.
         CorruptCheckpointError: If it is damaged: a chunk is missing or has another size.
         FormatVersionError: If an array is compressed, filtered or in column order.
     """
-    sizes = list_sizes(storage)
-    if not recognise(storage):
+    if CONFIG_NAME not in files:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    builder = IndexBuilder(storage)
-    for path in sizes:
+    builder = IndexBuilder(storage, files)
+    for path in files:
         folder, _, name = path.rpartition("/")
         if name == ARRAY_NAME and folder:
-            _add_array(builder, folder, sizes)
+            _add_array(builder, folder)
         element = _OBJECT.fullmatch(path)
         if element is not None:
             key, offset, shape = element.groups()
-            archive = open_archive(storage, path, allow=allow)
+            archive = open_archive(storage, path, files, allow=allow)
             value = opaque(archive, storage.read(path), 0)
             builder.add_object(key, _numbers(shape), _numbers(offset), value)
-    if COMMON_NAME in sizes:
-        archive = open_archive(storage, COMMON_NAME, allow=allow)
+    if COMMON_NAME in files:
+        archive = open_archive(storage, COMMON_NAME, files, allow=allow)
         builder.add_nested((), archive, COMMON_NAME)
     return Contents(NAME, builder.build(), builder.document)
 
@@ -120,9 +124,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split("."))
 
 
-def _add_array(builder: IndexBuilder, name: str, sizes: Mapping[str, int]) -> None:
+def _add_array(builder: IndexBuilder, name: str) -> None:
     """Add a tensor and its chunks."""
-    storage = builder.storage
+    storage, files = builder.storage, builder.listing
     where = f"{storage.url}/{name}/{ARRAY_NAME}"
     array = decode_json(storage.read(f"{name}/{ARRAY_NAME}"), where, _Array)
     dtype = _dtype_of(array.dtype, where)
@@ -139,14 +143,14 @@ def _add_array(builder: IndexBuilder, name: str, sizes: Mapping[str, int]) -> No
         return
     whole, chunk_bytes = Box.whole(tuple(array.shape)), math.prod(array.chunks) * dtype.itemsize
     counts = [-(-n // step) for n, step in zip(array.shape, array.chunks, strict=True)]
-    if math.prod(counts) > len(sizes):
+    if math.prod(counts) > len(files):
         raise _missing(storage, name, f"{math.prod(counts)} chunks, more than there are files")
     strides = strides_of(array.chunks)
     for number in np.ndindex(*counts):
         path = f"{name}/{_chunk_name(number, array.dimension_separator)}"
-        size = sizes.get(path)
-        if size is None:
+        if path not in files:
             raise _missing(storage, path, "missing")
+        size = builder.size_of(path)
         if size != chunk_bytes:
             raise _missing(storage, path, f"{size} bytes long, where {chunk_bytes} were expected")
         offset = tuple(i * step for i, step in zip(number, array.chunks, strict=True))

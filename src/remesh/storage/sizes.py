@@ -77,6 +77,19 @@ def list_sizes(storage: Storage, prefix: str = "") -> dict[str, int]:
     return sizes
 
 
+def list_with_sizes(storage: Storage) -> dict[str, int | None]:
+    """Relative path → bytes of all files of a storage, by one listing.
+
+    A size is None where the storage lists without sizes; then ask for that of the file.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    if isinstance(storage, SizedListing):
+        return dict(sorted(storage.list_sizes().items()))
+    return dict.fromkeys(storage.list())
+
+
 def list_directory(storage: Storage, path: str = "") -> Directory:
     """What lies directly in a directory of any storage; nothing if there is none.
 

@@ -1,0 +1,87 @@
+"""What is where a checkpoint is to be saved: nothing, or a checkpoint that the save would replace.
+
+A checkpoint of another format counts, too: the new one would hide it, or make it unclear which of
+the two is to be read. With `overwrite` it is replaced like one of the same format: when the new one
+is committed, its files are removed, the one that makes it exist first. Only what lies directly in
+the directory is looked at, so that no tree is walked.
+"""
+
+from __future__ import annotations
+
+from remesh.errors import CheckpointError, CheckpointExistsError, StateError
+from remesh.formats.framing import Existing
+from remesh.formats.table import Format, Place, formats_at, writer_of
+from remesh.storage import Storage, list_directory
+
+
+def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) -> Existing | None:
+    """The checkpoint that a save replaces, if there is one.
+
+    Args:
+        storage: Where the save is going to be.
+        format_name: The format that it writes.
+        overwrite: Whether to replace what is there.
+
+    Raises:
+        CheckpointExistsError: If there is one and it is not to be overwritten.
+        StateError: If it cannot be replaced.
+    """
+    writer = writer_of(format_name)
+    files = list_directory(storage).files
+    here = Place(storage, known={name: facts.num_bytes for name, facts in files.items()})
+    rows = formats_at(here)
+    for row in rows:
+        if writer not in row.writers:
+            other = _of_another(storage, row, format_name, overwrite=overwrite)
+            if other is not None:
+                return other
+    try:
+        found = writer.existing(storage)
+    except CheckpointError:
+        # A damaged record is replaced like any other, but what it refers to is unknown.
+        if not overwrite:
+            raise
+        return None
+    if found is not None and not overwrite:
+        raise CheckpointExistsError(
+            f"{storage.url}: there is a checkpoint already ({found.what}). Save to another path, "
+            "or pass overwrite=True to replace it."
+        )
+    if found is not None and found.is_fixed:
+        raise StateError(
+            f"{storage.url}: a {format_name} checkpoint cannot be replaced in place, because "
+            "its files have fixed names; save to another path"
+        )
+    return found
+
+
+def _of_another(
+    storage: Storage, row: Format, format_name: str, *, overwrite: bool
+) -> Existing | None:
+    """The checkpoint of another format that a save replaces; None if both can be there.
+
+    Raises:
+        CheckpointExistsError: If it is not to be overwritten.
+        StateError: If it cannot be replaced.
+    """
+    found = None
+    for writer in row.writers:
+        try:
+            found = found or writer.existing(storage)
+        except CheckpointError:
+            found = Existing(row.looks_for, is_fixed=True)  # its files are not known
+    if found is None and row.is_file:
+        return None
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{storage.url}: there is a checkpoint of another format already, {row.name!r}. Save "
+            f"the {format_name!r} checkpoint to another path, or pass overwrite=True to replace "
+            "what is there."
+        )
+    if found is None or found.is_fixed or not (found.save_id or found.paths):
+        raise StateError(
+            f"{storage.url}: the {row.name!r} checkpoint there cannot be replaced by one of "
+            f"{format_name!r}, because it is not known which files belong to it; move it away, "
+            "or save to another path"
+        )
+    return found

@@ -1,0 +1,69 @@
+"""Tensors whose flattened elements lie in parts: ranges of arrays in files, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remesh.dtypes import BY_NAME
+from remesh.errors import CorruptCheckpointError
+from remesh.formats.building import IndexBuilder
+from remesh.geometry import boxes_of_flat_range
+from remesh.state import Path, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """Elements of a flattened tensor that lie next to each other in a file.
+
+    Attributes:
+        path: The file.
+        position: Byte at which they begin.
+        num_elements: How many there are.
+        dtype: Name of their element type.
+    """
+
+    path: str
+    position: int
+    num_elements: int
+    dtype: str
+
+    def range(self, start: int, stop: int) -> FlatPart:
+        """Some of the elements."""
+        assert 0 <= start <= stop <= self.num_elements
+        position = self.position + start * BY_NAME[self.dtype].itemsize
+        return FlatPart(self.path, position, stop - start, self.dtype)
+
+
+def add_flat_parts(
+    builder: IndexBuilder, place: Path, shape: tuple[int, ...], parts: Sequence[FlatPart]
+) -> None:
+    """Add a tensor whose flattened elements are those of some parts, one after the other.
+
+    Args:
+        builder: What is built.
+        place: The keys that lead to the tensor in the state.
+        shape: Its shape.
+        parts: Its elements.
+
+    Raises:
+        CorruptCheckpointError: If they are too few, too many, or differ in dtype.
+    """
+    name = name_of(place)
+    found = sum(part.num_elements for part in parts)
+    dtypes = sorted({part.dtype for part in parts})
+    if found != math.prod(shape) or len(dtypes) != 1:
+        raise CorruptCheckpointError(
+            f"{builder.storage.url}: {name}: the files have {found} elements of {dtypes} for shape "
+            f"{shape}"
+        )
+    row = builder.add_tensor(name, dtypes[0], shape)
+    builder.set_path(name, place)
+    start = 0
+    for part in parts:
+        position = part.position
+        for box in boxes_of_flat_range(shape, start, start + part.num_elements):
+            builder.add_piece(row, box, part.path, position)
+            position += box.size * BY_NAME[part.dtype].itemsize
+        start += part.num_elements
