@@ -27,7 +27,7 @@ from remesh.elastic.protocol import (
     RequestCheck,
     TestResult,
 )
-from remesh.elastic.rendezvous import Node, Outcome, Settings
+from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 from remesh.elastic.replies import assignments_of, beat_reply, join_reply
 from remesh.elastic.status import Status, status_of
 
@@ -389,6 +389,18 @@ class TestRestartBudget:
             assert state.rendezvous is not None
             assert (state.rendezvous.outcome is None) == (number < 3)
             state = join(state, 0, 1, now=now)
+
+
+def test_all_nodes_stop_as_soon_as_the_processes_of_one_have_failed() -> None:
+    state = fail(run(num_nodes=2), 0, 110.0)
+
+    reply = beat_reply(state, Beat(node_id=1, incarnation="a", round=1), 110.5)
+    assert reply.restart is Change.RESTARTED  # and node 0 has not joined yet
+    assert reply.reason == "processes of node 0 have failed"
+    again = join(state, 0, 1, now=111.0)
+    assert again.rendezvous is not None
+    assert (again.rendezvous.round, again.rendezvous.broken) == (2, None)
+    assert fail(again, 0, 112.0).rendezvous.broken is not None  # type: ignore[union-attr]
 
 
 class TestCause:

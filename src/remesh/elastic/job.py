@@ -406,6 +406,8 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
     job = _note(job, now, decision.reason)
     if decision.charged:
         job = _replace(job, charges={**job.charges, event.node_id: charges.plus_one()})
+    if decision.action is FailureAction.RESTART:
+        job = _advance(job, rendezvous.break_world(nodes, node.id, event.round), now)
     if decision.action is FailureAction.REPLACE:
         job = _replace(job, check_reason=f"node {event.node_id} reported a broken machine")
         job = _advance(job, rendezvous.exclude(nodes, node, decision.reason, now), now)

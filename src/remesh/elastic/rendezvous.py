@@ -17,9 +17,10 @@ Messages may be lost, repeated and reordered. Joining says after which round it 
 copy of it changes nothing; and it carries the agent's incarnation, so messages of an agent that was
 replaced do not count for its successor.
 
-There is a function for each event: `join`, `leave`, `remove` (a lost node), `exclude`, `end` and
-`tick`. Each takes the rendezvous and the time, and returns the next one. The times are the
-caller's; if its clock jumps, waiting gets shorter or longer, and nothing else happens.
+There is a function for each event: `join`, `leave`, `remove` (a lost node), `break_world`,
+`exclude`, `end` and `tick`. Each takes the rendezvous and, where it matters, the time, and returns
+the next one. The times are the caller's; if its clock jumps, waiting gets shorter or longer, and
+nothing else happens.
 """
 
 from __future__ import annotations
@@ -190,6 +191,21 @@ def exclude(state: Rendezvous, node: Node, reason: str, now: float) -> Rendezvou
     excluded = {**state.excluded, node.id: (node.incarnation, reason)}
     new = msgspec.structs.replace(state, excluded=excluded)
     return tick(_remove(new, node.id, node.incarnation, now), now)
+
+
+def break_world(state: Rendezvous, node_id: int, round_of_node: int) -> Rendezvous:
+    """Processes of a node have failed and start again: the others need not wait until it joins.
+
+    Args:
+        state: The state.
+        node_id: The node.
+        round_of_node: The round whose processes have failed.
+    """
+    is_member = round_of_node == state.round and node_id in state.active
+    if state.outcome is not None or state.broken is not None or not is_member:
+        return state
+    broken = Change.RESTARTED, f"processes of node {node_id} have failed"
+    return msgspec.structs.replace(state, broken=broken)
 
 
 def end(state: Rendezvous, outcome: Outcome, reason: str) -> Rendezvous:
