@@ -110,6 +110,16 @@ def nodes_of(places: Sequence[str]) -> Nodes:
     return Nodes(tuple(map(tuple, ranks.values())), tuple(number[place] for place in places))
 
 
+def replica_distances(num_nodes: int, num_replicas: int) -> list[int]:
+    """How many nodes further the replicas of a node's files lie.
+
+    They are spread over the job: nodes that are next to each other often share a rack, and fail
+    together. There are fewer replicas if there are not so many other nodes.
+    """
+    num_replicas = min(num_replicas, num_nodes - 1)
+    return [number * num_nodes // (num_replicas + 1) for number in range(1, num_replicas + 1)]
+
+
 # ---------------------------------------------------------------------------------------------
 # Saving
 # ---------------------------------------------------------------------------------------------
@@ -166,7 +176,7 @@ def save_scattered(
         files = msgspec.msgpack.decode(
             run_joined(exchange, write_mine, join), type=list[list[tuple[str, int]]]
         )
-        for distance in range(1, min(num_replicas, len(nodes.ranks) - 1) + 1):
+        for distance in replica_distances(len(nodes.ranks), num_replicas):
             _copy_files(exchange, storage, files, nodes.peers(distance))
         small = run_on_one(exchange, describe)
     except Exception:
