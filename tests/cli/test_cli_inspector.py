@@ -217,3 +217,43 @@ def test_shells_complete_commands() -> None:
     )
 
     assert "plain,diff" in done.stdout.split()
+
+
+def test_advice_names_the_arguments_that_a_script_gives(run_json: Any, run: Run) -> None:
+    job = ["advise", "--nodes", 64, "--step-seconds", 1, "--failures-per-day", 24, "--days", 2]
+    document = run_json(*job, "--state-size", "1TB", "--copies", 8)
+
+    assert document["failures_per_day"] == pytest.approx(24)
+    by_name = {one["strategy"]["name"]: one for one in document["estimates"]}
+    assert next(iter(by_name)) == "storage"
+    assert by_name["live memory"]["steps_lost_per_failure"] == 0
+    assert by_name["live memory"]["goodput"] > by_name["storage"]["goodput"]
+    every = by_name["live memory"]["strategy"]["storage_every"]
+    assert document["arguments"] == f"remesh.Manager(root, every={every}, job=job)"
+    assert run(*job, "--state-size", "1TB", "--copies", 8).stdout.endswith(
+        f"recommended: live memory\n  {document['arguments']}\n"
+    )
+
+
+def test_advice_takes_the_size_of_a_checkpoint(checkpoint: Path, run: Run) -> None:
+    num_bytes = sum(tensor.num_bytes for tensor in remesh.Checkpoint(checkpoint).index.values())
+
+    done = run("advise", "--checkpoint", checkpoint, "--nodes", 1, "--step-seconds", 1)
+
+    assert done.stdout.startswith(f"{num_bytes} B on 1 node, ")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ([], "--state-size or --checkpoint"),
+        (["--state-size", "1GB", "--copies", 5], "there are only 2 nodes"),
+        (["--state-size", "a lot"], "is no number of bytes; write 80GB"),
+        (["--state-size", "0"], "more than nothing"),
+    ],
+)
+def test_advice_refuses_what_makes_no_sense(more: list[object], says: str, run: Run) -> None:
+    done = run("advise", "--nodes", 2, "--step-seconds", 1, *more)
+
+    assert done.exit_code == 2
+    assert says in done.output

@@ -39,6 +39,7 @@ _HOMES = {
     "du": "remesh.cli.du",
     "plan": "remesh.cli.plan",
     "layout": "remesh.cli.layout",
+    "advise": "remesh.cli.advise",
     "report": "remesh.cli.report",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.keeping",

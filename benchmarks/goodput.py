@@ -1,0 +1,124 @@
+"""What failures cost a training of 16,384 ranks: a simulation, whole, with a chart.
+
+The job is about that of Llama 3 405B: 2,048 nodes, its failures, 54 days. Each strategy for the
+state runs over several intervals between checkpoints, once with a state that is fully sharded and
+once with two data-parallel replicas of it. The master's state machines are played with all nodes.
+Written are `bench-output/goodput.json` and `bench-output/goodput.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.chart import line_chart
+from benchmarks.report import median, print_table, write_json
+from remesh.simulation.cluster import DAY, LLAMA3_RATES, Cluster, Workload, draw_failures
+from remesh.simulation.training import Outcome, Strategy, simulate
+
+CLUSTER = Cluster(num_nodes=2048, spares=64, storage_write=2e12, storage_read=2e12)
+SHARDED = Workload(state_bytes=5.7e12, step_seconds=6.0)
+REPLICATED = dataclasses.replace(SHARDED, copies=2)
+MINUTES = (1, 2, 5, 10, 20, 40, 80, 160)
+SNAPSHOT_MINUTES = 1
+WAYS = {
+    "storage": ({}, SHARDED),
+    "snapshots, no replica": ({"replicas": 0}, SHARDED),
+    "snapshots, 1 replica": ({"replicas": 1}, SHARDED),
+    "snapshots, 2 replicas": ({"replicas": 2}, SHARDED),
+    "entered again, snapshots, 1 replica": ({"replicas": 1, "reenters": True}, SHARDED),
+    "live memory, 2 data-parallel replicas": ({"reenters": True}, REPLICATED),
+}
+
+
+def strategy_of(name: str, minutes: int) -> Strategy:
+    """A strategy that saves to storage every so many minutes."""
+    options, workload = WAYS[name]
+    steps = 60 / workload.step_seconds
+    snapshots = round(SNAPSHOT_MINUTES * steps) if "replicas" in options else None
+    strategy = Strategy(name=name, storage_every=round(minutes * steps), snapshot_every=snapshots)
+    return dataclasses.replace(strategy, **options)
+
+
+def mean_goodput(outcomes: Sequence[Outcome]) -> float:
+    return sum(one.goodput for one in outcomes) / len(outcomes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=4, help="jobs of each strategy and interval")
+    parser.add_argument("--days", type=float, default=54.0)
+    options = parser.parse_args(arguments)
+    seconds = options.days * DAY
+    failures = [draw_failures(CLUSTER, LLAMA3_RATES, seconds, job) for job in range(options.jobs)]
+    found: dict[str, dict[int, list[Outcome]]] = {}
+    for name, (_, workload) in WAYS.items():
+        found[name] = {
+            minutes: [
+                simulate(CLUSTER, workload, strategy_of(name, minutes), drawn, seconds)
+                for drawn in failures
+            ]
+            for minutes in MINUTES
+        }
+    rows, document = [], {}
+    for name, by_minutes in found.items():
+        best = max(by_minutes, key=lambda minutes: mean_goodput(by_minutes[minutes]))
+        outcomes = by_minutes[best]
+        lost = sum(one.steps_lost for one in outcomes)
+        num_failures = sum(one.num_failures for one in outcomes)
+        recoveries = [seconds for one in outcomes for seconds in one.recoveries]
+        moved = sum(one.bytes_moved for one in outcomes) / num_failures
+        rows.append(
+            [
+                name,
+                f"{mean_goodput(outcomes):.2%}",
+                f"{best} min",
+                f"{mean_goodput(by_minutes[MINUTES[-1]]):.2%}",
+                f"{lost / num_failures:.1f}",
+                f"{median(recoveries):.0f} s",
+                f"{moved / 1e9:.3g} GB",
+            ]
+        )
+        document[name] = {
+            minutes: [
+                {
+                    "goodput": one.goodput,
+                    "steps_lost": one.steps_lost,
+                    "failures": one.num_failures,
+                    "recovery_seconds": median(one.recoveries),
+                    "bytes_moved": one.bytes_moved,
+                    "sources": dict(one.sources),
+                }
+                for one in outcomes
+            ]
+            for minutes, outcomes in by_minutes.items()
+        }
+    head = [
+        "state is kept in",
+        "goodput",
+        "with saves every",
+        f"every {MINUTES[-1]} min",
+        "steps lost a failure",
+        "back after",
+        "moved a failure",
+    ]
+    print_table(f"2,048 nodes, {options.days:g} days, {options.jobs} jobs each", head, rows)
+    write_json("goodput", document)
+    lines = {
+        name: [(minutes, mean_goodput(outcomes)) for minutes, outcomes in by_minutes.items()]
+        for name, by_minutes in found.items()
+    }
+    Path("bench-output/goodput.svg").write_text(
+        line_chart(
+            "Goodput on 16,384 ranks, simulated",
+            lines,
+            x_title="minutes between checkpoints in storage",
+            bottom=0.6,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

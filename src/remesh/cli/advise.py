@@ -1,0 +1,242 @@
+"""`remesh advise`: how often to save where, and what goodput to expect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from remesh._repr import format_bytes
+from remesh.checkpoint import Checkpoint
+from remesh.cli import output
+from remesh.formats import native
+from remesh.simulation.advice import Estimate, estimate, recommended, strategies
+from remesh.simulation.cluster import (
+    LLAMA3_RATES,
+    Cluster,
+    FailureRates,
+    Workload,
+    scaled,
+)
+from remesh.simulation.training import Durations
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+class _Bytes(click.ParamType[float]):
+    """A number of bytes, such as 80GB or 1.5TiB; of a rate, those of a second."""
+
+    name = "bytes"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        text = str(value).removesuffix("/s")
+        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgtp]?)(i?)b?", text, re.IGNORECASE)
+        try:
+            assert found is not None
+            number = float(found[1])
+        except (AssertionError, ValueError):
+            self.fail(f"{value!r} is no number of bytes; write 80GB or 1.5TiB, say", param, ctx)
+        size = number * (1024 if found[3] else 1000) ** _UNITS[found[2].lower()]
+        if size <= 0:
+            self.fail(f"{value!r} must be more than nothing", param, ctx)
+        return float(size)
+
+
+_BYTES = _Bytes()
+
+
+@click.command(
+    epilog=output.example(
+        "remesh advise --checkpoint runs/step_00001000 --nodes 4 --step-seconds 0.5",
+        "remesh advise --state-size 1TB --nodes 64 --spares 2 --copies 8 --step-seconds 4",
+    )
+)
+@click.option("--state-size", type=_BYTES, help="Bytes of the state: weights and optimizer.")
+@click.option("--checkpoint", metavar="PATH", help="A checkpoint whose size is that of the state.")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), metavar="N", required=True, help="Nodes that train."
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Training processes of a node.",
+)
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Further nodes that wait for a place.",
+)
+@click.option(
+    "--step-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    required=True,
+    help="Time of a step.",
+)
+@click.option(
+    "--copies",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Nodes that hold each element: 1 if the state is fully sharded (FSDP, ZeRO), else the "
+    "number of data-parallel replicas (DDP, HSDP).",
+)
+@click.option(
+    "--failures-per-day",
+    type=click.FloatRange(min=0),
+    metavar="NUMBER",
+    help="Failures of the whole job; by default those of Llama 3's training, per node.",
+)
+@click.option(
+    "--storage-write",
+    type=_BYTES,
+    default="10GB",
+    show_default=True,
+    help="What the storage takes a second, from all nodes.",
+)
+@click.option(
+    "--storage-read", type=_BYTES, help="What it gives a second; by default as much as it takes."
+)
+@click.option(
+    "--link",
+    type=_BYTES,
+    default="25GB",
+    show_default=True,
+    help="What a node receives a second from others.",
+)
+@click.option(
+    "--memory",
+    type=_BYTES,
+    default="40GB",
+    show_default=True,
+    help="What a node copies in its memory a second.",
+)
+@click.option(
+    "--start-seconds",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    default=60.0,
+    show_default=True,
+    help="From the start of a process until it can resume.",
+)
+@click.option(
+    "--days",
+    type=click.FloatRange(min=1, max=3650),
+    metavar="N",
+    default=30.0,
+    show_default=True,
+    help="Length of each of the simulated jobs.",
+)
+@output.json_option
+def advise(
+    *, state_size: float | None, checkpoint: str | None, days: float, as_json: bool, **given: Any
+) -> None:
+    """Say how often to save where, and what goodput to expect.
+
+    Goodput is the part of the time that goes into steps that count. Each way to keep the state is
+    given its best intervals (Young and Daly) and simulated against the same failures, with the
+    state machines of the master: checkpoints in storage, snapshots in the nodes' memory, and
+    processes that go on with the state that they hold. Sizes are bytes, such as 80GB or 1.5TiB.
+    """
+    if (state_size is None) == (checkpoint is None):
+        raise click.UsageError("give --state-size or --checkpoint, and not both")
+    if checkpoint is not None:
+        path = checkpoint
+        index = native.begin_anew(lambda: Checkpoint(path)).index
+        state_size = float(sum(index[name].num_bytes for name in index))
+    nodes, copies = given["nodes"], given["copies"]
+    if copies > nodes:
+        raise click.UsageError(f"--copies {copies}: there are only {nodes} nodes")
+    cluster = Cluster(
+        num_nodes=nodes,
+        spares=given["spares"],
+        ranks_per_node=given["ranks_per_node"],
+        link=given["link"],
+        memory=given["memory"],
+        storage_write=given["storage_write"],
+        storage_read=given["storage_read"] or given["storage_write"],
+    )
+    assert state_size is not None
+    workload = Workload(state_bytes=state_size, step_seconds=given["step_seconds"], copies=copies)
+    rates = _rates(nodes, given["failures_per_day"])
+    durations = Durations(start=given["start_seconds"])
+    estimates = [
+        estimate(cluster, workload, rates, strategy, days=days, durations=durations)
+        for strategy in strategies(cluster, workload, rates)
+    ]
+    best = recommended(estimates)
+    if as_json:
+        output.print_json(
+            {
+                "kind": "advice",
+                "failures_per_day": sum(rates.values()),
+                "estimates": [asdict(one) for one in estimates],
+                "recommended": best.strategy.name,
+                "arguments": _arguments(best),
+            }
+        )
+        return
+    console = output.stdout_console()
+    console.out(
+        f"{format_bytes(round(state_size))} on {output.plural(nodes, 'node')}, "
+        f"{sum(rates.values()):.3g} failures a day",
+        highlight=False,
+    )
+    output.print_table(console, _COLUMNS, [_row(one) for one in estimates])
+    console.out(f"recommended: {best.strategy.name}\n  {_arguments(best)}", highlight=False)
+
+
+_COLUMNS = (
+    ">goodput",
+    ">lost a failure",
+    ">back after",
+    ">blocked",
+    ">every (storage)",
+    ">(memory)",
+    "<state is kept in",
+)
+
+
+def _rates(nodes: int, failures_per_day: float | None) -> FailureRates:
+    """Failures a day of this job, of the kinds that Llama 3's training had."""
+    if failures_per_day is None:
+        return scaled(LLAMA3_RATES, nodes / 2048)
+    return scaled(LLAMA3_RATES, failures_per_day / sum(LLAMA3_RATES.values()))
+
+
+def _row(one: Estimate) -> Sequence[str]:
+    strategy = one.strategy
+    memory = "-" if strategy.snapshot_every is None else f"{strategy.snapshot_every} steps"
+    return (
+        f"{one.goodput:.2%}",
+        f"{one.steps_lost_per_failure:.1f} steps",
+        f"{one.recovery_seconds:.0f} s",
+        f"{one.blocked_share:.2%}",
+        f"{strategy.storage_every} steps",
+        memory,
+        strategy.name,
+    )
+
+
+def _arguments(best: Estimate) -> str:
+    """What a script says to keep its state so."""
+    strategy = best.strategy
+    words = [f"every={strategy.storage_every}"]
+    if strategy.snapshot_every is not None:
+        words.append(f"memory_every={strategy.snapshot_every}")
+        words.append(f"memory_replicas={strategy.replicas}")
+    if strategy.reenters:
+        words.append("job=job")
+    return f"remesh.Manager(root, {', '.join(words)})"

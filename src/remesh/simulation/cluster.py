@@ -1,0 +1,164 @@
+"""What a simulated job runs on, what it trains, and what fails when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+DAY = 86400.0
+
+
+class FailureKind(StrEnum):
+    """What fails.
+
+    Attributes:
+        PROCESS: A training process dies; its node goes on.
+        NODE: A node falls silent.
+        RACK: All nodes of a rack fall silent at once.
+        STRAGGLER: A node gets slow, and with it the job, until the node is replaced.
+    """
+
+    PROCESS = "process"
+    NODE = "node"
+    RACK = "rack"
+    STRAGGLER = "straggler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines of a job.
+
+    Attributes:
+        num_nodes: Nodes of the full world.
+        spares: Further nodes that wait for a place.
+        ranks_per_node: Training processes of a node.
+        nodes_per_rack: Nodes that a failure of a rack takes.
+        min_nodes: Fewest nodes that can train.
+        node_unit: The number of nodes that train is a multiple of this.
+        link: Bytes a second that a node receives from other nodes.
+        memory: Bytes a second that a node copies in its memory, all ranks together.
+        storage_write: Bytes a second that the storage takes from all nodes together.
+        storage_read: Bytes a second that it gives.
+        repair_seconds: Time after which a node that has failed is ready again.
+
+    Raises:
+        ValueError: If a number is not positive, or the numbers of nodes contradict each other.
+    """
+
+    num_nodes: int
+    spares: int = 0
+    ranks_per_node: int = 8
+    nodes_per_rack: int = 16
+    min_nodes: int = 1
+    node_unit: int = 1
+    link: float = 25e9
+    memory: float = 40e9
+    storage_write: float = 100e9
+    storage_read: float = 100e9
+    repair_seconds: float = 4 * 3600.0
+
+    def __post_init__(self) -> None:
+        counts = self.num_nodes, self.ranks_per_node, self.nodes_per_rack, self.node_unit
+        rates = self.link, self.memory, self.storage_write, self.storage_read
+        if min(*counts, self.min_nodes) < 1 or min(*rates) <= 0 or self.spares < 0:
+            raise ValueError(f"sizes and bandwidths of a cluster must be positive: {self}")
+        if not self.fitting(self.num_nodes):
+            raise ValueError(
+                f"{self.num_nodes} nodes cannot train in multiples of {self.node_unit} with "
+                f"{self.min_nodes} at least"
+            )
+
+    def fitting(self, num_nodes: int) -> int:
+        """The size of the largest world that so many nodes can form; 0 if there is none."""
+        trimmed = min(num_nodes, self.num_nodes) // self.node_unit * self.node_unit
+        return trimmed if trimmed >= self.min_nodes else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a job trains.
+
+    Attributes:
+        state_bytes: Bytes of the state, each element once: weights, moments, master weights.
+        step_seconds: Time of a step of the full world.
+        copies: How many nodes hold each element in a step's course: 1 if the state is fully
+            sharded, the number of data-parallel replicas if each of them holds all of it.
+        torn_share: Part of a step in which an interruption leaves ranks with different states.
+            Only an optimizer that communicates has such a part: without, ranks that have begun to
+            change their state end it by themselves.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    state_bytes: float
+    step_seconds: float
+    copies: int = 1
+    torn_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.state_bytes <= 0 or self.step_seconds <= 0 or self.copies < 1:
+            raise ValueError(f"sizes and times of a workload must be positive: {self}")
+        if not 0 <= self.torn_share <= 1:
+            raise ValueError(f"torn_share is a part of a step, from 0 to 1: {self.torn_share}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure.
+
+    Attributes:
+        time: Seconds since the start of the job.
+        kind: What fails.
+        first_node: The place of its node in the world, or of the rack's first node.
+        moment: Where in a step it happens, from 0 to 1.
+    """
+
+    time: float
+    kind: FailureKind
+    first_node: int
+    moment: float
+
+
+FailureRates = Mapping[FailureKind, float]
+"""Failures a day of the whole cluster, by kind."""
+
+
+def draw_failures(
+    cluster: Cluster, rates: FailureRates, seconds: float, seed: int
+) -> tuple[Failure, ...]:
+    """Draw the failures of a job: each kind comes at a constant rate, independent of the others."""
+    dice = np.random.default_rng(seed)
+    failures = []
+    for kind, per_day in sorted(rates.items()):  # in an order of their own: draws must repeat
+        if per_day <= 0:
+            continue
+        time = dice.exponential(DAY / per_day)
+        while time < seconds:
+            node = int(dice.integers(cluster.num_nodes))
+            if kind is FailureKind.RACK:
+                node -= node % cluster.nodes_per_rack
+            failures.append(Failure(time, kind, node, dice.random()))
+            time += dice.exponential(DAY / per_day)
+    return tuple(sorted(failures, key=lambda failure: failure.time))
+
+
+LLAMA3_RATES: FailureRates = {
+    FailureKind.PROCESS: 419 * 0.15 / 54,
+    FailureKind.NODE: 419 * 0.766 / 54,
+    FailureKind.RACK: 419 * 0.084 / 54,
+}
+"""Failures a day on 16,384 GPUs: "The Llama 3 Herd of Models", section 3.3.4 and table 5.
+
+There were 419 unexpected interruptions in 54 days. Network switches and cables, 8.4 %, count as
+failures of a rack here; software bugs, dependencies and watchdog timeouts, 15 %, as failures of a
+process; all others as failures of a node.
+"""
+
+
+def scaled(rates: FailureRates, share: float) -> FailureRates:
+    """The rates of a cluster of another size, by the share of its nodes."""
+    return {kind: rate * share for kind, rate in rates.items()}

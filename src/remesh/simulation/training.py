@@ -1,0 +1,417 @@
+"""A training job over weeks of failures, with one strategy for its state.
+
+Between two failures a job makes steps at a constant pace, so what it has done by then is computed
+and not played; only failures, repairs and changes of the world are events. What a failure costs is
+the time until the next world is formed (`formation`), the start of processes, the transfer of the
+state, and the steps that are made again because the newest state that is left is older.
+
+Where the state comes from follows the rules of `Manager.resume`: the newest step, and of one step
+live memory before snapshots before storage. Not modelled: background traffic that slows steps,
+failures of the storage and of the master, and lost heartbeats.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remesh.checkpoint.scattered import replica_distances
+from remesh.simulation.cluster import Cluster, Failure, FailureKind, Workload
+from remesh.simulation.formation import Agents, form_again
+
+FormationSeconds = Callable[[FailureKind | None, int], float]
+"""Seconds from a failure that takes so many nodes, or from a join (None), to the next world."""
+
+COPY_SHARE = 1.3
+"""A background save blocks training for this part of the time of one copy (docs/performance.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """What a job does for its state.
+
+    Attributes:
+        name: In tables.
+        storage_every: Steps between two checkpoints in storage.
+        snapshot_every: Steps between two snapshots in memory; None for none.
+        replicas: On how many further nodes each file of a snapshot lies.
+        reenters: Processes that survive are entered again and keep their state; otherwise all end
+            and start anew.
+
+    Raises:
+        ValueError: If an interval is not positive, or replicas are negative.
+    """
+
+    name: str
+    storage_every: int
+    snapshot_every: int | None = None
+    replicas: int = 0
+    reenters: bool = False
+
+    def __post_init__(self) -> None:
+        intervals = (self.storage_every, self.snapshot_every or 1)
+        if min(intervals) < 1 or self.replicas < 0:
+            raise ValueError(f"intervals are steps, 1 at least: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long the parts of a recovery take that are not the master's.
+
+    Attributes:
+        start: From the start of a process to a training function that can resume: imports,
+            devices, model, compilation.
+        stop: Until processes have ended that are replaced.
+        leave: Until a process that is entered again has left its training function.
+        enter: Until it is ready to resume: process groups and what the function makes anew.
+        warm: Until a process that takes the place of another is ready, if its interpreter is warm.
+        straggler: How long a slow node is borne.
+        straggler_factor: By what steps take longer meanwhile.
+    """
+
+    start: float = 60.0
+    stop: float = 5.0
+    leave: float = 0.5
+    enter: float = 2.0
+    warm: float = 10.0
+    straggler: float = 3600.0
+    straggler_factor: float = 1.3
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        seconds: How long it ran.
+        goodput: Part of the time that went into steps that count, at the pace of the full world.
+        num_failures: Failures; one during a recovery counts too.
+        steps: Steps that count.
+        steps_lost: Steps that were made again.
+        recoveries: Seconds from each failure to the next step.
+        bytes_moved: Bytes that recoveries brought to nodes, over network or from storage.
+        sources: How often the state came from where.
+        waiting: Seconds without enough nodes.
+    """
+
+    seconds: float
+    goodput: float = 0.0
+    num_failures: int = 0
+    steps: int = 0
+    steps_lost: int = 0
+    recoveries: list[float] = field(default_factory=list)
+    bytes_moved: float = 0.0
+    sources: Counter[str] = field(default_factory=Counter)
+    waiting: float = 0.0
+
+
+def formation_seconds(
+    cluster: Cluster, strategy: Strategy, durations: Durations, *, most_nodes: int | None = None
+) -> FormationSeconds:
+    """Times until the next world, each the mean of three plays with fixed dice.
+
+    Args:
+        cluster: The nodes.
+        strategy: Whether processes are entered again.
+        durations: How long they take to get out of the way.
+        most_nodes: Play larger clusters with so many nodes. What a play does not have is a limit of
+            the master's requests a second, so that changes times by milliseconds.
+    """
+    stop_seconds = durations.leave if strategy.reenters else durations.stop
+    num_nodes = min(cluster.num_nodes, most_nodes or cluster.num_nodes)
+    played = Cluster(
+        num_nodes=num_nodes,
+        spares=min(cluster.spares, num_nodes),
+        ranks_per_node=cluster.ranks_per_node,
+    )
+
+    def mean(kind: FailureKind | None, num_lost: int) -> float:
+        if num_nodes == 1:
+            return stop_seconds  # there is no other node to tell
+        return _mean_formation(played, kind, min(num_lost, num_nodes - 1), stop_seconds)
+
+    return mean
+
+
+@functools.lru_cache(maxsize=256)
+def _mean_formation(
+    cluster: Cluster, kind: FailureKind | None, num_lost: int, stop_seconds: float
+) -> float:
+    agents = Agents(stop_seconds=stop_seconds)
+    plays = [
+        form_again(cluster, kind, num_lost, agents, np.random.default_rng(seed)).formed
+        for seed in range(3)
+    ]
+    return sum(plays) / len(plays)
+
+
+def snapshot_survives(num_nodes: int, replicas: int, lost: Sequence[int]) -> bool:
+    """Whether each file of a snapshot is on a node that is left."""
+    gone, distances = set(lost), [0, *replica_distances(num_nodes, replicas)]
+    return not any(all((node + far) % num_nodes in gone for far in distances) for node in gone)
+
+
+def memory_survives(num_nodes: int, copies: int, lost: Sequence[int]) -> bool:
+    """Whether each element is in the memory of a process that is left.
+
+    Of `n` nodes with `c` copies, each `n / c` neighbours hold the whole state once.
+    """
+    gone, apart = set(lost), max(math.ceil(num_nodes / copies), 1)
+    return not any(
+        all(other in gone for other in range(node % apart, num_nodes, apart)) for node in gone
+    )
+
+
+def simulate(
+    cluster: Cluster,
+    workload: Workload,
+    strategy: Strategy,
+    failures: Sequence[Failure],
+    seconds: float,
+    *,
+    durations: Durations | None = None,
+    formation: FormationSeconds | None = None,
+) -> Outcome:
+    """Run a job.
+
+    Args:
+        cluster: What it runs on.
+        workload: What it trains.
+        strategy: What it does for its state.
+        failures: What fails when, in order; see `draw_failures`.
+        seconds: How long it runs.
+        durations: Times of the parts of a recovery.
+        formation: Times until the next world; by default the master's state machines are played.
+    """
+    durations = durations or Durations()
+    formation = formation or formation_seconds(cluster, strategy, durations)
+    outcome = Outcome(seconds)
+    size = cluster.fitting(cluster.num_nodes)
+    spares = cluster.spares + cluster.num_nodes - size
+    job = _Job(cluster, workload, strategy, durations, formation, outcome, size, spares)
+    job.run(failures)
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A state that a job can go on from.
+
+    Attributes:
+        step: Its step.
+        source: Where it is: in storage, a snapshot, or live memory.
+    """
+
+    step: int
+    source: str
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that runs.
+
+    Attributes:
+        now: Seconds since its start.
+        step: Steps that count at `now`.
+        part: Part of the step after that which is done.
+        num_nodes: Nodes of the world.
+        spares: Further nodes that are ready.
+        repairs: When nodes come back that have failed: a heap.
+        slow_until: When the slow node is replaced; None if none is slow.
+        stored: The newest step in storage.
+        saving: A step whose save has not ended, and when it ends.
+        snapshot: The step of the newest snapshot.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    strategy: Strategy
+    durations: Durations
+    formation: FormationSeconds
+    outcome: Outcome
+    num_nodes: int
+    spares: int
+    now: float = 0.0
+    step: int = 0
+    part: float = 0.0
+    repairs: list[float] = field(default_factory=list)
+    slow_until: float | None = None
+    stored: int = 0
+    saving: tuple[int, float] | None = None
+    snapshot: int | None = None
+
+    @property
+    def node_bytes(self) -> float:
+        """Bytes of the state on each node."""
+        return self.workload.state_bytes * self.workload.copies / self.num_nodes
+
+    def run(self, failures: Sequence[Failure]) -> None:
+        """Run to the end."""
+        end, pending = self.outcome.seconds, list(reversed(failures))
+        while True:
+            changes = [end, *self.repairs[:1], *(failure.time for failure in pending[-1:])]
+            if self.slow_until is not None:
+                changes.append(self.slow_until)
+            self._train(max(min(changes), self.now))
+            if self.now >= end:
+                break
+            if pending and pending[-1].time <= self.now:
+                self._fail(pending)
+            elif self.repairs and self.repairs[0] <= self.now:
+                heapq.heappop(self.repairs)
+                self.spares += 1
+                self._change_as_planned(self.num_nodes)
+            else:
+                self.slow_until = None
+                heapq.heappush(self.repairs, self.now + self.cluster.repair_seconds)
+                self._change_as_planned(self.num_nodes - 1)
+        self.outcome.steps = self.step
+        self.outcome.goodput = self.step * self.workload.step_seconds / end
+
+    def _pace(self) -> float:
+        """Seconds of a step, with what saves and snapshots add to it."""
+        seconds = self.workload.step_seconds * self.cluster.num_nodes / self.num_nodes
+        if self.slow_until is not None:
+            seconds *= self.durations.straggler_factor
+        copy = self.node_bytes / self.cluster.memory
+        seconds += COPY_SHARE * copy / self.strategy.storage_every
+        if self.strategy.snapshot_every is not None:
+            replicate = self.strategy.replicas * self.node_bytes / self.cluster.link
+            seconds += (copy + replicate) / self.strategy.snapshot_every
+        return seconds
+
+    def _train(self, until: float) -> None:
+        """Make steps until some time."""
+        pace, began = self._pace(), self.now - self.part * self._pace()
+        first, done = self.step, (until - began) / pace
+        self.now, self.step, self.part = until, first + int(done), done % 1.0
+        if self.saving is not None and self.saving[1] <= until:
+            self.stored, self.saving = self.saving[0], None
+        every, save_seconds = self.strategy.storage_every, self._save_seconds()
+        newest = self.step // every * every
+        ended = int((until - save_seconds - began) / pace)  # steps whose save would have ended
+        durable = (first + ended) // every * every
+        if ended > 0 and durable > max(self.stored, first):
+            self.stored = durable
+        if newest > max(self.stored, first) and self.saving is None:
+            self.saving = newest, began + (newest - first) * pace + save_seconds
+        if self.strategy.snapshot_every is not None:
+            snapshot = self.step // self.strategy.snapshot_every * self.strategy.snapshot_every
+            if snapshot > first:
+                self.snapshot = snapshot
+
+    def _save_seconds(self) -> float:
+        return self.workload.state_bytes / self.cluster.storage_write
+
+    def _fail(self, pending: list[Failure]) -> None:
+        """A failure has come; others may come before the job has recovered from it."""
+        before, began = self.step, self.now
+        began_again = began
+        lost: set[int] = set()  # nodes that are gone
+        dead: set[int] = set()  # nodes with processes that are gone
+        is_torn = False
+        while True:
+            failure = pending.pop()
+            self.outcome.num_failures += 1
+            if failure.kind is FailureKind.STRAGGLER:
+                if not dead:
+                    self.slow_until = self.now + self.durations.straggler
+                    return
+            else:
+                began_again = max(failure.time, began)
+                is_torn = is_torn or failure.moment < self.workload.torn_share
+                nodes = self._nodes_of(failure)
+                dead |= nodes
+                if failure.kind is not FailureKind.PROCESS and not nodes <= lost:
+                    lost |= nodes
+                    for _ in nodes:
+                        back = failure.time + self.cluster.repair_seconds
+                        heapq.heappush(self.repairs, back)
+            size = self._size_without(lost)
+            began_again = max(began_again, self.now)
+            state = self._newest_state(lost, dead, is_torn=is_torn)
+            kind = FailureKind.NODE if lost else FailureKind.PROCESS
+            seconds, num_bytes = self._transfer(state, size, len(lost))
+            seconds += self.formation(kind, len(lost)) + self._start_seconds()
+            if not (pending and pending[-1].time < began_again + seconds):
+                break
+        self.spares += self.num_nodes - len(lost) - size
+        self.now, self.part = began_again + seconds, 0.0
+        self.step, self.num_nodes, self.saving = state.step, size, None
+        self.snapshot = None if lost else self.snapshot
+        self.outcome.steps_lost += before - state.step
+        self.outcome.recoveries.append(self.now - began)
+        self.outcome.bytes_moved += num_bytes
+        self.outcome.sources[state.source] += 1
+
+    def _nodes_of(self, failure: Failure) -> set[int]:
+        """The places in the world that a failure takes."""
+        count = self.cluster.nodes_per_rack if failure.kind is FailureKind.RACK else 1
+        first = failure.first_node % self.num_nodes
+        return set(range(first, min(first + count, self.num_nodes)))
+
+    def _size_without(self, lost: set[int]) -> int:
+        """The size of the next world; waits for repairs while there can be none."""
+        while not (size := self.cluster.fitting(self.num_nodes - len(lost) + self.spares)):
+            back = max(heapq.heappop(self.repairs), self.now)
+            self.outcome.waiting += max(min(back, self.outcome.seconds) - self.now, 0.0)
+            self.now = back
+            self.spares += 1
+        return size
+
+    def _newest_state(self, lost: set[int], dead: set[int], *, is_torn: bool) -> _State:
+        """What is resumed from."""
+        states = [_State(self.stored, "storage")]
+        replicas = self.strategy.replicas
+        if self.snapshot is not None and snapshot_survives(self.num_nodes, replicas, sorted(lost)):
+            states.append(_State(self.snapshot, "snapshot"))
+        copies = self.workload.copies if self.strategy.reenters and not is_torn else 0
+        if copies and memory_survives(self.num_nodes, copies, sorted(dead)):
+            states.append(_State(self.step, "live memory"))
+        order = ("storage", "snapshot", "live memory")
+        return max(states, key=lambda state: (state.step, order.index(state.source)))
+
+    def _transfer(self, state: _State, size: int, num_lost: int) -> tuple[float, float]:
+        """Seconds and bytes of bringing a state to the nodes of a world."""
+        whole = self.workload.state_bytes * self.workload.copies
+        share = whole / size
+        if state.source == "storage":
+            read = self.workload.state_bytes / self.cluster.storage_read
+            return read + share / self.cluster.link, whole
+        seconds = share / self.cluster.memory if state.source == "snapshot" else 0.0
+        if size != self.num_nodes:  # another layout: all may have to move
+            return seconds + share / self.cluster.link, whole
+        if num_lost:
+            return seconds + share / self.cluster.link, share * num_lost
+        if state.source == "snapshot":
+            return seconds, 0.0
+        rank = share / self.cluster.ranks_per_node  # of the process that died
+        return rank / self.cluster.link, rank
+
+    def _start_seconds(self) -> float:
+        times = self.durations
+        return max(times.enter, times.warm) if self.strategy.reenters else times.start
+
+    def _change_as_planned(self, num_staying: int) -> None:
+        """Form a larger world, or one without a slow node: after a save, so no step is lost."""
+        size = self.cluster.fitting(num_staying + self.spares)
+        if size == self.num_nodes == num_staying or not size:
+            return
+        has_memory = self.strategy.reenters and self.workload.copies > 1
+        source = "live memory" if self.strategy.reenters else "storage"
+        if num_staying < self.num_nodes and not has_memory:
+            source = "storage"
+        seconds, num_bytes = self._transfer(_State(self.step, source), size, size - num_staying)
+        seconds += self.formation(None, 1) + self._start_seconds()
+        self.spares += num_staying - size
+        self.now += seconds
+        self.num_nodes, self.part, self.snapshot, self.saving = size, 0.0, None, None
+        if source == "storage":
+            self.stored = self.step
+        self.outcome.bytes_moved += num_bytes

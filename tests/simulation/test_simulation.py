@@ -1,0 +1,290 @@
+"""The simulation of failures: what is known in closed form, and rules that always hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from remesh.checkpoint.scattered import nodes_of, replica_distances
+from remesh.elastic.master import TICK_SECONDS
+from remesh.simulation.advice import best_interval, estimate, recommended, strategies
+from remesh.simulation.cluster import (
+    DAY,
+    LLAMA3_RATES,
+    Cluster,
+    Failure,
+    FailureKind,
+    Workload,
+    draw_failures,
+    scaled,
+)
+from remesh.simulation.formation import Agents, form_again
+from remesh.simulation.training import (
+    COPY_SHARE,
+    Durations,
+    Outcome,
+    Strategy,
+    memory_survives,
+    simulate,
+    snapshot_survives,
+)
+
+CLUSTER = Cluster(num_nodes=4, spares=4, nodes_per_rack=2, storage_write=1e9, storage_read=1e9)
+WORKLOAD = Workload(state_bytes=4e9, step_seconds=1.0, copies=2)
+STORED = Strategy(name="storage", storage_every=100)
+LIVE = Strategy(name="live", storage_every=100, reenters=True)
+SNAPSHOTS = Strategy(name="snapshots", storage_every=100, snapshot_every=10, replicas=1)
+DURATIONS = Durations(start=60.0, stop=5.0, leave=1.0, enter=2.0, warm=10.0)
+
+
+def run(
+    strategy: Strategy,
+    *failures: Failure,
+    seconds: float = 1000.0,
+    cluster: Cluster = CLUSTER,
+    workload: Workload = WORKLOAD,
+) -> Outcome:
+    """A job in which each new world takes 7 seconds to form."""
+    return simulate(
+        cluster,
+        workload,
+        strategy,
+        failures,
+        seconds,
+        durations=DURATIONS,
+        formation=lambda _kind, _num_lost: 7.0,
+    )
+
+
+def node_fails(time: float, first_node: int = 0, moment: float = 0.5) -> Failure:
+    return Failure(time, FailureKind.NODE, first_node, moment)
+
+
+def test_without_failures_only_saves_take_time() -> None:
+    outcome = run(STORED, seconds=1e5)
+
+    copy = WORKLOAD.state_bytes * 2 / 4 / CLUSTER.memory
+    assert outcome.goodput == pytest.approx(1 / (1 + COPY_SHARE * copy / 100), rel=1e-4)
+    assert outcome.steps_lost == outcome.num_failures == 0
+
+
+def test_storage_loses_the_steps_since_the_newest_checkpoint_that_was_durable() -> None:
+    # The save of step 500 takes 4 s; at 503 s it has not ended.
+    early, late = run(STORED, node_fails(503.0)), run(STORED, node_fails(580.0))
+
+    assert early.steps_lost == 502 - 400
+    assert late.steps_lost == 579 - 500
+    reading = 4e9 / CLUSTER.storage_read + 2e9 / CLUSTER.link
+    assert late.recoveries == [pytest.approx(7.0 + 60.0 + reading)]
+    assert late.bytes_moved == 8e9
+    assert late.sources == {"storage": 1}
+
+
+def test_processes_that_go_on_lose_no_step_and_move_only_what_is_lacking() -> None:
+    outcome = run(LIVE, node_fails(580.0))
+
+    assert outcome.steps_lost == 0
+    assert outcome.recoveries == [pytest.approx(7.0 + 10.0 + 2e9 / CLUSTER.link)]
+    assert outcome.bytes_moved == 2e9
+    assert outcome.sources == {"live memory": 1}
+
+
+def test_snapshots_survive_a_rack_and_not_a_node_with_its_replica() -> None:
+    rack = Failure(585.0, FailureKind.RACK, 2, 0.5)
+    survived = run(SNAPSHOTS, rack)
+    lost = run(SNAPSHOTS, node_fails(585.0, 0), node_fails(586.0, 2))
+
+    assert (survived.sources, lost.sources) == ({"snapshot": 1}, {"storage": 1})
+    assert survived.steps_lost < 10 < lost.steps_lost
+
+
+def test_a_failure_during_a_recovery_begins_it_anew() -> None:
+    # Nodes 0 and 2 hold the same half of the state: together they take it away.
+    apart = run(LIVE, node_fails(580.0), node_fails(581.0, 1))
+    both = run(LIVE, node_fails(580.0), node_fails(581.0, 2))
+
+    assert apart.sources == {"live memory": 1}
+    assert apart.num_failures == 2
+    assert both.sources == {"storage": 1}
+    assert len(both.recoveries) == 1
+    assert both.recoveries[0] > 1.0 + 7.0
+
+
+def test_states_that_differ_among_ranks_are_not_taken_from_live_memory() -> None:
+    workload = Workload(state_bytes=4e9, step_seconds=1.0, copies=2, torn_share=0.2)
+
+    torn = run(LIVE, node_fails(580.0, moment=0.1), workload=workload)
+    whole = run(LIVE, node_fails(580.0, moment=0.3), workload=workload)
+
+    assert (torn.sources, whole.sources) == ({"storage": 1}, {"live memory": 1})
+
+
+def test_a_job_without_spares_shrinks_and_grows_again() -> None:
+    cluster = Cluster(num_nodes=4, repair_seconds=400.0)
+    outcome = run(LIVE, node_fails(100.0), cluster=cluster)
+
+    trained = 1000.0 - 2 * (7.0 + 10.0)
+    slower = 400.0 / 4
+    assert outcome.steps == pytest.approx(trained - slower, abs=10)
+
+
+def test_a_job_that_has_too_few_nodes_waits_for_a_repair() -> None:
+    cluster = Cluster(num_nodes=4, min_nodes=4, repair_seconds=400.0)
+    outcome = run(LIVE, node_fails(100.0), cluster=cluster)
+
+    assert outcome.waiting == pytest.approx(400.0)
+    assert outcome.steps == pytest.approx(1000 - 400 - 17, abs=5)
+
+
+def test_a_straggler_slows_the_job_until_it_is_replaced() -> None:
+    failure = Failure(0.0, FailureKind.STRAGGLER, 0, 0.5)
+    durations = Durations(straggler=500.0, straggler_factor=2.0, enter=2.0, warm=10.0)
+
+    def job(cluster: Cluster) -> Outcome:
+        return simulate(
+            cluster,
+            WORKLOAD,
+            LIVE,
+            [failure],
+            1000.0,
+            durations=durations,
+            formation=lambda _kind, _num_lost: 7.0,
+        )
+
+    assert job(CLUSTER).steps == pytest.approx(250 + 500 - 17, abs=5)
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_replicas_lie_far_apart(replicas: int) -> None:
+    distances = replica_distances(12, replicas)
+
+    assert len(set(distances)) == replicas
+    assert all(4 <= distance <= 8 for distance in distances)
+    nodes = nodes_of([f"node{node}" for node in range(12)])
+    for node in range(12):
+        holders = {node} | {nodes.node[nodes.peers(far)[node]] for far in distances}
+        assert not snapshot_survives(12, replicas, sorted(holders))
+        for left in holders:
+            assert snapshot_survives(12, replicas, sorted(holders - {left}))
+    assert replica_distances(2, 5) == [1]
+    assert replica_distances(1, 5) == []
+
+
+def test_a_copy_of_each_element_has_to_live() -> None:
+    assert memory_survives(4, 2, [0, 1])
+    assert not memory_survives(4, 2, [0, 2])
+    assert memory_survives(4, 4, [0, 1, 2])
+    assert not memory_survives(4, 1, [3])
+    assert memory_survives(4, 1, [])
+
+
+@given(
+    seed=st.integers(0, 1000),
+    strategy=st.sampled_from([STORED, LIVE, SNAPSHOTS]),
+    copies=st.sampled_from([1, 2, 4]),
+    spares=st.integers(0, 3),
+    min_nodes=st.integers(1, 4),
+)
+def test_time_and_steps_add_up(
+    seed: int, strategy: Strategy, copies: int, spares: int, min_nodes: int
+) -> None:
+    cluster = Cluster(num_nodes=4, spares=spares, min_nodes=min_nodes, nodes_per_rack=2)
+    workload = Workload(state_bytes=4e9, step_seconds=1.0, copies=copies)
+    rates = dict.fromkeys(FailureKind, 20.0)
+    failures = draw_failures(cluster, rates, DAY, seed)
+
+    outcome = run(strategy, *failures, seconds=DAY, cluster=cluster, workload=workload)
+
+    made = outcome.steps + outcome.steps_lost
+    assert 0 <= outcome.goodput <= 1
+    assert made * workload.step_seconds + outcome.waiting <= DAY + 1e-6
+    assert outcome.num_failures <= len(failures)
+    assert all(seconds > 0 for seconds in outcome.recoveries)
+    assert outcome.steps_lost >= 0
+
+
+def test_failures_come_at_their_rates() -> None:
+    cluster = Cluster(num_nodes=2048)
+    failures = draw_failures(cluster, LLAMA3_RATES, 54 * DAY, 1)
+
+    assert len(failures) == pytest.approx(419, abs=4 * math.sqrt(419))
+    assert failures == draw_failures(cluster, LLAMA3_RATES, 54 * DAY, 1)
+    assert sorted(failures, key=lambda failure: failure.time) == list(failures)
+
+
+def play(kind: FailureKind | None, num_lost: int = 1, stop_seconds: float = 2.0) -> list[float]:
+    """When the change was noticed and when the world was formed, in ten plays."""
+    agents = Agents(stop_seconds=stop_seconds, heartbeat_timeout=10.0)
+    found = []
+    for seed in range(10):
+        formation = form_again(CLUSTER, kind, num_lost, agents, np.random.default_rng(seed))
+        assert formation.num_nodes == CLUSTER.num_nodes
+        found += [formation.noticed, formation.formed]
+    return found
+
+
+def test_silence_is_noticed_after_the_heartbeat_timeout() -> None:
+    times = play(FailureKind.NODE)
+
+    for noticed, formed in zip(times[::2], times[1::2], strict=True):
+        assert 10.0 - 1.0 <= noticed <= 10.0 + TICK_SECONDS
+        # Each node learns of it with its next heartbeat, and stops its processes.
+        assert noticed + 2.0 <= formed <= noticed + 1.0 + 2.0 + 0.1
+
+
+def test_a_world_grows_once_the_others_have_saved() -> None:
+    assert max(play(None)[1::2]) <= 1.0 + 1.0 + 2.0 + 0.1
+
+
+def best_of(interval: int, factor: Callable[[int], int]) -> float:
+    cluster = Cluster(num_nodes=16, spares=16, memory=1e9)
+    workload = Workload(state_bytes=1e12, step_seconds=2.0)
+    strategy = Strategy(name="storage", storage_every=max(factor(interval), 1))
+    rates = scaled(LLAMA3_RATES, 2.0)
+    return estimate(cluster, workload, rates, strategy, days=20.0, num_jobs=3).goodput
+
+
+def test_the_interval_of_young_and_daly_is_about_the_best() -> None:
+    cost = COPY_SHARE * 1e12 / 16 / 1e9
+    interval = best_interval(cost, DAY / sum(scaled(LLAMA3_RATES, 2.0).values()), 2.0)
+
+    best = best_of(interval, lambda steps: steps)
+
+    assert best > best_of(interval, lambda steps: steps * 8)
+    assert best > best_of(interval, lambda steps: steps // 8)
+
+
+def test_advice_prefers_what_is_simpler_if_it_is_as_good() -> None:
+    cluster = Cluster(num_nodes=4, spares=1)
+    workload = Workload(state_bytes=1e9, step_seconds=0.5, copies=4)
+
+    def names(rate: float) -> str:
+        rates = {FailureKind.NODE: rate}
+        found = [
+            estimate(cluster, workload, rates, one, days=5.0, num_jobs=2)
+            for one in strategies(cluster, workload, rates)
+        ]
+        return recommended(found).strategy.name
+
+    assert names(0.001) == "storage"
+    assert names(50.0).startswith("live memory")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Cluster(num_nodes=0), "positive"),
+        (lambda: Cluster(num_nodes=3, node_unit=4), "multiples of 4"),
+        (lambda: Workload(state_bytes=0, step_seconds=1.0), "positive"),
+        (lambda: Workload(state_bytes=1, step_seconds=1.0, torn_share=2.0), "part of a step"),
+        (lambda: Strategy(name="x", storage_every=0), "1 at least"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
