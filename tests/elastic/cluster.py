@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from remesh.elastic.client import Client
 from remesh.elastic.status import Status
+from tests.elastic.train import REENTRANT
 from tests.elastic.zygote import Command
 
 REMESH = (str(Path(sys.executable).with_name("remesh")),)
@@ -54,6 +55,10 @@ def _reserve_port() -> tuple[int, socket.socket]:
         reserved.close()
 
 
+PRELOAD = "numpy,torch,torch._dynamo,torch.distributed.fsdp,remesh.training.live,remesh.elastic"
+"""What the processes of jobs that need torch find imported."""
+
+
 class Cluster:
     """Processes of a test, and what they did.
 
@@ -83,6 +88,8 @@ class Cluster:
         self._nodes = nodes
         self._master_options = ("--heartbeat-timeout", str(silence), *master)
         self._agent_options = agent
+        if job in REENTRANT:
+            self._agent_options += ("--preload", PRELOAD)
         self._saving = saving
         self._port, self._reserved = _reserve_port()
         self._num_read: Counter[Path] = Counter()

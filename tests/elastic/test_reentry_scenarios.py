@@ -52,6 +52,8 @@ def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
         (tmp_path / "fail-1").touch()
         cluster.until_trained(0, 1, round_after=before)
         status = cluster.status()
+        # None of them has imported torch by itself.
+        assert all(one["warm"] for one in entries(cluster))
         # The error of the user is charged, and so is the signal.
         assert [node.num_charged for node in status.nodes] == [0, 2]
         logs = [one.log_tail for failure in status.failures for one in failure.failures]

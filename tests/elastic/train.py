@@ -25,6 +25,8 @@ from remesh.training.manager import Manager
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+WAS_WARM = "torch" in sys.modules
+"""Whether torch was there before this script, which imports it later."""
 REENTRANT = {"ddp", "hsdp"}
 """Jobs whose processes go on in the next world."""
 
@@ -55,6 +57,7 @@ def train(entered: TrainingJob) -> None:
         world=world[0],
         restarts=world[1],
         entries=entered.entries,
+        warm=WAS_WARM,
     )
 
     def tear(event: Event) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ from remesh.elastic.protocol import BeatReply, Drain, ReportFailures, ReportStac
 from remesh.elastic.reentry import Enter, Leave, Recovery, Report
 from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import stacks_of
+from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
 from remesh.heartbeat import Heartbeat, clear_request, read_heartbeat, request
 
@@ -73,6 +74,7 @@ class Agent(LocalElasticAgent):
         drain_seconds: How long a node that drains waits for a last checkpoint.
         reentry_timeout: How long a process may take to leave its training function.
         snapshots: Directory for the snapshots of the ranks; empty for none.
+        preload: Modules that processes find imported; without any they start cold.
         **options: What torch's agent takes.
     """
 
@@ -83,6 +85,7 @@ class Agent(LocalElasticAgent):
         drain_seconds: float,
         reentry_timeout: float = REENTRY_SECONDS,
         snapshots: str = "",
+        preload: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self._resources = ExitStack()
@@ -90,6 +93,11 @@ class Agent(LocalElasticAgent):
         self._resources.enter_context(_guard(directory))
         self._directory = Path(directory)
         own = ("-I", "-S", child.__file__, str(os.getpid()), str(self._directory), snapshots)
+        # The command is that of `script.py`, after the interpreter, `-u` and the path of that file.
+        words = [str(word) for word in spec.args[2:]] if preload else []
+        self._warm = Warm(str(spec.entrypoint), preload, (str(self._directory), snapshots), words)
+        self._resources.callback(self._warm.close)
+        self._warm.look_after()
         spec.args = (*own, spec.entrypoint, *spec.args)
         spec.entrypoint = sys.executable
         super().__init__(spec, **options)
@@ -161,7 +169,8 @@ class Agent(LocalElasticAgent):
         assert self._node.assignment is not None
         num_worlds = self._node.assignment.round - 1
         self._remaining_restarts = worker_group.spec.max_restarts - num_worlds
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._warm.for_torch():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         self._context = self._pcontext
         processes.look_after(self._context, str(self._directory))
@@ -183,6 +192,7 @@ class Agent(LocalElasticAgent):
             # In this order: if others had to stop because a process of this node died, the master
             # must receive that failure, and would not if the process were stopped like the others.
             reply = self._node.reply
+            self._warm.look_after()
             result: RunResult = self._monitor_workers(group)
             group.state = result.state
             match result.state:
@@ -286,7 +296,7 @@ class Agent(LocalElasticAgent):
             clear_request(file)
         worlds = {one.local_rank: self._world_of(group, one) for one in group.workers}
         missing = {local_rank: worlds[local_rank] for local_rank in sorted(recovery.missing)}
-        processes.start_missing(self._context, missing, f"{self._number}")
+        processes.start_missing(self._context, missing, f"{self._number}", self._warm.handler)
         processes.look_after(self._context, str(self._directory))
         for local_rank in recovery.out:
             send_order(self._file_of(local_rank), Enter(self._number, worlds[local_rank]))

@@ -9,9 +9,11 @@ a session of its own. The guard waits until its standard input ends, which happe
 has ended, and kills what is left of the process groups of the training.
 
 A process belongs to the training if its environment says so and it has not left the process group
-in which it was started. A process with a group of its own was meant to outlive the training, as the
-one that writes a checkpoint. A training process that has left its group is not found here; its
-manager notices that the agent is gone (`remesh.heartbeat.AgentLock`).
+in which it was started. For one that was forked from another the kernel shows the environment of
+that one; `fork_server.py` therefore leaves a file for each group that it begins. A process with a
+group of its own was meant to outlive the training, as the one that writes a checkpoint. A training
+process that has left its group is not found here; its manager notices that the agent is gone
+(`remesh.heartbeat.AgentLock`).
 
 The file is run by path, in an interpreter without `site`, and must import nothing but the standard
 library.
@@ -27,6 +29,8 @@ import time
 
 HEARTBEAT = "REMESH_HEARTBEAT_FILE"
 GROUP = "REMESH_PROCESS_GROUP"
+FORKED = b"forked"
+"""What the group is in the environment of a fork server (`fork_server.py`)."""
 SECONDS = 60.0
 """How long the guard waits for the end of what it has killed."""
 
@@ -63,7 +67,13 @@ def _find(directory: str) -> list[int]:
             file_of_process = os.fsdecode(values.get(HEARTBEAT.encode(), b""))
             if os.path.dirname(file_of_process) != directory:
                 continue
-            if os.getpgid(int(name)) == int(values.get(GROUP.encode(), b"0")):
+            group = values.get(GROUP.encode(), b"0")
+            own = os.getpgid(int(name))
+            if group == FORKED:
+                is_inside = os.path.exists(os.path.join(directory, f"group-{own}"))
+            else:
+                is_inside = own == int(group)
+            if is_inside:
                 found.append(int(name))
         except (OSError, ValueError):
             continue  # it has ended, or is not ours

@@ -34,6 +34,7 @@ from remesh.elastic.protocol import Join
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
+from remesh.elastic.warm import modules_of
 from remesh.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -98,19 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--drain-seconds", type=float, default=60.0, help="time for a last checkpoint on SIGTERM"
     )
-    ours.add_argument(
-        "--reentry-timeout",
-        type=_positive,
-        default=REENTRY_SECONDS,
-        metavar="SECONDS",
-        help="time for a process to leave a training function that is entered again",
-    )
-    ours.add_argument(
-        "--snapshot-dir",
-        default=MEMORY,
-        metavar="DIR",
-        help="where snapshots are kept in memory; '' for nowhere",
-    )
+    _add_process_options(ours)
     ours.add_argument(
         "--master-patience",
         type=float,
@@ -121,6 +110,29 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
     _add_master_options(parser)
     return parser
+
+
+def _add_process_options(ours: argparse._ArgumentGroup) -> None:
+    """How processes start and leave, and what they keep in memory."""
+    ours.add_argument(
+        "--reentry-timeout",
+        type=_positive,
+        default=REENTRY_SECONDS,
+        metavar="SECONDS",
+        help="time for a process to leave a training function that is entered again",
+    )
+    ours.add_argument(
+        "--preload",
+        metavar="MODULES",
+        help="modules that new processes find imported, with commas; '' for none; by default what "
+        "a script that uses remesh.elastic imports first of torch, numpy and remesh",
+    )
+    ours.add_argument(
+        "--snapshot-dir",
+        default=MEMORY,
+        metavar="DIR",
+        help="where snapshots are kept in memory; '' for nowhere",
+    )
 
 
 def _add_master_options(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +176,7 @@ def _run(options: argparse.Namespace) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
     if options.tee == "0" and options.redirects == "0":
         options.tee = "3"  # also into files, whose ends are part of a failure's report
+    preload = _preload_of(options)
     if not options.no_python:
         _use_runner(options)
     config, command, command_arguments = config_from_args(options)
@@ -177,7 +190,17 @@ def _run(options: argparse.Namespace) -> None:
         node = _make_node(options, config, url)
         stack.callback(node.close)
         snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
-        _run_agent(options, config, node, [command, *command_arguments], snapshots)
+        command_line = [command, *command_arguments]
+        _run_agent(options, config, node, command_line, snapshots=snapshots, preload=preload)
+
+
+def _preload_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The modules that processes find imported."""
+    if options.no_python or options.numa_binding is not None:
+        return ()  # another command starts them
+    if options.preload is not None:
+        return tuple(name.strip() for name in options.preload.split(",") if name.strip())
+    return modules_of(options.training_script, is_module=options.module)
 
 
 def _use_runner(options: argparse.Namespace) -> None:
@@ -254,7 +277,9 @@ def _run_agent(
     config: LaunchConfig,
     node: NodeClient,
     command: Sequence[str],
+    *,
     snapshots: str,
+    preload: Sequence[str],
 ) -> None:
     spec = WorkerSpec(
         role=config.role,
@@ -276,6 +301,7 @@ def _run_agent(
         drain_seconds=options.drain_seconds,
         reentry_timeout=options.reentry_timeout,
         snapshots=snapshots,
+        preload=preload,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,

@@ -13,16 +13,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import (
-    SubprocessHandler,
-    get_subprocess_handler,
-)
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from remesh.script import done_note
@@ -116,7 +113,10 @@ def kill(context: SubprocessContext, local_rank: int) -> None:
 
 
 def start_missing(
-    context: SubprocessContext, environments: Mapping[int, Mapping[str, str]], name: str
+    context: SubprocessContext,
+    environments: Mapping[int, Mapping[str, str]],
+    name: str,
+    start: Callable[..., SubprocessHandler],
 ) -> None:
     """Start processes in place of those that have ended.
 
@@ -124,6 +124,7 @@ def start_missing(
         context: The processes of the node.
         environments: Variables of the new world, by local rank of what is missing.
         name: What to call the log files of this start.
+        start: Starts a process, with the arguments of torch's `SubprocessHandler`.
     """
     assert isinstance(context.entrypoint, str)
     for rank, environment in environments.items():
@@ -131,7 +132,7 @@ def start_missing(
         Path(context.error_files[rank]).unlink(missing_ok=True)
         logs = _new_logs(context, rank, name)
         old = context.subprocess_handlers[rank]
-        context.subprocess_handlers[rank] = get_subprocess_handler(
+        context.subprocess_handlers[rank] = start(
             entrypoint=context.entrypoint,
             args=context.args[rank],
             env=context.envs[rank],

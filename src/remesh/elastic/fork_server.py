@@ -1,0 +1,232 @@
+"""An interpreter that has imported what the training imports, and forks its processes.
+
+`fork_server.py CHANNEL AGENT BEATS SNAPSHOTS MODULES SCRIPT...`
+
+Importing torch takes seconds. The agent starts this file once, with the interpreter of the
+training, and asks it for processes by messages over a socket (`warm`). A process that it forks is
+a child of the agent, as if the agent had started it: it is forked twice, and the agent adopts it
+when the process between the two has ended. So signals, exit codes and the end with the agent are
+those of any child, and the death of this server ends no training.
+
+What is imported here must be safe to fork: after each module it is looked whether a thread runs or
+a device was opened, and if so the server ends and says which module it was. Threads of numpy's
+linear algebra are no obstacle: its library ends and starts them anew around a fork.
+
+The forked process gets the environment, directory and standard files of its request, a session of
+its own, and random numbers that were not drawn before. The kernel goes on showing the environment
+of this server for it; `REMESH_PROCESS_GROUP` says `forked` there, and the file `group-<number>`
+beside the heartbeats names its process group (`guard`).
+
+The file is run by path with the interpreter of the training, which may not have remesh, so it
+imports nothing but the standard library and `remesh.script`, by path as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+FORKED = "forked"
+"""What `REMESH_PROCESS_GROUP` is in the environment that the kernel shows."""
+GO = b"go"
+"""The agent knows the process, which may begin."""
+MAX_MESSAGE = 4 << 20
+NUM_STANDARD = 3
+_PR_SET_PDEATHSIG = 1
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel")
+
+
+class Agent(NamedTuple):
+    """Whose processes are forked; see `child`.
+
+    Attributes:
+        pid: Process id of the agent.
+        beats: Where heartbeats go.
+        snapshots: Where snapshots go; empty if nowhere.
+    """
+
+    pid: int
+    beats: str
+    snapshots: str
+
+
+def serve(channel: socket.socket, agent: Agent) -> None:
+    """Fork processes until the agent closes the channel."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, NUM_STANDARD)
+        if not message:
+            return
+        asked = json.loads(message)
+        try:
+            pid_of, tell_pid = os.pipe()
+            may_go, let_go = os.pipe()
+            middle = os.fork()
+            if middle == 0:
+                pid = os.fork()
+                if pid:
+                    os.write(tell_pid, str(pid).encode())
+                    os._exit(0)
+                channel.close()
+                for descriptor in (pid_of, tell_pid, let_go):
+                    os.close(descriptor)
+                _become(asked, descriptors, may_go, agent)
+            for descriptor in (*descriptors, tell_pid, may_go):
+                os.close(descriptor)
+            os.waitpid(middle, 0)  # from now on it is the agent's child
+            pid = int(os.read(pid_of, 32))
+            channel.send(json.dumps({"pid": pid}).encode())
+            if channel.recv(len(GO)) != GO:
+                return  # the agent does without: the process ends with this one
+            os.write(let_go, GO)
+        except OSError as error:
+            channel.send(json.dumps({"error": str(error)}).encode())
+            return
+        for descriptor in (pid_of, let_go):
+            os.close(descriptor)
+
+
+def _become(
+    asked: dict[str, Any], descriptors: Sequence[int], may_go: int, agent: Agent
+) -> NoReturn:
+    """Be the training process."""
+    try:
+        os.setsid()
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if os.read(may_go, len(GO)) != GO:
+            os._exit(1)  # the agent has given it up
+        os.close(may_go)
+        _end_with(agent.pid)
+        os.chdir(asked["directory"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        group = str(os.getpgrp())
+        Path(agent.beats, f"group-{group}").touch()
+        os.environ["REMESH_HEARTBEAT_FILE"] = str(
+            Path(agent.beats, f"{os.environ.get('LOCAL_RANK', '0')}.json")
+        )
+        os.environ["REMESH_AGENT_DIR"] = agent.beats
+        os.environ["REMESH_PROCESS_GROUP"] = group
+        os.environ["REMESH_SNAPSHOT_DIR"] = agent.snapshots
+        _draw_anew()
+    except BaseException as error:  # noqa: BLE001 - nothing may return into the server's loop
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        else:
+            print(error, file=sys.stderr)  # noqa: T201 - the process's own words
+        os._exit(1)
+    _script.run(asked["words"])
+    raise AssertionError("it ends the process")
+
+
+def _end_with(agent: int) -> None:
+    """Have the kernel kill this process when the agent dies."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "the kernel does not tie a process to its parent")
+    if os.getppid() != agent:
+        sys.exit("the agent died before its process began")
+
+
+def _draw_anew() -> None:
+    """Seed what draws random numbers from the state that all forks would share."""
+    numpy: Any = sys.modules.get("numpy")
+    if "numpy.random" in sys.modules:
+        numpy.random.seed()  # Python's own module does it by itself, torch begins with a constant
+
+
+def preload(modules: Sequence[str]) -> list[str]:
+    """Import modules; those that cannot be imported are left to the script.
+
+    Returns:
+        Those that were imported.
+
+    Raises:
+        RuntimeError: If a process could not be forked any more.
+    """
+    found = []
+    num_threads = 1
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever a module raises
+            print(f"remesh: {name} is not preloaded: {error}", file=sys.stderr)  # noqa: T201
+            continue
+        found.append(name)
+        if name == "numpy":
+            num_threads = _num_threads()
+        if threading.active_count() > 1 or _num_threads() > num_threads:
+            raise RuntimeError(f"importing {name} starts a thread")
+        device = _open_device()
+        if device:
+            raise RuntimeError(f"importing {name} opens {device}")
+    return found
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _open_device() -> str:
+    """An accelerator that this process has opened; empty if none."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # that of the listing itself
+        if target.startswith(_DEVICES):
+            return target
+    return ""
+
+
+def _load_script() -> ModuleType:
+    """`remesh.script`, which need not be installed for this interpreter."""
+    path = Path(__file__).resolve().parents[1] / "script.py"
+    spec = importlib.util.spec_from_file_location("_remesh_script", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(arguments: list[str]) -> None:
+    """Preload, say so, and serve."""
+    number, agent, beats, snapshots, modules, *words = arguments
+    channel = socket.socket(fileno=int(number))
+    channel.set_inheritable(False)
+    _end_with(int(agent))
+    began = time.monotonic()
+    if not sys.flags.safe_path:
+        # As it will be for the script; now it is the directory of this file.
+        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    try:
+        found = preload(modules.split(",") if modules else [])
+    except RuntimeError as error:
+        channel.send(json.dumps({"error": str(error)}).encode())
+        return
+    gc.collect()
+    gc.freeze()  # collections would copy the pages that all processes share
+    ready = {"modules": len(found), "seconds": time.monotonic() - began}
+    channel.send(json.dumps(ready).encode())
+    serve(channel, Agent(int(agent), beats, snapshots))
+
+
+if __name__ == "__main__":
+    _script = _load_script()
+    main(sys.argv[1:])

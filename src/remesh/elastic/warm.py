@@ -1,0 +1,305 @@
+"""Starts training processes from an interpreter that has imported their modules already.
+
+The agent's side of `fork_server`. A process that is started here is a `Popen` like any other. If
+there is no server, or it has died, or does not answer, the process is started cold, as it would be
+without it, and the log says why; a server that has died is started again a few times.
+
+Which modules are preloaded: those that the user names (`--preload`), or, for a script that uses
+`remesh.elastic`, what its first lines import of packages of which it is known that importing them
+starts nothing and depends on nothing that the script could set before.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from remesh import script
+from remesh.elastic import fork_server
+
+log = logging.getLogger(__name__)
+
+KNOWN = ("torch", "numpy", "remesh")
+"""Packages that may be preloaded without being asked for."""
+LATER = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "remesh.training.manager",
+    "remesh.training.live",
+    "remesh.elastic.entries",
+)
+"""What a training imports with its first steps, where it has torch."""
+READY_SECONDS = 120.0
+"""How long processes wait for a server that is still importing."""
+REPLY_SECONDS = 30.0
+"""How long a server may take for a fork."""
+MAX_STARTS = 4
+"""How often a server is started."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def modules_of(script: str, *, is_module: bool = False) -> tuple[str, ...]:
+    """What can be preloaded for a script without being asked for.
+
+    Args:
+        script: Its path, or the name of a module.
+        is_module: Whether it is one.
+
+    Returns:
+        Names of modules; none for a script that does not use `remesh.elastic`, or is no source.
+    """
+    path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    if not any(map(_names_elastic, ast.walk(tree))):
+        return ()
+    found = dict.fromkeys(name for name in _first_imports(tree) if name.partition(".")[0] in KNOWN)
+    if any(name.partition(".")[0] == "torch" for name in found):
+        found |= dict.fromkeys(LATER)
+        found = {"numpy": None} | found  # its threads are told from those of others
+    return tuple(found)
+
+
+def _names_elastic(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(f"{one.name}.".startswith("remesh.elastic.") for one in names)
+        case ast.ImportFrom(module=str(module), names=names):
+            full = [module, *(f"{module}.{one.name}" for one in names)]
+            return any(f"{name}.".startswith("remesh.elastic.") for name in full)
+        case ast.Attribute(value=ast.Name(id="remesh"), attr="elastic"):
+            return True
+    return False
+
+
+def _first_imports(tree: ast.Module) -> Iterator[str]:
+    """The modules that are imported before anything else happens."""
+    for place, node in enumerate(tree.body):
+        match node:
+            case ast.Import(names=names):
+                yield from (one.name for one in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module
+            case ast.Expr(value=ast.Constant()) if place == 0:
+                pass  # the docstring
+            case _:
+                return
+
+
+class Warm:
+    """Starts processes, warm if it can.
+
+    Args:
+        python: The interpreter of the training.
+        modules: What to preload; nothing is started warm if this is empty.
+        own: What `fork_server` has to know: the agent's directory and that of snapshots.
+        words: What the server shows as its command line besides.
+    """
+
+    def __init__(
+        self, python: str, modules: Sequence[str], own: tuple[str, str], words: Sequence[str]
+    ) -> None:
+        self._python = python
+        self._modules = modules
+        self._own = own
+        self._words = words
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._is_ready = False
+        self._starts_left = MAX_STARTS if modules else 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is something to preload."""
+        return bool(self._modules)
+
+    def look_after(self) -> None:
+        """Start a server if there is none, or none any more; never waits."""
+        if self._server is not None and self._server.poll() is None:
+            return
+        if self._server is not None:
+            self._give_up(f"it ended with exit code {self._server.returncode}")
+        if not self._starts_left:
+            return
+        self._starts_left -= 1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            own = (str(number), str(os.getpid()), *self._own, ",".join(self._modules))
+            beats = self._own[0]
+            marks = {
+                "REMESH_HEARTBEAT_FILE": f"{beats}/fork-server",
+                "REMESH_PROCESS_GROUP": fork_server.FORKED,
+                # Asking whether there is a GPU must not open it.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            }
+            self._server = subprocess.Popen(  # noqa: S603 - our own file
+                [self._python, "-u", fork_server.__file__, *own, *self._words],
+                env=os.environ | marks,
+                pass_fds=[number],
+                start_new_session=True,
+            )
+        self._channel, self._is_ready = ours, False
+
+    def handler(self, **options: Any) -> SubprocessHandler:
+        """As torch's `get_subprocess_handler`: start a process."""
+        return _Handler(self, **options)
+
+    @contextmanager
+    def for_torch(self) -> Iterator[None]:
+        """Have torch's agent start its processes here."""
+        # torch has no other place where one could say how its processes are started.
+        former = vars(api)["get_subprocess_handler"]
+        vars(api)["get_subprocess_handler"] = self.handler
+        try:
+            yield
+        finally:
+            vars(api)["get_subprocess_handler"] = former
+
+    def fork(
+        self, words: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> int | None:
+        """Have a process forked.
+
+        Args:
+            words: The script as `remesh.script` takes it.
+            environment: Its variables.
+            descriptors: Its standard files.
+
+        Returns:
+            Its id, of a child of this process; None if there is no server that does it.
+        """
+        self.look_after()
+        channel = self._wait_ready()
+        if channel is None:
+            return None
+        directory = str(Path.cwd())
+        message = {"words": words, "environment": dict(environment), "directory": directory}
+        try:
+            with _adopting():
+                socket.send_fds(channel, [json.dumps(message).encode()], list(descriptors))
+                pid = int(self._receive(channel, REPLY_SECONDS)["pid"])
+                channel.send(fork_server.GO)  # without it, the process ends
+                return pid
+        except (OSError, KeyError, ValueError) as error:
+            self._give_up(str(error))
+            return None
+
+    def _wait_ready(self) -> socket.socket | None:
+        channel = self._channel
+        if channel is None or self._is_ready:
+            return channel
+        try:
+            ready = self._receive(channel, READY_SECONDS)
+            log.info(
+                "processes start from an interpreter that has imported %d modules in %.1f s",
+                ready["modules"],
+                ready["seconds"],
+            )
+        except (OSError, KeyError, ValueError) as error:
+            self._give_up(str(error))
+            return None
+        self._is_ready = True
+        return channel
+
+    def _receive(self, channel: socket.socket, seconds: float) -> dict[str, Any]:
+        """The next message of the server.
+
+        Raises:
+            OSError: If none comes, or it says that the server cannot go on.
+        """
+        deadline = time.monotonic() + seconds
+        if not select.select([channel], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        data = channel.recv(fork_server.MAX_MESSAGE)
+        if not data:
+            raise ConnectionError("it ended")
+        said: dict[str, Any] = json.loads(data)
+        if "error" in said:
+            self._starts_left = 0  # it would be the same again
+            raise OSError(f"{said['error']}; name what to import by --preload")
+        return said
+
+    def _give_up(self, why: str) -> None:
+        """Do without the server: the next process looks for another one."""
+        log.warning("the interpreter for new processes is of no use, they start cold: %s", why)
+        self.close()
+
+    def close(self) -> None:
+        """End the server. The processes that it has forked stay."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        self._channel = self._server = None
+
+
+class _Handler(SubprocessHandler):
+    """A process of torch's agent, started by `Warm`."""
+
+    def __init__(self, warm: Warm, *, numa_options: Any = None, **options: Any) -> None:
+        # A process that is bound to memory is started by another command.
+        self._warm = warm if warm.is_on and numa_options is None else None
+        super().__init__(numa_options=numa_options, **options)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        files: dict[str, Any] = {"stdout": self._stdout, "stderr": self._stderr}
+        if self._warm is None:
+            return subprocess.Popen(args, env=env, start_new_session=True, **files)  # noqa: S603
+        outputs = enumerate((self._stdout, self._stderr), start=1)
+        standard = [0, *(number if file is None else file.fileno() for number, file in outputs)]
+        words = args[args.index(script.__file__) + 1 :]
+        warm = self._warm
+        return _Popen(lambda: warm.fork(words, env, standard), args, env=env, **files)
+
+
+class _Popen(subprocess.Popen[bytes]):
+    """A process that is forked by a server if that can be, and else started as usual.
+
+    Args:
+        fork: Has it forked; its id, or None if there is no server.
+        args: What starts it as usual.
+        options: Of `Popen`.
+    """
+
+    def __init__(self, fork: Callable[[], int | None], args: Sequence[str], **options: Any) -> None:
+        self._fork = fork
+        super().__init__(args, start_new_session=True, **options)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        """Start the process: the one step of `Popen` that is another one here."""
+        pid = self._fork()
+        if pid is None:
+            super()._execute_child(*arguments)  # type: ignore[misc] # not public, and stable
+            return
+        self.pid = pid
+        self._child_created = True
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Become the parent of what descendants of this process leave behind, meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "the kernel lets no process adopt others")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

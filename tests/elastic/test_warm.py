@@ -1,0 +1,238 @@
+"""Processes from an interpreter that has imported their modules: as good as those of `Popen`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from remesh import script
+from remesh.elastic import child, guard
+from remesh.elastic.warm import LATER, Warm, modules_of
+from tests.elastic.cluster import kill
+from tests.elastic.test_guard import lives
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import json, os, signal, sys, time
+
+was_warm = "counted" in sys.modules
+import counted, random
+import numpy as np
+
+print(json.dumps({
+    "warm": was_warm, "words": sys.argv, "path": sys.path[0], "directory": os.getcwd(),
+    "parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(),
+    "environment": dict(os.environ), "drawn": [random.random(), np.random.rand()],
+    "files": sorted(os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+                    if os.path.exists(f"/proc/self/fd/{n}")),
+    "main": __name__, "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+}), flush=True)
+print("to stderr", file=sys.stderr)
+if sys.argv[1] == "wait":
+    if os.fork() == 0:
+        os.setsid() if sys.argv[2] == "apart" else None
+        print(os.getpid(), flush=True)
+    time.sleep(1000)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+class Agent:
+    """What the agent does with `Warm`."""
+
+    def __init__(self, directory: Path, modules: tuple[str, ...]) -> None:
+        self.directory = directory
+        self.script = directory / "train.py"
+        self.script.write_text(SCRIPT)
+        self.beats = directory / "beats"
+        self.beats.mkdir()
+        self.warm = Warm(sys.executable, modules, (str(self.beats), "/snapshots"), ["train.py"])
+        self.handlers: list[SubprocessHandler] = []
+
+    def start(self, *words: str) -> SubprocessHandler:
+        """Start a process, as torch's agent does."""
+        number = len(self.handlers)
+        own = ("-I", "-S", child.__file__, str(os.getpid()), str(self.beats), "/snapshots")
+        handler = self.warm.handler(
+            entrypoint=sys.executable,
+            args=(*own, sys.executable, "-u", script.__file__, str(self.script), *words),
+            env={"LOCAL_RANK": str(number), "PYTHONPATH": str(self.directory), "ODD": "\udcff"},
+            stdout=str(self.directory / f"{number}.out"),
+            stderr=str(self.directory / f"{number}.err"),
+            local_rank_id=number,
+        )
+        self.handlers.append(handler)
+        return handler
+
+    def said(self, number: int) -> dict[str, Any]:
+        """What a process said of itself."""
+        file = self.directory / f"{number}.out"
+        wait_until(lambda: "\n" in file.read_text(), "a word of the process")
+        found: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
+        return found
+
+    def close(self) -> None:
+        self.warm.close()
+        for handler in self.handlers:
+            kill(handler.proc.pid)
+            handler.proc.wait()
+            for file in (handler._stdout, handler._stderr):
+                assert file is not None
+                file.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    (tmp_path / "counted.py").write_text("with open('imports', 'a') as f: f.write('x')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = Agent(tmp_path, ("numpy", "counted"))
+    yield made
+    made.close()
+
+
+def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
+    started = [agent.start("3", "--lr", "1"), agent.start("0")]
+    assert [handler.proc.wait(120) for handler in started] == [3, 0]
+    first, second = agent.said(0), agent.said(1)
+    assert (agent.directory / "imports").read_text() == "x"
+    for number, said in enumerate((first, second)):
+        assert said["warm"]
+        assert said["main"] == "__main__"
+        assert said["sigint"]
+        assert said["parent"] == os.getpid()
+        assert said["session"] == said["pid"] == started[number].proc.pid
+        assert said["path"] == said["directory"] == str(agent.directory)
+        # As it would be in a process of its own, with what `child` says.
+        own = {
+            "LOCAL_RANK": str(number),
+            "PYTHONPATH": str(agent.directory),
+            "ODD": "\udcff",
+            "REMESH_HEARTBEAT_FILE": str(agent.beats / f"{number}.json"),
+            "REMESH_AGENT_DIR": str(agent.beats),
+            "REMESH_PROCESS_GROUP": str(said["pid"]),
+            "REMESH_SNAPSHOT_DIR": "/snapshots",
+        }
+        assert said["environment"] == dict(os.environ) | own
+        outputs = [str(agent.directory / f"{number}.{end}") for end in ("err", "out")]
+        assert [name for name in said["files"] if name.startswith("/")][-2:] == outputs
+        assert not [name for name in said["files"] if name.startswith(("socket:", "pipe:"))]
+        assert (agent.directory / f"{number}.err").read_text() == "to stderr\n"
+    assert first["words"] == [str(agent.script), "3", "--lr", "1"]
+    assert all(one != other for one, other in zip(first["drawn"], second["drawn"], strict=True))
+
+
+def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None:
+    for words in (("wait", "within"), ("wait", "apart")):
+        agent.start(*words)
+    files = [agent.directory / f"{number}.out" for number in (0, 1)]
+    wait_until(lambda: all(file.read_text().count("\n") == 2 for file in files), "both")
+    within, apart = (int(file.read_text().splitlines()[1]) for file in files)
+    try:
+        assert guard.kill_groups(str(agent.beats), 60) == []
+        assert not lives(within)
+        assert lives(apart)  # it has a session of its own
+        # They are ours, so their signals are seen.
+        assert [one.proc.wait(60) for one in agent.handlers] == [-signal.SIGKILL] * 2
+    finally:
+        kill(apart)
+
+
+def test_a_server_that_died_is_replaced_and_its_processes_go_on(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.start("wait", "within")
+    first = agent.said(0)
+    server = agent.warm._server
+    assert server is not None
+    server.kill()
+    server.wait()
+    assert lives(first["pid"])
+    assert agent.handlers[0].proc.poll() is None
+    agent.warm.look_after()
+    assert "it ended with exit code -9" in caplog.text
+    assert agent.start("0").proc.wait(120) == 0
+    assert agent.said(1)["warm"]
+    assert (agent.directory / "imports").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import threading\nthreading.Timer(99, print).start()", "starts a thread"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "it ended"),
+    ],
+    ids=["thread", "death"],
+)
+def test_without_a_server_processes_start_cold(
+    agent: Agent, caplog: pytest.LogCaptureFixture, source: str, why: str
+) -> None:
+    (agent.directory / "counted.py").write_text(
+        f"import sys\nif 'fork_server' in sys.argv[0]:\n    exec({source!r})\n"
+    )
+    with caplog.at_level(logging.WARNING):
+        assert agent.start("5").proc.wait(120) == 5
+    assert why in caplog.text
+    assert not agent.said(0)["warm"]
+    assert agent.said(0)["parent"] == os.getpid()
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from tests.elastic.test_warm import Agent
+
+agent = Agent(Path(sys.argv[1]), ("json",))
+agent.start("wait", "within")
+print(agent.handlers[0].proc.pid, agent.warm._server.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_server_and_processes_end_with_their_agent(agent: Agent) -> None:
+    directory = agent.directory / "other"
+    directory.mkdir()
+    (directory / "counted.py").touch()
+    command = [sys.executable, "-c", DIES, str(directory)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert all(map(lives, pids))
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(lives, pids)), "the end of both")
+
+
+def test_what_is_preloaded_without_being_asked_for(tmp_path: Path) -> None:
+    def modules(source: str) -> tuple[str, ...]:
+        (tmp_path / "train.py").write_text(source)
+        return modules_of(str(tmp_path / "train.py"))
+
+    first = '"""Trains."""\nimport os\nimport torch.nn as nn\nfrom remesh.elastic import run\n'
+    expected = ("numpy", "torch.nn", "remesh.elastic", *LATER)
+    assert modules(first) == expected
+    assert modules(f"{first}import apex\nos.environ['A'] = '1'\nimport torch.cuda\n") == expected
+    # What a script sets before it imports torch must be there when torch is imported.
+    assert modules("import os\nos.environ['A'] = '1'\nimport torch, remesh.elastic\n") == ()
+    assert modules("import torch\nimport remesh\n\nremesh.elastic.run(print)\n")[1] == "torch"
+    assert modules("import torch\nimport remesh\n") == ()
+    assert modules("this is no Python\n") == ()
+    assert modules_of("there.is.none", is_module=True) == ()
