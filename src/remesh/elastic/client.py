@@ -7,6 +7,7 @@ restarted) a request is repeated for `patience` seconds: a repeated request has 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import socket
@@ -110,6 +111,9 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._idle: list[http.client.HTTPConnection] = []
+        # Without a reply in time. The master takes an agent without connections for dead, so they
+        # are closed when there is another one.
+        self._late: list[http.client.HTTPConnection] = []
         self._tls_ca = tls_ca
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if token:
@@ -126,8 +130,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connections that no request uses."""
-        while self._idle:
-            self._idle.pop().close()
+        _close_all(self._idle)
+        _close_all(self._late)
 
     @property
     def url(self) -> str:
@@ -261,7 +265,10 @@ class Client:
             try:
                 reply = self._exchange(connection, name, body, ends)
             except BaseException as error:
-                connection.close()
+                if isinstance(error, TimeoutError) and connection.sock is not None:
+                    self._late.append(connection)
+                else:
+                    connection.close()
                 gone = isinstance(error, OSError | http.client.HTTPException)
                 if kept and gone and not isinstance(error, TimeoutError):
                     continue
@@ -279,6 +286,7 @@ class Client:
         connection.request(method, f"/v{PROTOCOL_VERSION}/{name}", body, self._headers)
         response = connection.getresponse()
         text = response.read()
+        _close_all(self._late)
         if response.will_close:
             connection.close()
         else:
@@ -337,6 +345,13 @@ def _parts_of(url: str) -> SplitResult:
     if not is_url:
         raise MasterError(f"{url!r} is no URL of a master; it looks like http://host:port")
     return parts
+
+
+def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+    """Close connections; another thread may take some meanwhile."""
+    with contextlib.suppress(IndexError):
+        while True:
+            connections.pop().close()
 
 
 def _left_until(ends: float) -> float:

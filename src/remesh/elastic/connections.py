@@ -5,7 +5,8 @@ to send a whole request. At the limit, one is closed for the next: first those t
 a valid request, then those that wait for their next one, the longest silent first. Connections
 whose request is being answered stay open.
 
-`Connections` decides which, without sockets and clock. `Listener` accepts and closes.
+`Connections` decides which, without sockets and clock. `Listener` accepts and closes, and tells who
+is interested which connections were closed, and by whom.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,8 @@ REQUEST_SECONDS = 10.0
 """Time for a connection's first request, TLS included, and for the body of each."""
 IDLE_SECONDS = 75.0
 """How long a connection may wait for the next request."""
-SWEEP_SECONDS = 1.0
+SWEEP_SECONDS = 0.1
+"""Time between two looks at the connections."""
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 KEPT_FILES = 64
 """Open files that are not for connections."""
@@ -37,11 +40,13 @@ class Connection:
     """An open connection.
 
     Attributes:
+        number: Differs from those of all others.
         since: When it was opened, or answered last.
         is_known: Whether it has sent a valid request.
         num_running: Its requests that are being answered.
     """
 
+    number: int
     since: float
     is_known: bool = False
     num_running: int = 0
@@ -67,13 +72,14 @@ class Connections:
 
     most: int
     _open: set[Connection] = field(default_factory=set)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, now: float) -> Connection:
         """Add a connection."""
-        connection = Connection(now)
+        connection = Connection(next(self._numbers), now)
         self._open.add(connection)
         return connection
 
@@ -102,18 +108,28 @@ def max_connections() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - KEPT_FILES, 16)
 
 
+class OnClose(Protocol):
+    """What is told of connections that are closed."""
+
+    def __call__(self, number: int, *, by_peer: bool) -> None:
+        """A connection is closed."""
+        ...
+
+
 class Listener:
     """Accepts connections, and closes those that `Connections` names.
 
     Args:
         tls: Certificate and key, if it speaks HTTPS.
         most: How many connections there may be.
+        on_close: Is told the number of each connection that is closed.
     """
 
-    def __init__(self, tls: ssl.SSLContext | None, most: int) -> None:
+    def __init__(self, tls: ssl.SSLContext | None, most: int, on_close: OnClose) -> None:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._connections = Connections(most)
+        self._on_close = on_close
         self._closers: dict[Connection, Callable[[], object]] = {}
         self._of: dict[asyncio.BaseTransport, Connection] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -218,8 +234,7 @@ class Listener:
             log.warning("too many connections are open: idle ones are closed")
         else:
             log.warning("too many connections are open: those without a request are closed")
-        self._closers[connection]()
-        self._forget(connection)
+        self._close(connection)
         return True
 
     def _forget_closed(self) -> bool:
@@ -228,7 +243,14 @@ class Listener:
             self._forget(self._of.pop(transport))
         return bool(gone)
 
+    def _close(self, connection: Connection) -> None:
+        self._on_close(connection.number, by_peer=False)
+        self._closers[connection]()
+        self._forget(connection)
+
     def _forget(self, connection: Connection) -> None:
+        # What this end has closed is known by now, and is not told again.
+        self._on_close(connection.number, by_peer=True)
         self._connections.close(connection)
         self._closers.pop(connection, None)
 
@@ -237,5 +259,4 @@ class Listener:
             await asyncio.sleep(SWEEP_SECONDS)
             self._forget_closed()
             for connection in self._connections.overdue(self._loop.time()):
-                self._closers[connection]()
-                self._forget(connection)
+                self._close(connection)

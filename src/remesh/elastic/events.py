@@ -24,10 +24,18 @@ from remesh.elastic.protocol import (
 
 
 class NodeLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """No message of a node has come for too long."""
+    """A node is lost.
+
+    Attributes:
+        node_id: The node.
+        incarnation: Its agent.
+        is_closed: Whether its agent has died, by its connections; otherwise no message has come
+            for too long.
+    """
 
     node_id: int
     incarnation: str
+    is_closed: bool = False
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):

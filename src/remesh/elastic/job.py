@@ -260,8 +260,10 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
     match event:
         case Leave():
             return _leave(job, event, nodes, now)
-        case NodeLost(node_id=node_id, incarnation=incarnation):
-            text = f"node {node_id} is lost: no message came within the heartbeat timeout"
+        case NodeLost(node_id=node_id, incarnation=incarnation, is_closed=is_closed):
+            silent = "no message came within the heartbeat timeout"
+            why = "its agent has died, its connections are closed" if is_closed else silent
+            text = f"node {node_id} is lost: {why}"
             job = _note(_depart(job, node_id, incarnation, text, now, lost=True), now, text)
             return _advance(job, rendezvous.remove(nodes, node_id, incarnation, now), now)
         case ReportFailures():

@@ -20,6 +20,7 @@ from remesh.elastic.events import (
     StacksCollected,
 )
 from remesh.elastic.job import Job
+from remesh.elastic.presence import Presence
 from remesh.elastic.progress import (
     RankProgress,
     TrainingProgress,
@@ -52,6 +53,7 @@ class Live:
         hung_at: When the stacks were requested.
         stacks: Stacks of the last hang, by rank.
         answered: Nodes that have sent them.
+        presence: Which agents have died, by their connections.
         claims: Which other agent requests a node id, and since when, by node id.
     """
 
@@ -63,6 +65,7 @@ class Live:
     hung_at: float = 0.0
     stacks: dict[int, str] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
+    presence: Presence = field(default_factory=Presence)
     claims: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -119,6 +122,8 @@ def has_living_agent(
     if claimant != incarnation:
         since = now
         live.claims[node_id] = (incarnation, since)
+    if live.presence.is_dead(holder.incarnation, now):
+        return False
     heard, at = live.heard.get(node_id, ("", since))
     if heard != holder.incarnation:
         at = since
@@ -132,6 +137,7 @@ def extend_deadlines(live: Live, seconds: float) -> None:
     live.heard = {
         node_id: (incarnation, at + seconds) for node_id, (incarnation, at) in live.heard.items()
     }
+    live.presence.postpone(seconds)
     live.progress = msgspec.structs.replace(live.progress, moved=live.progress.moved + seconds)
 
 
@@ -186,6 +192,8 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
         incarnation, at = live.heard.get(node_id, ("", now))
         if incarnation != known.incarnation:
             live.heard[node_id] = (known.incarnation, now)
+        elif live.presence.is_dead(incarnation, now):
+            events.append(NodeLost(node_id=node_id, incarnation=incarnation, is_closed=True))
         elif now - at > limit:
             events.append(NodeLost(node_id=node_id, incarnation=incarnation))
     if live.round == nodes.round and not events:

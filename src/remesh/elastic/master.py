@@ -303,13 +303,24 @@ class Master:
                 return answer()
         return reply
 
-    async def answer(self, request: Request[R]) -> R:
+    def close_connection(self, number: int, *, by_peer: bool) -> None:
+        """A connection was closed, by its other end or by this one."""
+        self._live.presence.close(number, self.clock(), by_peer=by_peer)
+
+    async def answer(self, request: Request[R], connection: int | None = None) -> R:
         """Answer a request.
+
+        Args:
+            request: The request.
+            connection: Number of the connection by which it came, if that is of interest.
 
         Raises:
             RequestError: If it is refused.
         """
         special = self._answers.get(type(request))
+        if connection is not None and isinstance(request, NodeRequest | Join):
+            pause = request.pause if isinstance(request, Beat) else None
+            self._live.presence.hear(connection, request.incarnation, self.clock(), pause)
         if isinstance(request, NodeRequest):
             self._hear(request.node_id, request.incarnation)
         if special is not None:

@@ -251,7 +251,8 @@ class NodeClient:
     def _beat_once(self, limit: float) -> None:
         with self._lock:
             current, sender = self._current, self.sender()
-        request = Beat(**sender, ranks=_reports_of(current.files))
+        pause = min(self._beat_seconds, limit)
+        request = Beat(**sender, ranks=_reports_of(current.files), pause=pause)
         reply = self.client.ask(request, limit=limit, patience=0.0)
         with self._lock:
             if self._current is current:

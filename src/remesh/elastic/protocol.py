@@ -218,9 +218,11 @@ class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
 
     Attributes:
         ranks: What its processes report, by rank; only those that report.
+        pause: Seconds, at most, until the next one.
     """
 
     ranks: dict[int, RankReport] = {}
+    pause: float = 1.0
 
 
 class ReportFailures(NodeRequest[FailureDecision], frozen=True, kw_only=True, tag="failures"):

@@ -166,7 +166,7 @@ def make_app(
         client_max_size=options.max_request_bytes,
     )
     app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
-    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit))
+    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit, listener))
     app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/", page)
@@ -232,7 +232,7 @@ def _sender(master: Master, request: Request[Any], address: str) -> str:
     return address
 
 
-def _make_post(master: Master, limit: RateLimit) -> Handler:
+def _make_post(master: Master, limit: RateLimit, listener: connections.Listener) -> Handler:
     """Decodes a request, has the master answer it, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
         name_of(kind): msgspec.json.Decoder(kind).decode for kind in PURPOSES
@@ -252,7 +252,9 @@ def _make_post(master: Master, limit: RateLimit) -> Handler:
         if not limit.allows(_sender(master, asked, request.remote or "")):
             return _too_many()
         try:
-            return _reply(await master.answer(asked))
+            connection = listener.of(request.transport)
+            number = None if connection is None else connection.number
+            return _reply(await master.answer(asked, number))
         except RequestError as error:
             return _reply(Problem(f"{name}: {error}"), error.status)
 
@@ -280,7 +282,7 @@ async def serve(
     for logger in quiet:
         logger.addFilter(once)
     most = options.max_connections or connections.max_connections()
-    listener = connections.Listener(options.tls, most)
+    listener = connections.Listener(options.tls, most, master.close_connection)
     app = make_app(master, options, listener)
     runner = web.AppRunner(app, access_log=None, logger=requests_log)
     await runner.setup()

@@ -1,0 +1,103 @@
+"""Which agents have died, by their connections: a state machine without sockets and clock.
+
+When a process dies, its machine closes its connections at once, long before its silence is
+conspicuous. So an agent whose last connection was closed from its side is *suspected*. It is
+confirmed dead if it says nothing on another connection until its next heartbeat is overdue: an
+agent that lives connects again by then, whatever broke the connection. An agent never closes its
+last connection while it lives (`client`).
+
+No suspicion follows where the master itself closes connections, to make room or because they were
+idle, nor when it begins anew: then it knows no connection of any agent. A machine that dies closes
+nothing, and is found by its silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CONFIRM_SECONDS = 0.3
+"""How late the heartbeat of a suspected agent may be."""
+BEAT_SECONDS = 1.0
+"""Time between two heartbeats of an agent that has not said it."""
+FORGET_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class _Agent:
+    """An agent.
+
+    Attributes:
+        open: Its open connections.
+        heard: When it said something last.
+        pause: Seconds, at most, until its next heartbeat.
+        suspected: Since when it has no connection any more; None if that means nothing.
+    """
+
+    open: set[int]
+    heard: float
+    pause: float = BEAT_SECONDS
+    suspected: float | None = None
+
+
+@dataclass(slots=True)
+class Presence:
+    """The agents that have sent something, by incarnation, and their connections, by number."""
+
+    _agents: dict[str, _Agent] = field(default_factory=dict)
+    _spoke: dict[int, set[str]] = field(default_factory=dict)
+
+    def hear(
+        self, connection: int, incarnation: str, now: float, pause: float | None = None
+    ) -> None:
+        """A request of an agent has come.
+
+        Args:
+            connection: By which it came.
+            incarnation: The agent.
+            now: The time.
+            pause: Seconds, at most, until its next heartbeat, if it has said that.
+        """
+        agent = self._agents.setdefault(incarnation, _Agent(set(), now))
+        agent.open.add(connection)
+        agent.heard, agent.suspected = now, None
+        agent.pause = agent.pause if pause is None else pause
+        self._spoke.setdefault(connection, set()).add(incarnation)
+
+    def close(self, connection: int, now: float, *, by_peer: bool) -> None:
+        """A connection was closed.
+
+        Args:
+            connection: Which.
+            now: The time.
+            by_peer: Whether the other end closed it, or what lies between.
+        """
+        for incarnation in self._spoke.pop(connection, ()):
+            agent = self._agents[incarnation]
+            agent.open.discard(connection)
+            if not agent.open:
+                agent.suspected = now if by_peer else None
+        self._forget(now)
+
+    def is_dead(self, incarnation: str, now: float) -> bool:
+        """Whether an agent is confirmed dead."""
+        agent = self._agents.get(incarnation)
+        if agent is None or agent.suspected is None:
+            return False
+        return now > max(agent.suspected, agent.heard + agent.pause) + CONFIRM_SECONDS
+
+    def postpone(self, seconds: float) -> None:
+        """Do not count seconds in which the master was stopped and received nothing."""
+        for agent in self._agents.values():
+            agent.heard += seconds
+            if agent.suspected is not None:
+                agent.suspected += seconds
+
+    def _forget(self, now: float) -> None:
+        """Forget agents that are gone for long; their incarnations never come again."""
+        old = [
+            incarnation
+            for incarnation, agent in self._agents.items()
+            if not agent.open and now - agent.heard > FORGET_SECONDS
+        ]
+        for incarnation in old:
+            del self._agents[incarnation]
