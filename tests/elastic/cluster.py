@@ -70,6 +70,7 @@ class Cluster:
         agent: Further options of the agents.
         job: What is trained; see `train.py`.
         saving: How the training saves; see there.
+        processes: Training processes of a node.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Cluster:
         silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
-        job: Literal["numpy", "fsdp", "ddp", "hsdp"] = "numpy",
+        job: Literal["numpy", "fsdp", "ddp", "hsdp", "shards"] = "numpy",
         saving: tuple[str, ...] = (),
+        processes: int = 1,
     ) -> None:
         self.directory = directory
         self.job = job
@@ -91,6 +93,7 @@ class Cluster:
         if job in REENTRANT:
             self._agent_options += ("--preload", PRELOAD)
         self._saving = saving
+        self._num_processes = str(processes)
         self._port, self._reserved = _reserve_port()
         self._num_read: Counter[Path] = Counter()
         self._entries: list[dict[str, Any]] = []
@@ -144,7 +147,8 @@ class Cluster:
         """What starts the agent of a node."""
         return [
             *(*REMESH, "run", "--master", self.url, "--node-id", str(number)),
-            *("--nnodes", self._nodes, "--nproc-per-node", "1", "--last-call", "2"),
+            *("--nnodes", self._nodes, "--last-call", "2"),
+            *("--nproc-per-node", self._num_processes),
             *("--local-addr", "127.0.0.1", "--beat-seconds", "0.3", "--join-timeout", "300"),
             *("--drain-seconds", "120", *self._agent_options),
             *(str(TRAIN), str(self.directory), self.job, "0.05", *self._saving),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,21 +44,48 @@ def uninterrupted(num_steps: int) -> list[float]:
     return losses
 
 
+class Optimizer(torch.optim.AdamW):
+    """Says when it has changed a part of the parameters."""
+
+    def __init__(self, model: nn.Module, reach: Callable[[str], None]) -> None:
+        self._reach = reach
+        groups: list[list[nn.Parameter]] = [[], []]
+        for parameter in model.parameters():
+            groups[parameter.ndim == 1].append(parameter)
+        super().__init__([{"params": group} for group in groups], lr=0.01)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:  # called for one by one
+        if group is self.param_groups[-1]:
+            self._reach("optimizer")
+        return bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
+
+
 class Job:
-    """See `numpy_job.Job`."""
+    """See `numpy_job.Job`.
+
+    Attributes:
+        reach: Is told what of a step is being done.
+    """
 
     group = None
 
     def __init__(self, _name: str) -> None:
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._model = self.divide(make_model())
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
+        self.reach: Callable[[str], None] = lambda _phase: None
+        model = make_model()
+        model[2].register_forward_pre_hook(lambda *_: self._reach("forward"))
+        model[1].register_full_backward_hook(lambda *_: self._reach("backward"))
+        self._model = self.divide(model)
+        self._optimizer = Optimizer(self._model, self._reach)
         self.state: dict[str, Any] = {
             "model": self._model,
             "optimizer": self._optimizer,
             "step": 0,
         }
+
+    def _reach(self, phase: str) -> None:
+        self.reach(phase)
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Divide the model among the ranks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.settings import dice_of
+from tests.campaigns.settings import dice_of, lengths
 from tests.elastic import fsdp_job
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
 
@@ -37,7 +37,7 @@ def assert_no_step_lost(cluster: Cluster) -> None:
     for one in made:
         assert one["loss"] == pytest.approx(expected[one["step"]], rel=1e-4), one
     resumes = [entry for entry in cluster.said() if entry["kind"] == "resume"]
-    assert all(entry["live"] for entry in resumes)
+    assert all(entry["live"] or entry["memory"] for entry in resumes)
 
 
 def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
@@ -60,6 +60,51 @@ def test_processes_go_on_when_others_die_or_fail(tmp_path: Path) -> None:
         assert any("an error of the user's" in text for text in logs)
         cluster.stop(0, 1)
         assert [one["entries"] for one in entries(cluster) if one["pid"] == first] == [0, 1, 2]
+        assert_no_step_lost(cluster)
+
+
+PHASES = ("forward", "backward", "optimizer", "save", "recovery")
+
+
+def die(cluster: Cluster, phase: str, rank: int, *, victim: str = "") -> None:
+    """Have a rank die in a phase, and wait until the training goes on after that."""
+    orders = [cluster.directory / f"die-{phase}-{rank}"]
+    if phase == "recovery":
+        orders.append(cluster.directory / "die-forward-2")  # the one from which it recovers
+    before = cluster.status().round
+    for order in orders:
+        order.write_text(victim)
+    cluster.until(lambda: not any(order.exists() for order in orders))
+    cluster.until_round(before + len(orders))
+    cluster.until_step(cluster.step + 3)
+
+
+@lengths("num_rounds", 1, 4)
+def test_a_kill_in_every_phase_loses_no_step(tmp_path: Path, num_rounds: int) -> None:
+    agent = ("--max-restarts", "1000", *PATIENT)
+    with Cluster(tmp_path, "1:1", job="ddp", agent=agent, processes=3) as cluster:
+        cluster.start(0)
+        cluster.until_step(2)
+        for number in range(num_rounds):
+            for place, phase in enumerate(PHASES):
+                die(cluster, phase, 1 if phase == "recovery" else 1 + (place + number) % 2)
+        cluster.stop(0)
+        assert len({one["pid"] for one in entries(cluster) if one["rank"] == 0}) == 1
+        assert_no_step_lost(cluster)
+
+
+@slow
+def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: Path) -> None:
+    """FSDP2 with a snapshot after each step: a process dies, and then a node."""
+    with Cluster(tmp_path, "1:2", job="shards", agent=PATIENT, saving=("50", "1", "1")) as cluster:
+        cluster.start(0, 1)
+        before = cluster.until_trained(0, 1)
+        pid = cluster.pid_of(0)
+        die(cluster, "forward", 1)
+        cluster.until_trained(0, 1, round_after=before)
+        die(cluster, "backward", 1, victim="agent")
+        cluster.stop(0)
+        assert [one["size"] for one in entries(cluster) if one["pid"] == pid] == [2, 2, 1]
         assert_no_step_lost(cluster)
 
 

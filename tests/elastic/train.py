@@ -4,7 +4,8 @@
 `REENTRANT`. The losses are the same for every number of ranks. Each rank appends what it did to a
 file of its own. The training ends after the step in which a rank sees the file `stop`. A file
 `hang-RANK` lets a rank hang once, `fail-RANK` lets it raise an error. With `torn-RANK` a rank kills
-itself once while it writes a checkpoint or a snapshot.
+itself once while it writes a checkpoint or a snapshot, with `die-PHASE-RANK` in a phase of a step,
+of a save or of its recovery; its agent, if that file says `agent`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 WAS_WARM = "torch" in sys.modules
 """Whether torch was there before this script, which imports it later."""
-REENTRANT = {"ddp", "hsdp"}
+REENTRANT = {"ddp", "hsdp", "shards"}
 """Jobs whose processes go on in the next world."""
+
+
+PHASES = {"save.file_created": "save", "load.planned": "recovery"}
+"""Where a rank may die besides, by the points of saves and loads."""
 
 
 def hang() -> None:
@@ -60,7 +65,19 @@ def train(entered: TrainingJob) -> None:
         warm=WAS_WARM,
     )
 
+    def reach(phase: str) -> None:
+        order = directory / f"die-{phase}-{job.rank}"
+        if order.exists():
+            victim = os.getppid() if order.read_text() == "agent" else os.getpid()
+            order.unlink()
+            os.kill(victim, signal.SIGKILL)
+            hang()  # until the kernel ends this process with its agent
+
+    job.reach = reach
+
     def tear(event: Event) -> None:
+        if event.point in PHASES:
+            reach(PHASES[event.point])
         torn = directory / f"torn-{job.rank}"
         if event.point == "save.chunk_written" and torn.exists():
             torn.unlink()

@@ -234,6 +234,21 @@ def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
         assert_same(world.values(), expected)
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
+    tmp_path: Path, is_saved: bool
+) -> None:
+    def leave(world: World, rank: int) -> None:
+        if is_saved:
+            world.manager.save(3, world.state)
+        in_forward(world, rank)
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[None, 1], leave=leave):
+        assert resumed is not None
+        assert (resumed.live, resumed.same_random) == (True, is_saved)
+        assert_same(world.values(), expected)
+
+
 def test_what_cannot_be_watched_is_not_relied_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

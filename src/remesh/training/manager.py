@@ -516,7 +516,7 @@ class Manager:
             sources += kept
         if self._live is not None:
             sources += self._live.find()
-        return sorted(sources, key=resuming.order_of, reverse=True), incomplete
+        return resuming.in_order(sources), incomplete
 
     def _secure(
         self, resumed: Resumed, sources: Sequence[Source], state: MutableMapping[str, Any]

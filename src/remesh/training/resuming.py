@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +21,12 @@ from remesh import catalog
 from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
-from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, StateError
+from remesh.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    StateError,
+)
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.maintenance import orphans
 from remesh.sharded import ShardedTensor
@@ -73,12 +78,38 @@ class Source:
         kind: Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the
             processes themselves.
         parent: Of a live state, what the next saves name as their parent.
+        random: Where random numbers are taken from if this lacks them: another source of the same
+            step.
     """
 
     info: CheckpointInfo
     load: Callable[..., Any]
     kind: Literal["stored", "snapshot", "live"] = "stored"
     parent: str = ""
+    random: Source | None = None
+
+
+def in_order(sources: Sequence[Source]) -> list[Source]:
+    """What is taken first comes first.
+
+    The memory of processes lacks the random numbers of a role whose process has died; they are
+    taken from the next source of the same step.
+    """
+    ordered = sorted(sources, key=order_of, reverse=True)
+    return [_with_random(source, ordered) for source in ordered]
+
+
+def _with_random(source: Source, others: Sequence[Source]) -> Source:
+    own = source.info.note
+    if source.kind != "live" or own is None or own.streams:
+        return source
+    for other in others:
+        note = other.info.note
+        if note is None or not note.streams or other.info.num_failures:
+            continue
+        if (note.step, note.role_grid) == (own.step, own.role_grid):
+            return replace(source, random=other)
+    return source
 
 
 def order_of(source: Source) -> tuple[int, int]:
@@ -247,10 +278,16 @@ def restore(
         RemeshError: As `remesh.load`.
     """
     is_same_grid = note.role_grid == roles.grid
-    stored = {name: s for name, s in streams.items() if is_same_grid and name in note.streams}
+    random = source.random
+    names = note.streams if random is None or random.info.note is None else random.info.note.streams
+    stored = {name: s for name, s in streams.items() if is_same_grid and name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
     reports: list[RestoreReport] = []
-    full = source.load(with_rows(state, rows), on_report=reports.append, **options)
+    full = source.load(
+        with_rows(state, rows if random is None else {}), on_report=reports.append, **options
+    )
+    if random is not None and stored:
+        stored = stored if _load_rows(exchange, random, rows, options) else {}
 
     def take() -> bytes:
         # After all else, for whoever loads may draw random numbers.
@@ -262,6 +299,22 @@ def restore(
     run_on_all(exchange, take)
     state.update({key: full[key] for key in state})
     return Restored(len(stored) == len(streams), reports[0])
+
+
+def _load_rows(
+    exchange: Exchange,
+    source: Source,
+    rows: Mapping[str, ShardedTensor],
+    options: Mapping[str, Any],
+) -> bool:
+    """Load random numbers alone; whether that was possible."""
+    options = {**options, "missing": "error", "transform": None}
+    try:
+        source.load(with_rows({}, rows), on_report=lambda _report: None, **options)
+    except (CorruptCheckpointError, CheckpointNotFoundError, MismatchError) as error:
+        passed_over(exchange, source.info, f"random numbers: {error}")
+        return False
+    return True
 
 
 def with_rows(state: Mapping[str, Any], rows: Mapping[str, ShardedTensor]) -> dict[str, Any]:
