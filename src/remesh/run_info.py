@@ -1,7 +1,7 @@
 """What the launcher says about this process: the only module that reads the environment.
 
 The names are torchrun's, which Slurm scripts and other launchers set as well; `remesh run` adds its
-own, which begin with `REMESH_`. Everybody else takes a `RunInfo` as an argument or asks here.
+own, which begin with `REMESH_`. Other modules take a `RunInfo` as an argument or call `run_info`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = ["RunInfo", "run_info"]
 HEARTBEAT_VARIABLE = "REMESH_HEARTBEAT_FILE"
 SNAPSHOT_VARIABLE = "REMESH_SNAPSHOT_DIR"
 AGENT_VARIABLE = "REMESH_AGENT_DIR"
+PROGRESS_VARIABLE = "REMESH_PROGRESS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class RunInfo:
         snapshot_dir: Where memory that outlives this process is to be kept; empty if nowhere.
         agent_dir: A directory that the agent of this process keeps locked while it lives; empty
             without an agent.
+        progress: When a terminal shows progress bars: `off`, `on` for at once, or empty for work
+            that takes longer than a second.
     """
 
     run_id: str = ""
@@ -45,6 +48,7 @@ class RunInfo:
     heartbeat_file: str = ""
     snapshot_dir: str = ""
     agent_dir: str = ""
+    progress: str = ""
 
     __repr__ = short_repr
 
@@ -78,4 +82,5 @@ def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
         heartbeat_file=variables.get(HEARTBEAT_VARIABLE, ""),
         snapshot_dir=variables.get(SNAPSHOT_VARIABLE, ""),
         agent_dir=variables.get(AGENT_VARIABLE, ""),
+        progress=variables.get(PROGRESS_VARIABLE, ""),
     )

@@ -341,7 +341,10 @@ def test_terminals_get_colours_and_whole_names(tmp_path: Path) -> None:
     assert name in plain
 
 
-def test_progress_is_shown_on_terminals_only(checkpoint: Path) -> None:
+def test_progress_is_shown_on_terminals_only(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMESH_PROGRESS", "on")
     shown, results, code = on_terminal("stderr", "verify", checkpoint)
 
     assert code == 0

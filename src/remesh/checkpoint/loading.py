@@ -60,6 +60,7 @@ from remesh.planner import (
     assign_readers,
     assign_readers_if_cheaper,
 )
+from remesh.progress import showing
 from remesh.state import Description
 from remesh.storage import Storage, is_remote
 from remesh.strided import Layout
@@ -139,12 +140,12 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
-    emit = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
+    moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
     assign = _assign_for(share_reads, exchange, storage)
 
-    def load_once() -> tuple[Any, RestoreReport]:
+    def load_once(emit: Emit) -> tuple[Any, RestoreReport]:
         stored = open_shared(exchange, place)
         stored = with_parameter_names(
             exchange, state, stored, storage.url, is_transformed=rules is not None
@@ -160,7 +161,11 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
 
         return load_into(state, stored, exchange, options, read=read, emit=emit)
 
-    result, report = begin_anew(load_once)
+    def load_shown() -> tuple[Any, RestoreReport]:
+        with showing(moments, "loading", exchange.rank, storage.url) as emit:
+            return load_once(emit)
+
+    result, report = begin_anew(load_shown)
     report = dataclasses.replace(report, seconds=time.monotonic() - started)
     if exchange.rank == 0:
         _LOGGER.info("loaded %s: %s", storage.url, report)
@@ -219,7 +224,7 @@ def load_into(
     )
     if exchange.rank == 0:
         _warn(report, stored.url, has_tensors=bool(asked[: len(list(stored.index))].any()))
-    emit("load.planned")
+    emit("load.planned", plan.filling.num_bytes)
     return _finish(plan, report, exchange, read, emit)
 
 

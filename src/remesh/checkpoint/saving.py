@@ -12,6 +12,7 @@ all ranks raise it, and rank 0 gives the save up: it removes what was written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -26,11 +27,12 @@ from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
-from remesh.exchange import run_joined
+from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import write_stream
+from remesh.progress import showing
 from remesh.storage import Storage, open_storage
 
 
@@ -88,7 +90,9 @@ def save(
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
     options = options_of(overwrite, metadata, buffers, verify_replicas, format, format_options)
-    save_agreed(state, path, options, group=group, cache=PlanCache(), on_event=on_event)
+    save_agreed(
+        state, path, options, group=group, cache=PlanCache(), on_event=on_event, is_shown=True
+    )
 
 
 def options_of(
@@ -138,12 +142,35 @@ def save_agreed(
     cache: PlanCache,
     on_event: OnEvent,
     first: Callable[[], None] | None = None,
+    is_shown: bool = False,
 ) -> None:
-    """`save`, with the plan of earlier saves; for `first` see `make_save_plan`."""
+    """`save`, with the plan of earlier saves.
+
+    Args are those of `save`; `first` is that of `make_save_plan`, and `is_shown` says whether
+    progress is shown on a terminal.
+    """
     check_order("save", state, path)
     exchange = exchange_of(group)
     storage = open_storage(path)
-    emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
+    moments = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
+    with ExitStack() as shown:
+        emit = moments
+        if is_shown:
+            emit = shown.enter_context(showing(moments, "saving", exchange.rank, storage.url))
+        _save_from(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+
+
+def _save_from(
+    exchange: Exchange,
+    storage: Storage,
+    state: Any,
+    options: SaveOptions,
+    *,
+    cache: PlanCache,
+    emit: Emit,
+    first: Callable[[], None] | None,
+) -> None:
+    """Plan, write and commit; the arguments are those of `make_save_plan`."""
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
     def write_mine() -> bytes:

@@ -14,7 +14,7 @@ from typing import Literal
 from remesh import catalog
 from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output, places
+from remesh.cli import places
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -22,6 +22,7 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.integrity import Damage, hex_digest, repair_advice
+from remesh.progress import progress
 from remesh.storage import Storage, open_storage, shown_url
 
 
@@ -96,7 +97,7 @@ def _check(path: str) -> Verdict:
     try:
         checkpoint = Checkpoint(path)
         num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
-        with output.progress(path, num_bytes) as on_read:
+        with progress(f"reading {path}", num_bytes) as on_read:
             report = checkpoint.verify(on_read)
     except CorruptCheckpointError as error:
         return Verdict(

@@ -15,6 +15,7 @@ from remesh.cli import output
 from remesh.errors import StateError
 from remesh.events import Event
 from remesh.formats.table import WRITERS
+from remesh.progress import progress
 from remesh.storage import shown_url
 from remesh.transform import Transform
 
@@ -69,7 +70,7 @@ def convert(
     """
     checkpoint = Checkpoint(source)
     num_bytes = int(checkpoint.index.boxes.num_bytes.sum())
-    with output.progress(target, num_bytes) as on_bytes:
+    with progress(f"writing {target}", num_bytes) as on_bytes:
 
         def on_event(event: Event) -> None:
             if event.point == "save.chunk_written":

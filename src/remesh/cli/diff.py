@@ -13,6 +13,7 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import output
 from remesh.cli.comparing import Comparison, TensorDifference, Tolerance, compare
 from remesh.formats import native
+from remesh.progress import progress
 from remesh.storage import shown_url
 from remesh.transform import Transform
 
@@ -66,7 +67,7 @@ def diff(
     def run() -> Comparison:
         one, other = Checkpoint(first), Checkpoint(second)
         num_bytes = 0 if structure else int(other.index.boxes.num_bytes.sum())
-        with output.progress(second, num_bytes) as on_read:
+        with progress(f"comparing {second}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)
 
     comparison = native.begin_anew(run)

@@ -11,10 +11,8 @@ import argparse
 import json
 import math
 import pprint
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import click
@@ -283,27 +281,3 @@ def print_rest(console: Console, num_rows: int, *, show_all: bool) -> None:
     rest = 0 if show_all else num_rows - MAX_ROWS
     if rest > 0:
         console.out(f"  ... and {rest} more; --all lists them", highlight=False)
-
-
-@contextmanager
-def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal.
-
-    Args:
-        label: What is being read; the end of it is shown.
-        num_bytes: How much that is.
-
-    Yields:
-        To be called, from any thread, with the number of bytes that were just read.
-    """
-    if not sys.stderr.isatty():
-        yield lambda _size: None
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TransferSpeedColumn
-
-    short = label if len(label) <= 30 else f"...{label[-27:]}"
-    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TransferSpeedColumn())
-    console = Console(stderr=True, markup=False, emoji=False)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(printable(short), total=num_bytes)
-        yield lambda size: bar.advance(task, size)

@@ -19,6 +19,7 @@ from remesh.demo import picture
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Index
+from remesh.progress import progress
 from remesh.storage import open_storage, shown_url
 
 MAX_DRAWN = 8
@@ -81,7 +82,7 @@ def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Rep
     index = checkpoint.index
     statistics: dict[str, summary.Statistics | None] = {}
     if with_statistics:
-        with output.progress(path, int(index.boxes.num_bytes.sum())) as on_read:
+        with progress(f"reading {path}", int(index.boxes.num_bytes.sum())) as on_read:
             for name in index.boxes.tensors.names:
                 stored = index[name]
                 statistics[name] = (

@@ -18,6 +18,7 @@ from remesh.errors import StateError
 from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Piece
+from remesh.progress import progress
 from remesh.state import TENSOR_RECORD
 from remesh.storage import shown_url
 
@@ -95,7 +96,7 @@ def _look_at(checkpoint: Checkpoint, name: str, box_text: BoxText | None) -> _Lo
     statistics = None
     if summary.is_summarised(stored.dtype):
         num_bytes = stored.num_bytes // max(Box.whole(stored.shape).size, 1) * box.size
-        with output.progress(name, num_bytes) as on_read:
+        with progress(f"reading {name}", num_bytes) as on_read:
             statistics = summary.statistics_of(checkpoint, name, box, on_read)
     whole_box = box_text is not None and box.size <= NUM_BOX_ELEMENTS
     count = NUM_BOX_ELEMENTS if whole_box else NUM_FIRST_ELEMENTS

@@ -15,6 +15,7 @@ from remesh.cli import output, summary
 from remesh.errors import StateError
 from remesh.formats import native
 from remesh.geometry import Box
+from remesh.progress import progress
 from remesh.storage import shown_url
 
 NUM_BINS = 16
@@ -58,7 +59,7 @@ def _measure(path: str, patterns: Sequence[str]) -> list[dict[str, object]]:
     counted = [name for name in names if summary.is_summarised(index[name].dtype)]
     num_bytes = sum(index[name].num_bytes for name in counted)
     rows: list[dict[str, object]] = []
-    with output.progress(path, num_bytes * (2 if len(names) == 1 else 1)) as on_read:
+    with progress(f"reading {path}", num_bytes * (2 if len(names) == 1 else 1)) as on_read:
         for name in names:
             stored = index[name]
             row: dict[str, object] = {"name": name, "dtype": stored.dtype, "shape": stored.shape}
