@@ -22,13 +22,13 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal(monkeypatch: pytest.MonkeyPatch, progress: str = "on") -> Terminal:
+    """A terminal as the stderr of this process."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("REMESH_PROGRESS", "on")
+    monkeypatch.setenv("REMESH_PROGRESS", progress)
     return stream
 
 
@@ -39,9 +39,12 @@ def save_and_load(exchange: Exchange, path: Path) -> None:
     remesh.load({"w": shard}, path, group=exchange)
 
 
-def test_saves_and_loads_show_a_bar_of_rank_0(terminal: Terminal, tmp_path: Path) -> None:
+def test_saves_and_loads_show_a_bar_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stream = terminal(monkeypatch)
     run_ranks(2, save_and_load, tmp_path / "ck")
-    shown = terminal.getvalue()
+    shown = stream.getvalue()
     assert shown.index("saving ") < shown.index("loading ")
     assert "100%" in shown
     assert "96/96 bytes" in shown  # the bytes of one rank of two
@@ -49,12 +52,12 @@ def test_saves_and_loads_show_a_bar_of_rank_0(terminal: Terminal, tmp_path: Path
 
 @pytest.mark.parametrize("value", ["off", ""])
 def test_short_work_and_bars_that_are_turned_off_show_nothing(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    monkeypatch.setenv("REMESH_PROGRESS", value)
+    stream = terminal(monkeypatch, value)
     monkeypatch.setattr("remesh.progress.SHOWN_AFTER", 3600.0)
     run_ranks(2, save_and_load, tmp_path / "ck")
-    assert terminal.getvalue() == ""
+    assert stream.getvalue() == ""
 
 
 def test_logs_get_nothing(
@@ -65,18 +68,23 @@ def test_logs_get_nothing(
     assert capfd.readouterr().err == ""
 
 
-def test_a_label_is_cut_at_its_beginning_and_has_no_control_characters(terminal: Terminal) -> None:
+def test_a_label_is_cut_at_its_beginning_and_has_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = terminal(monkeypatch)
     with progress("reading /" + "x" * 100 + "/\x1b]step_00000100", 10) as on_bytes:
         on_bytes(10)
-    assert "..." in terminal.getvalue()
-    assert "?]step_00000100" in terminal.getvalue()
-    assert "x" * LABEL_LENGTH not in terminal.getvalue()
+    assert "reading ..." in stream.getvalue()
+    assert "?]step_00000100" in stream.getvalue()
+    assert "x" * LABEL_LENGTH not in stream.getvalue()
 
 
-def test_a_failed_save_removes_its_bar(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_failed_save_removes_its_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stream = terminal(monkeypatch)
+
     def fail(_event: object) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
         remesh.save({"w": np.ones(3)}, tmp_path / "ck", on_event=fail)
-    assert "100%" not in terminal.getvalue()
+    assert "100%" not in stream.getvalue()

@@ -8,6 +8,7 @@
     │   ├── NameCollisionError             two entries of the state have the same stored name
     │   ├── DivergedReplicaError           ranks disagree about something they should agree on
     │   └── CoverageError                  the boxes of a tensor leave a hole or overlap
+    ├── OptionError (ValueError)           an option has a wrong type or value
     ├── MismatchError (ValueError)         state and checkpoint do not fit; carries the lists
     ├── TransformError (ValueError)        a transformation is malformed or does not fit
     ├── CheckpointError                    something is wrong with a checkpoint
@@ -50,6 +51,7 @@ __all__ = [
     "NameCollisionError",
     "NoSpaceError",
     "NotSharedError",
+    "OptionError",
     "PickleRefusedError",
     "RankFailedError",
     "StateError",
@@ -88,6 +90,10 @@ class DivergedReplicaError(StateError):
 
 class CoverageError(StateError):
     """The boxes that ranks hold of a tensor leave a hole, overlap or leave its bounds."""
+
+
+class OptionError(RemeshError, ValueError):
+    """An option of a call has a wrong type or value; it was found before anything began."""
 
 
 class MismatchError(RemeshError, ValueError):

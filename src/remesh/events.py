@@ -146,7 +146,7 @@ class Timeline:
             path: The JSON file; it is replaced if it is there.
         """
         document = {"traceEvents": list(_trace_events(self.moments)), "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(document), encoding="utf-8")
+        Path(path).expanduser().write_text(json.dumps(document), encoding="utf-8")
 
 
 def _trace_events(moments: tuple[Moment, ...]) -> Iterator[dict[str, object]]:

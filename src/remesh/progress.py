@@ -26,7 +26,7 @@ SHOWN_AFTER = 1.0
 """Seconds of work before a bar appears."""
 
 LABEL_LENGTH = 30
-"""Characters of a label; the end of a longer one is shown."""
+"""Characters of a label: a verb and a place, of which the end is shown if it is longer."""
 
 _TOTALS = frozenset({"save.file_created", "load.planned"})
 """Moments whose size is that of the work to come."""
@@ -47,7 +47,7 @@ def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar while the block runs.
 
     Args:
-        label: The work and its place.
+        label: The work, as a verb, and its place.
         num_bytes: How many bytes the work has.
 
     Yields:
@@ -99,8 +99,9 @@ class _Bar:
     """A bar that appears late. Thread-safe."""
 
     def __init__(self, label: str) -> None:
-        is_short = len(label) <= LABEL_LENGTH
-        self._label = label if is_short else f"...{label[3 - LABEL_LENGTH :]}"
+        verb, _, place = label.partition(" ")
+        room = LABEL_LENGTH - len(verb) - 1
+        self._label = f"{verb} {place if len(place) <= room else '...' + place[3 - room :]}"
         delay = 0.0 if run_info().progress == "on" else SHOWN_AFTER
         self._appears = time.monotonic() + delay
         self._lock = threading.Lock()
@@ -135,7 +136,9 @@ class _Bar:
             self._display.add_task(_printable(self._label), total=None)
             self._display.start()
         [task] = self._display.task_ids
-        self._display.update(task, total=self._total or None, completed=self._done)
+        # Reads are of whole blocks, so more may be read than was asked for.
+        done = min(self._done, self._total) if self._total else self._done
+        self._display.update(task, total=self._total or None, completed=done)
 
 
 def _display() -> Any:
@@ -153,7 +156,7 @@ def _display() -> Any:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(12),
-        TaskProgressColumn(markup=False),
+        TaskProgressColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import remesh
-from remesh.errors import StateError
+from remesh.errors import OptionError, StateError
+from remesh.exchange import Alone
 from remesh.formats import Source
 from remesh.storage import MemoryStorage
 
@@ -62,3 +63,28 @@ def test_a_path_in_place_of_the_state_to_resume(tmp_path: Path) -> None:
         pytest.raises(StateError, match=r"Manager.resume: got the place .*step_00000001"),
     ):
         manager.resume(tmp_path / "step_00000001")  # type: ignore[arg-type]
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remesh.save({"a": 1}, "~/run/step_00000001")
+    assert (tmp_path / "run" / "step_00000001" / "remesh.json").exists()
+    assert remesh.Checkpoint(Path("~/run/step_00000001")).values == {"a": 1}
+    with remesh.Manager("~/run", group=Alone()) as manager:
+        assert [info.step for info in manager.checkpoints] == [1]
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "problem"),
+    [
+        (remesh.save, {"overwrite": "no"}, "save: overwrite= must be True or False"),
+        (remesh.load, {"missing": "skip"}, "missing= must be 'error' or 'keep', not"),
+        (remesh.load, {"unexpected": True}, "unexpected= must be 'ignore' or 'error'"),
+        (remesh.load, {"cast": "float32"}, "cast= must be True or False"),
+    ],
+)
+def test_options_of_a_wrong_type_are_errors_at_once(
+    call: Callable[..., object], options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(OptionError, match=problem):
+        call({}, "x", **options)

@@ -73,8 +73,8 @@ def test_an_interrupted_run_is_the_same_run(tmp_path: Path, every: int) -> None:
     assert losses_of(resumed)[2] == losses_of(whole)[2]
     assert losses_of(resumed)[8] == losses_of(whole)[8]
     assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
-    assert latest(tmp_path / "cut").step == 8 - 8 % every
-    assert latest(tmp_path / "cut").metrics["loss"] == losses_of(whole)[8 - 8 % every]
+    assert latest(tmp_path / "cut").step == 8
+    assert latest(tmp_path / "cut").metrics["loss"] == losses_of(whole)[8]
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:

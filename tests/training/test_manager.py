@@ -11,11 +11,13 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import remesh
 from remesh import catalog
@@ -25,6 +27,7 @@ from remesh.errors import (
     CorruptCheckpointError,
     MismatchError,
     NoSpaceError,
+    OptionError,
     RankFailedError,
     StateError,
     StorageError,
@@ -96,15 +99,15 @@ def test_a_run_resumes_in_another_world_size(tmp_path: Path, *, background: bool
             loaded = content(state)
             for step in range((found or 0) + 1, last + 1):
                 assert manager.step(step, state_of(step, exchange)) == (step % 4 == 0)
-        assert manager.saved_step == last - last % 4
+        assert manager.saved_step == last
         return found, loaded
 
     assert run_ranks(2, play, 6) == [(None, expected(0, r, 2)) for r in range(2)]
-    assert names(tmp_path) == ["0004"]
-    assert run_ranks(3, play, 9) == [(4, expected(4, r, 3)) for r in range(3)]
-    assert names(tmp_path) == ["0004", "0008"]
-    assert run_ranks(1, play, 8) == [(8, expected(8))]
-    assert remesh.Checkpoint(tmp_path / "step_00000008").verify().ok
+    assert names(tmp_path) == ["0004", "0006"]
+    assert run_ranks(3, play, 9) == [(6, expected(6, r, 3)) for r in range(3)]
+    assert names(tmp_path) == ["0004", "0006", "0008", "0009"]
+    assert run_ranks(1, play, 9) == [(9, expected(9))]
+    assert remesh.Checkpoint(tmp_path / "step_00000009").verify().ok
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
@@ -138,6 +141,137 @@ def test_plain_values_are_replaced_in_the_state_itself(tmp_path: Path) -> None:
     assert state == {"epoch": 2, "seen": [1, 2]}
     assert resumed is not None
     assert {"epoch", "seen"} <= set(resumed.report.restored)
+
+
+def test_the_last_step_is_saved_at_the_end(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange, root: str, fails: bool, **options: Any) -> None:
+        with Manager(tmp_path / root, every=4, group=exchange, **options) as manager:
+            for step in range(1, 7):
+                manager.step(step, state_of(step, exchange), metrics={"loss": float(step)})
+            if fails:
+                raise ValueError("no clean end")
+
+    run_ranks(2, play, "clean", False)
+    assert names(tmp_path / "clean") == ["0004", "0006"]
+    [_, last] = catalog.list_checkpoints(open_storage(tmp_path / "clean"))
+    assert last.metrics == {"loss": 6.0}
+    run_ranks(2, partial(play, save_at_end=False), "not asked for", False)
+    assert names(tmp_path / "not asked for") == ["0004"]
+    with pytest.raises(ValueError, match="no clean end"):
+        run_ranks(2, play, "failed", True)
+    assert names(tmp_path / "failed") in ([], ["0004"])  # the save in flight may have been cut off
+
+
+def test_on_demand_policies_save_nothing_at_the_end(tmp_path: Path) -> None:
+    with Manager(tmp_path, every=OnRequest(str(tmp_path / "ask")), group=Alone()) as manager:
+        manager.step(1, state_of(1))
+    assert names(tmp_path) == []
+
+
+def test_a_state_that_changed_after_its_step_is_not_saved_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Manager(tmp_path, every=4, group=Alone()) as manager:
+        for step in range(1, 4):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if step < 3:
+                manager.step(step, {"model": model, "optimizer": optimizer})
+    assert names(tmp_path) == []
+    assert "step 2 is not saved at the end: the state has changed since" in caplog.text
+
+
+def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    array = np.zeros(3)
+    state = {"model": model, "array": array, "value": 1}
+
+    def save_id() -> str:
+        return remesh.Checkpoint(tmp_path / "step_00000002").record.save_id
+
+    with Manager(tmp_path, every=2, group=Alone()) as manager:
+        manager.step(2, state)
+        manager.save(2, state)
+        first = save_id()
+        manager.save(2, state, metrics={"accuracy": 0.9})
+        manager.wait()
+        assert save_id() != first
+        assert manager.latest is not None
+        assert manager.latest.metrics == {"accuracy": 0.9}
+        for change in (
+            lambda: state.update(value=2),
+            lambda: array.fill(1),
+            lambda: torch.nn.init.zeros_(model.bias),
+        ):
+            change()
+            with pytest.raises(CheckpointExistsError):
+                manager.save(2, state)
+    with Manager(tmp_path, group=Alone()) as manager:
+        assert manager.resume(state) is not None
+        manager.save(2, state)
+    assert names(tmp_path) == ["0002"]
+
+
+def test_a_closed_manager_refuses_calls(tmp_path: Path) -> None:
+    with Manager(tmp_path, every=1, group=Alone()) as manager:
+        manager.step(1, state_of(1))
+    manager.close()
+    for call in (
+        lambda: manager.step(2, state_of(2)),
+        lambda: manager.save(2, state_of(2)),
+        lambda: manager.resume(state_of(2)),
+        manager.wait,
+    ):
+        with pytest.raises(StateError, match="this manager was closed; make a new one"):
+            call()
+
+
+def test_a_manager_takes_over_from_one_that_was_abandoned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    policies: list[SavePolicy] = [EverySteps(1), OnSignals((signal.SIGUSR1,))]
+    older = Manager(tmp_path, every=policies, group=Alone())
+    older.step(1, state_of(1))
+    with Manager(tmp_path, every=1, group=Alone()) as manager:
+        assert "was not closed; it is closed now" in caplog.text
+        assert signal.getsignal(signal.SIGUSR1) == before
+        with pytest.raises(StateError, match="replaced by a later Manager"):
+            older.step(2, state_of(2))
+        resumed = manager.resume(state_of(0))
+        assert resumed is not None
+        assert resumed.step == 1
+        manager.step(2, state_of(2))
+    assert names(tmp_path) == ["0001", "0002"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"every": "5"}, "every= must be a number of steps, a policy or a list of policies, not"),
+        ({"every": ["5"]}, "every= must be"),
+        ({"every": 2.5}, "every= must be"),
+        ({"every": True}, "every= must be"),
+        ({"keep": "3"}, "keep= must be a number of checkpoints"),
+        ({"background": "false"}, "background= must be True or False, not the text 'false'"),
+        ({"save_at_end": 0}, "save_at_end= must be True or False"),
+        ({"deadline": "60"}, "deadline= must be a number of seconds"),
+        ({"arena_bytes": "1e9"}, "arena_bytes= must be a whole number"),
+        ({"memory_every": "2"}, "memory_every= must be a whole number, 1 or more"),
+    ],
+)
+def test_options_of_a_wrong_type_are_errors_at_once(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(OptionError, match=problem):
+        Manager(tmp_path, group=Alone(), **options)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    train(tmp_path, 2, keep=np.int64(1))
+    assert names(tmp_path) == ["0002"]
 
 
 def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
@@ -462,7 +596,7 @@ def test_what_cannot_be_read_or_written_is_said_once_and_ends_nothing(
     first, second = warnings
     assert first.startswith(f"cannot write {tmp_path / 'gone' / 'beat'}")
     assert second.startswith(f"{ask} asks for 'quit'")
-    assert names(tmp_path / "run") == ["0003"]
+    assert names(tmp_path / "run") == ["0003", "0004"]
 
 
 def test_a_rank_that_cannot_save_tells_the_others(tmp_path: Path) -> None:

@@ -6,9 +6,14 @@ save a path as the state.
 
 from __future__ import annotations
 
+import operator
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 
-from remesh.errors import StateError
+import numpy as np
+
+from remesh.errors import OptionError, StateError
 from remesh.formats import Source
 from remesh.storage import Storage
 
@@ -35,3 +40,60 @@ def check_order(call: str, state: object, path: object) -> None:
             f"a {type(state).__name__}, which names a place, and the second a "
             f"{type(path).__name__}, which does not."
         )
+
+
+def check_flag(call: str, name: str, value: object) -> None:
+    """Refuse anything but True and False, such as the text "false" of a configuration file.
+
+    Raises:
+        OptionError: If it is something else.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise OptionError(f"{call}: {name}= must be True or False, not {shown(value)}.")
+
+
+def check_choice(call: str, name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse anything but one of some words.
+
+    Raises:
+        OptionError: If it is something else.
+    """
+    if value not in choices:
+        known = " or ".join(repr(choice) for choice in choices)
+        raise OptionError(f"{call}: {name}= must be {known}, not {shown(value)}.")
+
+
+def check_count(call: str, name: str, value: object, least: int) -> int:
+    """A whole number that is not too small.
+
+    Raises:
+        OptionError: If it is too small, or something else.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            count = operator.index(value)  # type: ignore[arg-type]
+            if count >= least:
+                return count
+    raise OptionError(
+        f"{call}: {name}= must be a whole number, {least} or more, not {shown(value)}."
+    )
+
+
+def check_seconds(call: str, name: str, value: object) -> None:
+    """Refuse anything but a positive number.
+
+    Raises:
+        OptionError: If it is something else.
+    """
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not value > 0:  # type: ignore[operator]
+        raise OptionError(
+            f"{call}: {name}= must be a number of seconds, more than 0, not {shown(value)}."
+        )
+
+
+def shown(value: object) -> str:
+    """A value with its type, for messages."""
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    return f"{str(value)[:40]} ({type(value).__name__})"

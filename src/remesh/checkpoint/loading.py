@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from remesh.catalog import explained_absence
-from remesh.checkpoint.arguments import check_order
+from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
 from remesh.checkpoint.comparing import RankReads, differences
 from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
@@ -135,6 +135,9 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         ExchangeError: If a rank died, or reading took longer than `timeout`.
     """
     check_order("load", state, path)
+    check_choice("load", "missing", missing, ("error", "keep"))
+    check_choice("load", "unexpected", unexpected, ("ignore", "error"))
+    check_flag("load", "cast", cast)
     check_policies(resize or {})
     started = time.monotonic()
     exchange = exchange_of(group)

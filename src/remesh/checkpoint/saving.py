@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from remesh.checkpoint.arguments import check_order
+from remesh.checkpoint.arguments import check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
@@ -108,9 +108,12 @@ def options_of(
     """What the caller of a save asked for.
 
     Raises:
+        OptionError: If an option has a wrong type.
         StateError: If there is no such choice of buffers, the format cannot be written, or it has
             no place for the metadata or no such option.
     """
+    check_flag("save", "overwrite", overwrite)
+    check_flag("save", "verify_replicas", verify_replicas)
     writer = writer_of(format)
     unknown = sorted({*(format_options or ())} - {*writer.options})
     if unknown:

@@ -58,13 +58,14 @@ class LocalStorage:
     """Files below a directory; safe to use from several threads.
 
     Args:
-        root: The directory. It is made when the first file is written.
+        root: The directory; `~` is the user's home. It is made when the first file is written.
         direct_io: Whether to pass by the page cache where the file system can. False suits files
             that several processes of one machine read at the same time.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
-        self._root = Path(os.path.abspath(root))  # resolve() would follow links
+        # resolve() would follow links.
+        self._root = Path(os.path.abspath(os.path.expanduser(root)))
         self._direct = direct_io
         self._lock = threading.Lock()
         self._unsynced: set[Path] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import MutableMapping
 
-from remesh.checkpoint.arguments import is_place
+from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, is_place
 from remesh.errors import StateError
 
 
@@ -48,3 +48,23 @@ def _is_integer(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_options(
+    background: object,
+    save_at_end: object,
+    verify_replicas: object,
+    deadline: object,
+    arena_bytes: object,
+) -> None:
+    """Refuse options of a manager that have a wrong type, as from a configuration file.
+
+    Raises:
+        OptionError: If one has.
+    """
+    check_flag("Manager", "background", background)
+    check_flag("Manager", "save_at_end", save_at_end)
+    check_flag("Manager", "verify_replicas", verify_replicas)
+    check_seconds("Manager", "deadline", deadline)
+    if arena_bytes is not None:
+        check_count("Manager", "arena_bytes", arena_bytes, 1)

@@ -1,10 +1,9 @@
 """`Manager`: when to save, what to keep, and how to resume as the same run.
 
 It wires together what lies beside it and below: policies decide (`policies`, `retention`), the
-catalog lists, marks and removes (`catalog`), random numbers are kept by role (`rng`), signals and
-requests are heard and heartbeats written (`watch`), and the engine saves and loads
-(`remesh.checkpoint`). One commit holds everything: the user's state, the random numbers as tensors
-under `manager.rng`, and a `ManagerNote` in the record's metadata.
+catalog lists, marks and removes (`catalog`), the recorder adds random numbers and a note
+(`recording`), signals and requests are received and heartbeats written (`watch`), and the engine
+saves and loads (`remesh.checkpoint`). One commit holds everything.
 
 What is collective. `resume`, `step`, `save`, `wait` and `close` are called by every rank. Whether
 the step itself asks for a save, each rank knows alone. What one rank may know first (rank 0's
@@ -30,7 +29,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from concurrent.futures import wait
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -39,23 +38,23 @@ import msgspec
 
 from remesh import catalog
 from remesh.background import SaveHandle, Saver
-from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
+from remesh.catalog import CheckpointInfo, ManagerNote
 from remesh.checkpoint import Buffers
 from remesh.checkpoint.local import exchange_of
-from remesh.errors import StateError
+from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
-from remesh.exchange import run_on_all, run_on_one
+from remesh.exchange import run_on_all
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
-from remesh.training import policies, resuming, retention, rng
-from remesh.training.arguments import check_state, check_step
-from remesh.training.memory import Memory, open_live_memory, open_memory
+from remesh.training import last_step, policies, resuming, retention, rng
+from remesh.training.arguments import check_options, check_state, check_step
+from remesh.training.last_step import LastStep, fingerprint, parameter_versions
+from remesh.training.memory import open_live_memory, open_memory
 from remesh.training.policies import Note, SavePolicy
-from remesh.training.provenance import digest_of, new_run, provenance
+from remesh.training.recording import Recorder
 from remesh.training.resuming import Resumed, Source
 from remesh.training.retention import KeepPolicy, RetentionDecision
 from remesh.training.rng import Randomness
-from remesh.training.trackers import runs_of
 from remesh.training.watch import Watch
 from remesh.training_job import TrainingJob
 from remesh.transform import Program, Transform, as_transform
@@ -71,8 +70,10 @@ _LOGGER = logging.getLogger("remesh")
 class Manager:
     """Saves a job's state as policies say, keeps what they say, and resumes. Collective.
 
-    Use it as a context manager: leaving the block waits for the last save. If the process ends
-    without that, a save in flight is given up.
+    Use it as a context manager: leaving the block saves the last step and waits for that save. An
+    exception that leaves the block, or a process that ends without `close`, gives up a save in
+    flight. A manager for the root of another one that was not closed, as happens in notebooks,
+    closes that one.
 
     Args:
         root: Directory or URL of the run's checkpoints; each gets a directory `step_<step>` there.
@@ -85,6 +86,8 @@ class Manager:
             resumes after a crash of processes; None for none. It needs `remesh run`, and as much
             memory as two copies of what the ranks of a node save.
         memory_replicas: On how many further nodes each snapshot lies; each needs as much memory.
+        save_at_end: Whether `close`, or the end of the block, saves the step of the last call of
+            `step`, if `every` has not saved it and the state has not changed since.
         background: Write beside the training. Otherwise a save returns when it is durable.
         group: See `remesh.save`.
         arena_bytes: See `remesh.Saver`.
@@ -95,14 +98,23 @@ class Manager:
             from the memory of the processes that go on, if they hold all of it.
         on_event: See `remesh.save`. Also called from background threads.
 
-    Attributes:
-        trackers: Name → experiment tracker, whose run id is saved. On rank 0, or the same on all;
-            to be filled by the user.
-
     Raises:
+        OptionError: If an option has a wrong type, such as the text "1000" for `every`.
         StateError: If ranks disagree about the roles of their random numbers.
         ValueError: If signals are to be handled and this is not the main thread.
     """
+
+    # What changes from step to step.
+    _handle: SaveHandle | None = None
+    _saving_step: int | None = None
+    _saved_step: int | None = None
+    _saved_state = ""  # fingerprint of the state of `_saving_step` or `_saved_step`
+    _last: LastStep | None = None  # if no save of it was begun
+    _retention_error: Exception | None = None
+    _last_look: int | None = None
+    _next_look: int | None = None
+    _should_stop = False
+    _closed = ""
 
     def __init__(  # noqa: PLR0913 - the options of a job's saves, each of which stands for itself
         self,
@@ -114,6 +126,7 @@ class Manager:
         config: object = None,
         memory_every: int | None = None,
         memory_replicas: int = 0,
+        save_at_end: bool = True,
         background: bool = True,
         group: Any = None,
         arena_bytes: int | None = None,
@@ -123,12 +136,13 @@ class Manager:
         job: TrainingJob | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
+        check_options(background, save_at_end, verify_replicas, deadline, arena_bytes)
         self._root, self._storage = root, open_storage(root)
         self._every, self._keep = policies.save_policies(every), retention.keep_policies(keep)
         self._randomness = randomness or Randomness()
-        self._config_digest = "" if config is None else digest_of(config)
         self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
+        last_step.take_charge(self, self._storage.url, self._exchange)
         self._saver = Saver(
             group=self._exchange,
             arena_bytes=arena_bytes,
@@ -139,19 +153,11 @@ class Manager:
             on_event=self._hear,
         )
         self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
-        self._run = run_on_one(self._exchange, lambda: new_run().encode()).decode()
-        self._saved_trackers: dict[str, TrackerRun] = {}
-        self.trackers: dict[str, object] = {}
+        self._recorder = Recorder(self._exchange, self._randomness, self._roles, config)
         # Steps of this run that are there and of no use: a save there takes their place.
         self._superseded: frozenset[int] = frozenset()
-        self._handle: SaveHandle | None = None
-        self._saving_step: int | None = None
-        self._saved_step: int | None = None
-        self._retention_error: Exception | None = None
+        self._saves_at_end = save_at_end
         self._last_save = time.monotonic()
-        self._last_look: int | None = None
-        self._next_look: int | None = None
-        self._parent, self._should_stop = "", False
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._live = open_live_memory(job, self._exchange, buffers, self._watch)
@@ -170,7 +176,12 @@ class Manager:
     @property
     def run(self) -> str:
         """Names this run; the same after it is resumed."""
-        return self._run
+        return self._recorder.run
+
+    @property
+    def trackers(self) -> dict[str, object]:
+        """Name → experiment tracker, whose run id is saved. Fill it on rank 0, or on all ranks."""
+        return self._recorder.trackers
 
     @property
     def should_stop(self) -> bool:
@@ -196,7 +207,7 @@ class Manager:
 
     def retention_decisions(self) -> list[RetentionDecision]:
         """What retention would do with each checkpoint now; nothing is touched. Not collective."""
-        return retention.decide(self.checkpoints, self._keep, run=self._run, now=time.time())
+        return retention.decide(self.checkpoints, self._keep, run=self.run, now=time.time())
 
     # Saving ---------------------------------------------------------------------------------------
 
@@ -226,8 +237,11 @@ class Manager:
             AgentLostError: If the agent of this process has ended.
             WorldChangedError: If the training function is going to be entered again.
         """
+        self._check_open("step")
         check_step("step", step, state)
-        self._mark(step, state, metrics)
+        if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
+            self._last = LastStep(step, state, metrics, parameter_versions(state))
+        self._recorder.mark(self._live, step, state, metrics)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -237,7 +251,7 @@ class Manager:
             verdict = self._look_around(step)
             reason, stop, hold = reason or verdict.reason, verdict.stop, verdict.hold
         if self._memory is not None and self._memory.is_due(step):
-            self._keep_in_memory(self._memory, step, state, metrics)
+            self._recorder.keep(self._memory, step, state, metrics)
         if reason:
             self._begin(step, state, metrics, None, reason)
             self._watch.answered()
@@ -260,11 +274,15 @@ class Manager:
     ) -> None:
         """Save now, whatever the policies say. Collective.
 
+        A step that this manager has just saved or resumed from is not saved again if the state has
+        not changed; with new `metrics` or `metadata` its checkpoint is replaced.
+
         Args are those of `step`; `metadata` is a JSON object to record beside the state.
 
         Raises:
             RemeshError: As `step`.
         """
+        self._check_open("save")
         check_step("save", step, state)
         self._begin(step, state, metrics, metadata, "asked for")
 
@@ -274,6 +292,7 @@ class Manager:
         Raises:
             RemeshError: Why it failed, on whichever rank.
         """
+        self._check_open("wait")
 
         def end() -> bytes:
             self._end_save()
@@ -299,22 +318,31 @@ class Manager:
         metadata: Mapping[str, object] | None,
         reason: str,
     ) -> None:
+        if self._last is not None and self._last.step == step:
+            self._last = None
         full: dict[str, Any] = {}
         what: dict[str, object] = dict(metadata or {})
+        now: list[str] = []
 
         def prepare() -> bytes:
             self._watch.check_agent()
             self._end_save()
-            return self._describe(step, state, metrics, full, what)
+            now.append(fingerprint(state))
+            return self._recorder.describe(step, state, metrics, full, what)
 
         told = run_on_all(self._exchange, prepare)
         if self._exchange.rank == 0 and self._saving_step is None:
             rng.warn_of_differences(told)
+        [state_now] = now
+        is_same = step == self._saved_step and self._agree(state_now == self._saved_state)
+        if is_same and not metrics and not metadata:
+            _LOGGER.info("step %d is saved already, and the state has not changed", step)
+            return
         if self._exchange.rank == 0:
             _LOGGER.info("saving step %d: %s", step, reason)
         place = catalog.place_of(self._root, catalog.step_name(step))
-        overwrite = step in self._superseded
-        self._saving_step = step
+        overwrite = is_same or step in self._superseded
+        self._saving_step, self._saved_state = step, state_now
         self._last_save = time.monotonic()
         if self._background:
             self._handle = self._saver.save_async(full, place, overwrite=overwrite, metadata=what)
@@ -323,6 +351,10 @@ class Manager:
             self._saved_step = step
             self.wait()
 
+    def _agree(self, holds: bool) -> bool:
+        """Whether something holds on all ranks. Collective."""
+        return all(run_on_all(self._exchange, lambda: b"yes" * holds))
+
     def _warm(self, state: MutableMapping[str, Any]) -> None:
         """Get memory for the first save ready, now that optimizers have their state."""
         self._is_cold = False
@@ -330,68 +362,6 @@ class Manager:
             self._saver.warm(state)
         except StateError as error:
             _LOGGER.debug("the first save will fail: %s", error)  # and tell all ranks
-
-    def _mark(
-        self, step: int, state: MutableMapping[str, Any], metrics: Mapping[str, float] | None
-    ) -> None:
-        """Note that a step is complete in the memory of this process."""
-        if self._live is None:
-            return
-        streams = {name: stream.frozen() for name, stream in self._streams().items()}
-        roles = self._roles
-        self._live.mark(
-            step,
-            state,
-            lambda: self._note(step, metrics or {}, streams),
-            self._parent,
-            lambda: rng.rows_of(streams, roles),
-            roles,
-        )
-
-    def _keep_in_memory(
-        self,
-        memory: Memory,
-        step: int,
-        state: MutableMapping[str, Any],
-        metrics: Mapping[str, float] | None,
-    ) -> None:
-        full: dict[str, Any] = {}
-        what: dict[str, object] = {}
-
-        def describe() -> bytes:
-            return self._describe(step, state, metrics, full, what)
-
-        memory.save(step, full, metadata=what, first=describe)
-
-    def _describe(
-        self,
-        step: int,
-        state: MutableMapping[str, Any],
-        metrics: Mapping[str, float] | None,
-        full: dict[str, Any],
-        metadata: dict[str, object],
-    ) -> bytes:
-        """Fill in what is saved: the state with random numbers, and the note; `rng.summary`."""
-        streams = self._streams()
-        rows = rng.rows_of(streams, self._roles)
-        full.update(resuming.with_rows(state, rows))
-        note = self._note(step, metrics or {}, streams)
-        metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
-        return rng.summary(rows, self._roles)
-
-    def _note(
-        self, step: int, metrics: Mapping[str, float], streams: Mapping[str, rng.Stream]
-    ) -> ManagerNote:
-        """What is recorded with a save."""
-        return ManagerNote(
-            step=step,
-            run=self._run,
-            metrics=catalog.finite(metrics),
-            role_grid=self._roles.grid,
-            streams=tuple(streams),
-            trackers={**self._saved_trackers, **runs_of(self.trackers)},
-            provenance=provenance(self._config_digest, self._parent),
-        )
 
     def _hear(self, event: Event) -> None:
         """Listen to saves: when one is done on rank 0, it is time to tidy up."""
@@ -407,11 +377,7 @@ class Manager:
         """Rank 0, after a commit: forget old failures of this place, remove what is not kept."""
         if self._saving_step in self._superseded:
             catalog.forget_failures(self._storage, catalog.step_name(self._saving_step))
-        if not self._keep:
-            return
-        decisions = self.retention_decisions()
-        for info in retention.remove_unkept(self._storage, decisions, now=time.time()):
-            _LOGGER.info("removed %s: no policy keeps it", info.path)
+        retention.remove_unkept(self._storage, self.retention_decisions(), now=time.time())
 
     # Whether to save ------------------------------------------------------------------------------
 
@@ -426,15 +392,9 @@ class Manager:
             reason, request = self._watch.asked()
             if not reason and self._exchange.rank == 0:
                 reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
-            return msgspec.msgpack.encode(
-                Note(
-                    reason=reason,
-                    stop=request == "save-and-stop",
-                    hold=request == "save-and-hold",
-                    failed=self._has_failed(),
-                    next_look=next_look,
-                )
-            )
+            stop, hold = request == "save-and-stop", request == "save-and-hold"
+            own = Note(reason, stop, hold, failed=self._has_failed(), next_look=next_look)
+            return msgspec.msgpack.encode(own)
 
         replies = run_on_all(self._exchange, note)
         verdict = policies.combine([msgspec.msgpack.decode(data, type=Note) for data in replies])
@@ -478,6 +438,7 @@ class Manager:
             CorruptCheckpointError: If there are checkpoints and none of them can be loaded.
             RemeshError: As `remesh.load`.
         """
+        self._check_open("resume")
         check_state("resume", state)
         rules = as_transform(transform)
         options = {"missing": missing, "cast": cast, "transform": rules, "on_event": self._on_event}
@@ -487,7 +448,7 @@ class Manager:
             resuming.restore,
             self._exchange,
             state=state,
-            streams=self._streams(),
+            streams=self._recorder.streams(),
             roles=self._roles,
             seed=self._randomness.seed,
             options=options,
@@ -502,8 +463,10 @@ class Manager:
         self._superseded = frozenset(
             one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
         )
+        self._saved_state = fingerprint(state)
         self._secure(resumed, sources, state)
-        self._mark(resumed.step, state, resuming.metrics_of(resumed.info))
+        metrics = resuming.metrics_of(resumed.info)
+        self._recorder.mark(self._live, resumed.step, state, metrics)
         return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
@@ -543,42 +506,74 @@ class Manager:
         """Become the run that saved a checkpoint. Collective."""
         info = source.info
         resuming.forget_failures(self._exchange, self._storage, info)
-        self._run = note.run or self._run
         is_live = source.kind == "live"
-        self._parent = source.parent if is_live else f"{info.path}#{info.save_id}"
-        self._saved_trackers = dict(note.trackers)
+        self._recorder.run = note.run or self._recorder.run
+        self._recorder.parent = source.parent if is_live else f"{info.path}#{info.save_id}"
+        self._recorder.saved_trackers = dict(note.trackers)
         self._saved_step = None if is_live else note.step
         self._last_save = time.monotonic()
         if self._exchange.rank == 0:
             seeded = "" if restored.same_random else "; some random numbers were seeded anew"
             _LOGGER.info("resumed from %s%s", info.path, seeded)
-        return Resumed(
-            info,
-            note.step,
-            tuple(passed_over),
-            restored.same_random,
-            note.trackers,
-            restored.report,
-            from_memory=source.kind == "snapshot",
-            live=is_live,
-        )
-
-    def _streams(self) -> dict[str, rng.Stream]:
-        return rng.streams_of(self._randomness.generators, is_alone=self._exchange.world_size == 1)
+        return resuming.resumed_from(source, note, restored, passed_over)
 
     # The end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save in flight and give memory and signals back. Collective.
+        """Save the last step, wait for that, and give memory and signals back. Collective.
 
         Raises:
             RemeshError: Why the last save failed.
         """
+        if self._closed:
+            return
+        try:
+            self._save_last()
+        finally:
+            self._end("was closed")
+            self._saver.close()
+
+    def _end(self, reason: str) -> None:
+        """Give signals back, and let no later call do anything."""
         self._watch.close()
+        self._closed, self._last = reason, None
+        last_step.leave(self)
+
+    def _save_last(self) -> None:
+        """End the save in flight, and save the last step if it is not saved. Collective."""
+        failure: RemeshError | None = None
         try:
             self.wait()
-        finally:
-            self._saver.close()
+        except RemeshError as error:
+            failure = error  # of an older step, if the last one is still to be saved
+        last = self._last
+        if last_step.is_wanted(self._exchange, last, policies.is_periodic(self._every)):
+            assert last is not None
+            self._begin(last.step, last.state, last.metrics, None, "the training has ended")
+            self.wait()
+        if failure is not None:
+            raise failure
+
+    def _check_open(self, call: str) -> None:
+        """Refuse a call after the end.
+
+        Raises:
+            StateError: If the manager is closed.
+        """
+        if self._closed:
+            raise StateError(f"Manager.{call}: this manager {self._closed}; make a new one.")
+
+    def abandon(self, reason: str) -> None:
+        """End without anything collective and without a new save; other ranks may be gone.
+
+        Args:
+            reason: What later calls of this manager say.
+        """
+        if self._handle is not None:
+            # Why it fails is of no interest any more.
+            wait([self._handle], EXIT_SECONDS if self._live is None else REENTRY_SECONDS)
+            self._handle.cancel()
+        self._end(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -591,10 +586,5 @@ class Manager:
     ) -> None:
         if kind is None:
             self.close()
-            return
-        self._watch.close()
-        # Other ranks may be gone: nothing collective, and no long waits.
-        if self._handle is not None:
-            with suppress(Exception):
-                self._handle.result(EXIT_SECONDS if self._live is None else REENTRY_SECONDS)
-            self._handle.cancel()
+        else:
+            self.abandon("was closed by an exception")

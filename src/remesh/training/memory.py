@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from remesh import catalog
 from remesh.catalog import CheckpointInfo
+from remesh.checkpoint.arguments import check_count
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.load_plan import LoadOptions
 from remesh.checkpoint.save_plan import PlanCache
@@ -240,15 +241,12 @@ def open_memory(
         on_event: See `Memory`.
 
     Raises:
-        ValueError: If there is no sense in the numbers.
+        OptionError: If a number is too small or has a wrong type.
     """
     if every is None:
         return None
-    if every < 1 or num_replicas < 0:
-        raise ValueError(
-            f"memory_every={every}, memory_replicas={num_replicas}: give a number of steps, 1 at "
-            "least, and of copies, 0 at least"
-        )
+    check_count("Manager", "memory_every", every, 1)
+    check_count("Manager", "memory_replicas", num_replicas, 0)
     replies = run_on_all(exchange, directory.encode)
     directories = [reply.decode() for reply in replies]
     if not all(directories):

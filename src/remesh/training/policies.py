@@ -14,9 +14,13 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
+
+from remesh.checkpoint.arguments import check_count, check_seconds, shown
+from remesh.errors import OptionError
 
 LOOK_SECONDS = 1.0
 """About how often ranks exchange notes. A signal or a request waits no longer than this, or than
@@ -33,8 +37,7 @@ class EverySteps:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"EverySteps({self.num_steps}): give a number of steps, 1 at least")
+        check_count("EverySteps", "num_steps", self.num_steps, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,7 @@ class EverySeconds:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"EverySeconds({self.seconds}): give a time, more than 0 seconds")
+        check_seconds("EverySeconds", "seconds", self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,29 @@ SavePolicy = EverySteps | EverySeconds | OnSignals | OnRequest
 
 
 def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tuple[SavePolicy, ...]:
-    """What the argument `every` of a manager means; a number is that of steps."""
+    """The policies of the argument `every` of a manager; a number is that of steps.
+
+    Raises:
+        OptionError: If it is something else, such as the text "1000" of a configuration file.
+    """
     match every:
         case None:
             return ()
-        case int():
-            return (EverySteps(every),)
         case EverySteps() | EverySeconds() | OnSignals() | OnRequest():
             return (every,)
-        case _:
+        case list() | tuple() if all(isinstance(each, SavePolicy) for each in every):
             return tuple(every)
+    with suppress(OptionError):
+        return (EverySteps(check_count("Manager", "every", every, 1)),)
+    raise OptionError(
+        "Manager: every= must be a number of steps, a policy or a list of policies, "
+        f"not {shown(every)}."
+    )
+
+
+def is_periodic(policies: Sequence[SavePolicy]) -> bool:
+    """Whether policies save again and again without being asked."""
+    return any(isinstance(policy, EverySteps | EverySeconds) for policy in policies)
 
 
 class Note(msgspec.Struct, frozen=True):

@@ -317,6 +317,22 @@ def _load_rows(
     return True
 
 
+def resumed_from(
+    source: Source, note: ManagerNote, restored: Restored, not_used: Sequence[tuple[str, str]]
+) -> Resumed:
+    """The result of a resume."""
+    return Resumed(
+        source.info,
+        note.step,
+        tuple(not_used),
+        restored.same_random,
+        note.trackers,
+        restored.report,
+        from_memory=source.kind == "snapshot",
+        live=source.kind == "live",
+    )
+
+
 def with_rows(state: Mapping[str, Any], rows: Mapping[str, ShardedTensor]) -> dict[str, Any]:
     """The user's state and the states of random numbers, as they are stored together.
 

@@ -14,14 +14,18 @@ After Orbax's preservation policies.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from remesh import catalog
 from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo
+from remesh.checkpoint.arguments import check_choice, check_count, shown
+from remesh.errors import OptionError
 from remesh.storage import Storage
 
 
@@ -32,8 +36,7 @@ class KeepLast:
     num_checkpoints: int
 
     def __post_init__(self) -> None:
-        if self.num_checkpoints < 1:
-            raise ValueError(f"KeepLast({self.num_checkpoints}): give a number, 1 at least")
+        check_count("KeepLast", "num_checkpoints", self.num_checkpoints, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,7 @@ class KeepEvery:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"KeepEvery({self.num_steps}): give a number of steps, 1 at least")
+        check_count("KeepEvery", "num_steps", self.num_steps, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +64,36 @@ class KeepBest:
     num_checkpoints: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in {"min", "max"} or self.num_checkpoints < 1:
-            raise ValueError(f"{self}: mode is min or max, and num_checkpoints 1 at least")
+        check_choice("KeepBest", "mode", self.mode, ("min", "max"))
+        check_count("KeepBest", "num_checkpoints", self.num_checkpoints, 1)
 
+
+_LOGGER = logging.getLogger("remesh")
 
 KeepPolicy = KeepLast | KeepEvery | KeepBest
 
 
 def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple[KeepPolicy, ...]:
-    """What the argument `keep` of a manager means; a number is that of the last checkpoints.
+    """The policies of the argument `keep` of a manager; a number is that of the last checkpoints.
 
     None and an empty sequence both mean that nothing is ever removed.
+
+    Raises:
+        OptionError: If it is something else, such as the text "3" of a configuration file.
     """
     match keep:
         case None:
             return ()
-        case int():
-            return (KeepLast(keep),)
         case KeepLast() | KeepEvery() | KeepBest():
             return (keep,)
-        case _:
+        case list() | tuple() if all(isinstance(each, KeepPolicy) for each in keep):
             return tuple(keep)
+    with suppress(OptionError):
+        return (KeepLast(check_count("Manager", "keep", keep, 1)),)
+    raise OptionError(
+        "Manager: keep= must be a number of checkpoints, a policy or a list of policies, "
+        f"not {shown(keep)}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +161,10 @@ def remove_unkept(
         StorageError: If the storage fails.
     """
     infos = [decision.info for decision in decisions if not decision.is_kept]
-    return [info for info in infos if catalog.remove(storage, info.name, now=now)]
+    removed = [info for info in infos if catalog.remove(storage, info.name, now=now)]
+    for info in removed:
+        _LOGGER.info("removed %s: no policy keeps it", info.path)
+    return removed
 
 
 def _protections(info: CheckpointInfo, run: str, now: float) -> list[str]:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from os.path import expanduser
 from types import FrameType
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class Watch:
     ) -> None:
         self._agent = AgentLock(agent_dir)
         # Request files, and what to call each.
-        files = [policy.file for policy in every if isinstance(policy, OnRequest)]
+        files = [expanduser(policy.file) for policy in every if isinstance(policy, OnRequest)]
         self._sources = {file: f"request in {file}" for file in files}
         if heartbeat_file:
             self._sources[str(request_file(heartbeat_file))] = "request of the agent"

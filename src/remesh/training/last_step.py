@@ -1,0 +1,151 @@
+"""The last step of a training: whether its state is still the same, and which manager is in charge.
+
+Whether a state has changed is seen from the versions of its tensors, which torch counts at each
+change in place, and from its plain values. This costs no copy and reads no tensor. Arrays of numpy
+have no version: they are compared by a digest.
+
+In one process one manager at a time saves to a root. In a notebook, a cell that is run again or
+interrupted leaves a manager that was never closed; the next manager of that root closes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from remesh.exchange import Exchange, run_on_all
+from remesh.integrity import hex_digest
+from remesh.sharded import ShardedTensor
+
+if TYPE_CHECKING:
+    from remesh.training.manager import Manager
+
+_LOGGER = logging.getLogger("remesh")
+
+_Place = tuple[str, int, int]
+_OPEN: weakref.WeakValueDictionary[_Place, Manager] = weakref.WeakValueDictionary()
+"""The managers of this process that are not closed, by root, rank and number of ranks."""
+
+
+def take_charge(manager: Manager, url: str, exchange: Exchange) -> None:
+    """Close an older manager of this root that was abandoned. Not collective."""
+    place = url, exchange.rank, exchange.world_size
+    older = _OPEN.get(place)
+    if older is not None:
+        _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", url)
+        older.abandon("was replaced by a later Manager of the same root")
+    _OPEN[place] = manager
+
+
+def leave(manager: Manager) -> None:
+    """Forget a manager that is closed."""
+    for place, other in [*_OPEN.items()]:
+        if other is manager:
+            del _OPEN[place]
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What the last call of `Manager.step` was given.
+
+    Attributes:
+        step: The step.
+        state: The user's state.
+        metrics: Its metrics.
+        versions: `parameter_versions` of the state at that moment.
+    """
+
+    step: int
+    state: MutableMapping[str, Any]
+    metrics: Mapping[str, float] | None
+    versions: tuple[int, ...]
+
+    def is_unchanged(self) -> bool:
+        """Whether no optimizer or load has changed the state since."""
+        return parameter_versions(self.state) == self.versions
+
+
+def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> bool:
+    """Whether the last step is to be saved at the end. Collective.
+
+    Args:
+        exchange: The ranks.
+        last: The last step of this rank; None if a save of it was begun.
+        is_periodic: Whether the policies of this rank save again and again.
+    """
+
+    def look() -> bytes:
+        if last is None:
+            return b""
+        return f"{last.step} {int(is_periodic)} {int(last.is_unchanged())}".encode()
+
+    replies = [reply.decode().split() for reply in run_on_all(exchange, look)]
+    if not all(replies) or not any(periodic == "1" for _, periodic, _ in replies):
+        return False
+    if all(unchanged == "1" for _, _, unchanged in replies):
+        return len({step for step, _, _ in replies}) == 1
+    if exchange.rank == 0:
+        _LOGGER.warning(
+            "step %s is not saved at the end: the state has changed since. Call Manager.step after "
+            "each step",
+            replies[0][0],
+        )
+    return False
+
+
+def parameter_versions(state: Any) -> tuple[int, ...]:
+    """The version of one parameter of each module and optimizer at the top of a state.
+
+    Every step of an optimizer and every load changes them, and looking is cheap.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    found = []
+    for value in state.values():
+        if isinstance(value, torch.nn.Module):
+            first = next(value.parameters(), None)
+        elif isinstance(value, torch.optim.Optimizer):
+            first = next((p for group in value.param_groups for p in group["params"]), None)
+        else:
+            first = value if isinstance(value, torch.Tensor) else None
+        if first is not None:
+            found.append(int(first._version))  # noqa: SLF001 - torch has no public name for it
+    return tuple(found)
+
+
+def fingerprint(state: Any) -> str:
+    """A text that changes when any tensor, array or plain value of a state changes."""
+    return hex_digest("\n".join(_facts(state, "")).encode(errors="surrogatepass"))
+
+
+def _facts(value: Any, name: str) -> Iterator[str]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        yield f"{name} {id(value)} {value._version}"  # noqa: SLF001 - torch has no public name
+    elif torch is not None and isinstance(value, torch.Generator):
+        yield f"{name} {hex_digest(value.get_state().numpy().tobytes())}"
+    elif torch is not None and isinstance(value, torch.nn.Module):
+        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield from _facts(tensor, f"{name}.{key}")
+    elif isinstance(value, np.ndarray):
+        yield f"{name} {value.shape} {hex_digest(np.ascontiguousarray(value).tobytes())}"
+    elif isinstance(value, ShardedTensor):
+        for number, part in enumerate(value.parts):
+            yield from _facts(part.data, f"{name}.{number}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _facts(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _facts(item, f"{name}.{number}")
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        yield from _facts(value.state_dict(), name)
+    else:
+        yield f"{name} {value!r}"
