@@ -31,8 +31,6 @@ from remesh.storage import Storage
 NAME = "safetensors"
 SUFFIX = ".safetensors"
 LOOKS_FOR = "a file *.safetensors, or a folder with such files"
-SHARDED_FOLDER = "sharded"
-"""Where DCP's Hugging Face writer leaves the parts that it has joined."""
 HEAD_BYTES = 1 << 16
 """Bytes of a file that are read at first; most headers are shorter."""
 

@@ -78,11 +78,6 @@ class Stager:
         """Whether the arena can hold the whole file."""
         return self._arena.budget >= self._layout.num_chunks * CHUNK_SIZE
 
-    @property
-    def finds_room(self) -> bool:
-        """Whether the arena can hold the whole file right now, in memory that was touched."""
-        return self._arena.num_ready_bytes >= self._layout.num_chunks * CHUNK_SIZE
-
     def cancel(self) -> None:
         """Let `stage` end soon."""
         self._stop.set()
