@@ -14,7 +14,6 @@ from remesh.heartbeat import (
     Heartbeat,
     clear_request,
     read_heartbeat,
-    read_request,
     read_request_file,
     request,
     write_heartbeat,
@@ -58,15 +57,15 @@ def test_readers_never_see_a_half(tmp_path: Path) -> None:
 
 def test_a_request_is_put_replaced_and_cleared(tmp_path: Path) -> None:
     file = tmp_path / "beat"
-    assert read_request(file) is None
+    assert read_request_file(request_file(file)) is None
     request(file, "save")
-    assert read_request(file) == "save"
+    assert read_request_file(request_file(file)) == "save"
     request(file, "save-and-stop")
-    assert read_request(file) == "save-and-stop"
+    assert read_request_file(request_file(file)) == "save-and-stop"
     assert (tmp_path / "beat.request").read_text() == "save-and-stop"
     clear_request(file)
     clear_request(file)
-    assert read_request(file) is None
+    assert read_request_file(request_file(file)) is None
     assert list(tmp_path.iterdir()) == []
 
 

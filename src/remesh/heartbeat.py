@@ -119,18 +119,6 @@ def request_file(path: StrPath) -> Path:
     return Path(f"{os.fspath(path)}.request")
 
 
-def read_request(path: StrPath) -> Request | Literal[""] | None:
-    """What was asked of the process that writes a heartbeat, or None.
-
-    Args:
-        path: The heartbeat file.
-
-    Raises:
-        StorageError: If the request is there and cannot be read, or is not one.
-    """
-    return read_request_file(request_file(path))
-
-
 def clear_request(path: StrPath) -> None:
     """Remove the request to the process that writes a heartbeat, if there is one.
 
