@@ -16,6 +16,7 @@ from remesh.heartbeat import (
     read_heartbeat,
     read_request_file,
     request,
+    request_file,
     write_heartbeat,
 )
 

@@ -22,8 +22,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import remesh
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError, StateError, UnsupportedValueError
+from remesh.storage import MemoryStorage
 from remesh.values import UnresolvedValue, decode, encode, encode_object, is_plain
 
 
@@ -307,6 +309,23 @@ def test_the_error_names_path_and_type(value: object) -> None:
     assert f"{kind.__module__}.{kind.__qualname__}" in message
     assert "state_dict()" in message
     assert isinstance(caught.value, StateError)
+
+
+@pytest.mark.parametrize("key", [10**5000, (10**5000,), frozenset({10**5000})], ids=type)
+def test_keys_of_more_digits_than_python_prints(key: Any) -> None:
+    state: dict[str, Any] = {"a": {key: 1}}
+    assert decode(encode(state)) == state
+    storage = MemoryStorage()
+    remesh.save(state, storage)
+    assert remesh.load({"a": None}, storage) == state
+    with pytest.raises(UnsupportedValueError, match=r"a value of type torch\.Tensor"):
+        encode({key: torch.zeros(1)})
+
+
+def test_keys_that_torch_cannot_print() -> None:
+    key = torch.zeros(3, dtype=torch.uint8).view(torch.bits8)
+    with pytest.raises(UnsupportedValueError, match=r"x\.a, key <torch.bits8 \(3,\)>: a value of"):
+        encode({"a": {key: 1}}, "x")
 
 
 def test_an_unsupported_key_is_named() -> None:

@@ -6,6 +6,7 @@ Fields that are empty are left out, long ones are counted, arrays are shown by t
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Collection
 from typing import Any
 
@@ -49,6 +50,37 @@ def _shown(value: Any) -> str:
         if len(text) <= MAX_FIELD and "\n" not in text:
             return text
     return f"<{len(value)} entries>" if is_collection else f"<{type(value).__name__}>"
+
+
+class _Short(reprlib.Repr):
+    """`repr` of what a file or a caller gave, in time and length that it cannot choose.
+
+    It goes a few levels deep, for a list may hold one thing twice, which holds another twice, and
+    so on. Arrays are not printed: torch imports modules for that, and cannot do it for elements of
+    some types.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxtuple, self.maxlist, self.maxstring = 2, 16, 16, MAX_FIELD
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:  # thousands of digits
+            return f"<int of {value.bit_length()} bits>"
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        return _shown(value) if _is_array(value) else super().repr_instance(value, level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """A value for a message, whatever it is, cut where it gets long."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= MAX_FIELD else f"{text[: MAX_FIELD - 3]}..."
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -180,10 +180,13 @@ TENSOR_RECORD = "__tensor_flatten__"
 MAX_PATH = 400
 """Keys on the way to a leaf that a stored state may have; one that is saved has a hundred."""
 _MAX_DEPTH = 100
+_INT64 = range(-(2**63), 2**63)
 
 
 def _is_path_key(key: object) -> bool:
-    return isinstance(key, str | int) and not isinstance(key, bool)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key in _INT64
+    return isinstance(key, str)
 
 
 def name_of(path: Path) -> str:

@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from remesh._repr import shown
 from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, UnsupportedValueError
 
@@ -216,12 +217,16 @@ def _encode_int(value: object, _where: str) -> object:
     return value if value in _INT64 else _tagged("int", hex(value))
 
 
+def _label(key: object) -> str:
+    return key[:80] if type(key) is str else shown(key)
+
+
 def _encode_mapping(value: object, where: str) -> object:
     assert isinstance(value, Mapping)
     if all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [
-        [_encode(key, f"{where}, key {key!r:.80}"), _encode(item, f"{where}.{key!s:.80}")]
+        [_encode(key, f"{where}, key {shown(key)}"), _encode(item, f"{where}.{_label(key)}")]
         for key, item in value.items()
     ]
     return _tagged("dict", pairs)

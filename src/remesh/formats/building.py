@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from remesh import values
+from remesh._repr import shown
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
     CheckpointNotFoundError,
@@ -27,7 +28,7 @@ from remesh.errors import (
     UnsupportedValueError,
 )
 from remesh.formats.archive import Archive, is_row_major, row_major_pieces
-from remesh.formats.checks import check_name, check_path, check_shape, damaged, shown
+from remesh.formats.checks import check_name, check_path, check_shape, damaged
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor

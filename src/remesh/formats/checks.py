@@ -8,21 +8,17 @@ the file and what is wrong in it.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from remesh._repr import shown
 from remesh.errors import CorruptCheckpointError, FormatVersionError
 from remesh.geometry import MAX_DIMS, MAX_ELEMENTS
 from remesh.state import MAX_PATH, Path
 
 T = TypeVar("T")
-
-# Not repr(): what holds one thing twice, which holds another twice, and so on, has no end of it.
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxstring = 2, 16, 16, 60
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what was asked for."""
@@ -108,12 +104,3 @@ def check_path(value: object, where: str) -> Path:
                 check_name(key, where)
         return tuple(value)
     raise damaged(where, f"{shown(value)} is not a path in a state")
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut where it gets long."""
-    try:
-        text = _SHORT.repr(value)
-    except ValueError:  # thousands of digits
-        text = type(value).__qualname__
-    return text if len(text) <= 60 else f"{text[:57]}..."

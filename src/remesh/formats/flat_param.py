@@ -25,11 +25,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from remesh._repr import shown
 from remesh.dtypes import BY_NAME
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, Listing
-from remesh.formats.checks import check_name, damaged, decode_json, integers, shown
+from remesh.formats.checks import check_name, damaged, decode_json, integers
 from remesh.formats.contents import Contents
 from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.safetensors import StoredArray, read_arrays

@@ -32,6 +32,7 @@ from typing import TypeVar
 import msgspec
 
 from remesh import values
+from remesh._repr import shown
 from remesh.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -289,8 +290,7 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
 
 
 def _shown(raw: msgspec.Raw) -> str:
-    text = repr(values.decode(bytes(raw)))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shown(values.decode(bytes(raw)))
 
 
 # ---------------------------------------------------------------------------------------------

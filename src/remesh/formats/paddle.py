@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from remesh._repr import shown
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
@@ -37,7 +38,7 @@ from remesh.errors import (
 )
 from remesh.formats import restricted_pickle
 from remesh.formats.building import IndexBuilder, Listing, file_size
-from remesh.formats.checks import check_name, check_path, damaged, integers, shown
+from remesh.formats.checks import check_name, check_path, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_values import numbers, numpy_dtype

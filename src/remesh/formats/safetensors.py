@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import msgspec
 
 from remesh import safetensors_file
+from remesh._repr import shown
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
 from remesh.formats.building import IndexBuilder, Listing, file_size, read_ranges
-from remesh.formats.checks import MALFORMED, check_shape, damaged, integers, shown
+from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.geometry import Box
 from remesh.safetensors_file import HeaderEntry

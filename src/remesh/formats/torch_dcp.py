@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remesh import safetensors_file
+from remesh._repr import shown
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
     CorruptCheckpointError,
@@ -55,7 +56,7 @@ from remesh.formats.building import (
     read_ranges,
     refused,
 )
-from remesh.formats.checks import check_name, check_path, damaged, integers, shown
+from remesh.formats.checks import check_name, check_path, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Name, Record
 from remesh.formats.pickle_values import ArchivedTensor
