@@ -63,7 +63,7 @@ def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
     return encode_local_boxes(boxes, np.full(len(boxes), int(Role.EQUAL), dtype=np.int64))
 
 
-def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[Part]:
+def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[list[Part]]:
     """What ranks would say of their files."""
     parts = []
     num_bytes = plan.boxes.num_bytes
@@ -73,7 +73,7 @@ def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[Part]:
         size = int(ends[-1])
         digests = np.zeros((-(-size // BLOCK_SIZE), 2), dtype=np.uint64)
         path = native.data_path("0" * 12, rank)
-        parts.append(Part(path, size, positions.tobytes(), digests.tobytes()))
+        parts.append([Part(path, size, positions.tobytes(), digests.tobytes())])
     return parts
 
 

@@ -18,7 +18,7 @@ import torch
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.formats import native, native_writer
-from remesh.formats.framing import part_of
+from remesh.formats.framing import Part, part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
 from remesh.geometry import Box
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
@@ -53,7 +53,8 @@ def write(
     table = TensorTable.of(tensors)
     rows = sorted(row for held in ranks for row in held)
     boxes = BoxTable.of(table, rows)
-    files, parts, assignments = [], [], []
+    files, assignments = [], []
+    parts: list[list[Part]] = []
     for rank, held in enumerate(ranks):
         numbers = np.array([rows.index(row) for row in held], dtype=np.int64)
         order = np.argsort(-table.itemsizes[boxes.tensor[numbers]], kind="stable")
@@ -67,11 +68,12 @@ def write(
         assert len(content) == num_bytes
         assignments.append(numbers)
         if not held:
-            parts.append(native_writer.NO_PART)
+            parts.append([])
             continue
         files.append(bytes(content))
         digests = block_digests(np.frombuffer(content, np.uint8))
-        parts.append(part_of(native.data_path("id", rank), num_bytes, positions, digests))
+        path = native.data_path("id", rank)
+        parts.append([part_of(path, num_bytes, positions, digests)])
     return Written(files, native_writer.build_index(boxes, assignments, parts, {}))
 
 

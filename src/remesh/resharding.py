@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from remesh._repr import short_repr
 from remesh.checkpoint.buffers import Buffers
@@ -34,12 +33,11 @@ from remesh.checkpoint.local import LocalTensors, exchange_of
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored import StoredState
-from remesh.checkpoint.stream_layout import parts_of
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.framing import Part
-from remesh.formats.native_writer import NO_PART, build_index
+from remesh.formats.native_writer import build_index
 from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import MemoryTransfer, plan_between_memories
@@ -293,15 +291,13 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
     """What lies in which imaginary file; what is not a tensor; which rank has each file."""
 
     def say() -> bytes:
-        stream = mine.stream
-        parts = parts_of(stream.files, stream.positions, np.zeros((0, 2), np.uint64))
-        return msgspec.msgpack.encode(parts[0] if parts else NO_PART)
+        return msgspec.msgpack.encode(mine.stream.parts)
 
     def unite(replies: list[bytes]) -> list[bytes]:
         save = mine.on_rank_0
-        parts = [msgspec.msgpack.decode(reply, type=Part) for reply in replies]
+        parts = [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]
         index = build_index(save.boxes, save.assignments, parts, save.document.aliases)
-        owners = [rank for rank, part in enumerate(parts) if part.path]
+        owners = [rank for rank, own in enumerate(parts) for _ in own]
         live = Index(index.boxes, index.file, index.position, index.files, index.aliases)
         message = (live.encode(), save.document.encode(), owners)
         return [msgspec.msgpack.encode(message)] * exchange.world_size

@@ -93,6 +93,8 @@ class TensorEntry:
         alias_key: Equal for leaves that are the same memory (tied weights); None if it has none.
         is_buffer: Whether it is a buffer of a module, such as a running statistic, that no
             description or placement divides among ranks.
+        is_frozen: Whether it is a parameter that training does not change. That is a guess at what
+            a save will find unchanged, and nothing depends on it but where it is written.
     """
 
     name: str
@@ -103,6 +105,7 @@ class TensorEntry:
     resize: str | None = None
     alias_key: object = None
     is_buffer: bool = False
+    is_frozen: bool = False
     follows: str | None = None
 
 

@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 
 import remesh
+from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
 from remesh.sharded import ShardedTensor
 
@@ -112,13 +114,17 @@ def whole_state(step: int) -> dict[str, Any]:
         "moment": dice.random((num_rows, 3)),
         "mask": dice.random((24, 5)) < 0.5,
         "replicated": dice.integers(0, 1 << 40, 50),
+        "frozen.weight": np.full((33, 5), (step - 1) // MAX_STEPS, np.float32),
         "step": step,
     }
 
 
 def part_of_state(step: int, rank: int, world_size: int) -> dict[str, Any]:
-    """A rank's rows of it."""
+    """A rank's rows of it, and a module that is not trained, whose file saves keep."""
     state = whole_state(step)
+    frozen = torch.from_numpy(state.pop("frozen.weight"))
+    state["frozen"] = torch.nn.Linear(5, 33, bias=False)
+    state["frozen"].weight = torch.nn.Parameter(frozen, requires_grad=False)
     for name in ("weight", "moment", "mask"):
         whole = state[name]
         first, last = (n * len(whole) // world_size for n in (rank, rank + 1))
@@ -165,6 +171,7 @@ def save_until_killed(exchange: Exchange, launch: Launch) -> None:
             _announce(launch.announced, step)
         fate.end(exchange)
         return
+    unchanged.MIN_BYTES = 1
     saver = remesh.Saver(group=exchange, writer=launch.way, deadline=DEADLINE, at_exit="abort")
     if saver.writer_process_id is not None:
         _announce(launch.process_ids, saver.writer_process_id)

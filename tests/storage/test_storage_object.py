@@ -15,16 +15,19 @@ from typing import Any
 import numpy as np
 import obstore
 import pytest
+import torch
 from click.testing import CliRunner
 from obstore.store import MemoryStore, S3Store
 
 import remesh
+from remesh.checkpoint import unchanged
 from remesh.cli import cli
 from remesh.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
 )
+from remesh.events import Event
 from remesh.storage import Buffer, Storage, open_storage
 from remesh.storage.object_store import ObjectStorage
 from remesh.storage.parts import Parts
@@ -284,6 +287,32 @@ class TestCheckpoints:
         assert checkpoint.read_array("table", box).tolist() == [[32, 33, 34], [42, 43, 44]]
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)
+
+    def test_the_server_copies_what_did_not_change(
+        self, root: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(unchanged, "MIN_BYTES", 1)
+        frozen = torch.nn.Linear(300, 400).requires_grad_(requires_grad=False)
+        state: dict[str, Any] = {"base": frozen, "adapter": np.zeros(100)}
+        kept: list[int] = []
+
+        def hear(event: Event) -> None:
+            if event.point == "save.kept":
+                kept.append(event.num_bytes)
+
+        with remesh.Saver(on_event=hear) as saver:
+            for number in range(3):
+                state["adapter"] += 1
+                saver.save(state, f"{root}/{number}")
+                if number:
+                    before = open_storage(f"{root}/{number - 1}")
+                    for path in before.list():
+                        before.delete(path)
+        assert kept[0] == 0
+        assert kept[1] == kept[2] > 400 * 300 * 4
+        checkpoint = remesh.Checkpoint(f"{root}/2")
+        assert checkpoint.verify().ok
+        assert (checkpoint.read_array("adapter") == 3).all()
 
     def test_saver(self, root: str) -> None:
         state = {"weights": pattern(100_000), "step": 5}

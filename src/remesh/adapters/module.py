@@ -64,6 +64,8 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
     rebuilds: dict[str, Rebuild] = {}
     taken: dict[str, str] = {}
     buffers = {raw for raw, _ in module.named_buffers(remove_duplicate=False)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {raw for raw, parameter in parameters if not parameter.requires_grad}
     for raw, entry in entries.items():
         place = places[raw]
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
@@ -72,7 +74,10 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
                 f"dict are both stored as {place.name!r}; rename one of them"
             )
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
+            num_tensors = len(walk.description.tensors)
             rebuilds[raw] = _describe_entry(walk, (*path, place.name), entry, place)
+            if raw in frozen:
+                _mark_frozen(walk, num_tensors)
             if (
                 raw in buffers
                 and place.shards is None
@@ -99,6 +104,12 @@ def mark_buffer(walk: Walk) -> None:
     """Say that the tensor that was described last is a buffer of a module."""
     tensors = walk.description.tensors
     tensors[-1] = dataclasses.replace(tensors[-1], is_buffer=True)
+
+
+def _mark_frozen(walk: Walk, first: int) -> None:
+    """Say that the tensors that were described last are of a parameter that is not trained."""
+    tensors = walk.description.tensors
+    tensors[first:] = [dataclasses.replace(entry, is_frozen=True) for entry in tensors[first:]]
 
 
 def placed_parameters(

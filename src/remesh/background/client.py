@@ -9,7 +9,7 @@ not start, it calls `withdraw` instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from remesh.background.protocol import (
 )
 from remesh.errors import RankFailedError
 from remesh.events import Emit
+from remesh.formats.framing import Part
 from remesh.memory import CopyQueue
 from remesh.pipeline import FileLayout
 from remesh.pipeline.arena import Arena
@@ -57,6 +58,7 @@ class SaveClient:
         connect: Makes the server, given what takes its messages.
         emit: Told of the events of the save.
         copies: See `Stager`.
+        on_commit: Told, once the save is committed, what this rank has said of its files.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class SaveClient:
         connect: Callable[[Callable[[ToClient], None]], Server],
         emit: Emit,
         copies: Callable[[], CopyQueue] | None,
+        on_commit: Callable[[Sequence[Part]], None],
     ) -> None:
         self._task = task
         self._arena = arena
         self._emit = emit
+        self._on_commit = on_commit
         self._stager = Stager(layout, arena, self._hand_over, copies)
         self._server = connect(self.receive)
         self._may_run = threading.Event()
@@ -124,7 +128,9 @@ class SaveClient:
                 self._stager.cancel()
             case Happened(point, num_bytes):
                 self._see(point, num_bytes)
-            case Ended(error):
+            case Ended(error, parts):
+                if error is None:
+                    self._on_commit(parts)
                 self._end(error)
 
     def _run(self) -> None:
@@ -148,7 +154,11 @@ class SaveClient:
     def _progress(self) -> Progress:
         with self._lock:
             return Progress(
-                self._task.num_bytes, self._staged_bytes, self._written_bytes, self._phase
+                self._task.num_bytes,
+                self._staged_bytes,
+                self._written_bytes,
+                self._phase,
+                sum(part.num_bytes for part in self._task.kept),
             )
 
     def _cancel(self) -> None:

@@ -19,12 +19,15 @@ class Progress:
         staged_bytes: Bytes that are copied out of the trainer's memory.
         written_bytes: Bytes that are written.
         phase: What is being done, or how the save has ended.
+        kept_bytes: Bytes of files that did not change since the save before, which it does not
+            write.
     """
 
     num_bytes: int
     staged_bytes: int
     written_bytes: int
     phase: Phase
+    kept_bytes: int = 0
 
 
 class SaveHandle(Future[None]):

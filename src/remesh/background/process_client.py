@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from remesh.background.protocol import (
     ALL_SAVES,
@@ -39,6 +39,7 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.errors import ExchangeError
+from remesh.formats.framing import Part
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -201,8 +202,8 @@ class RemoteServer:
             case Happened():
                 self._tell(message)
                 return
-            case Ended(error):
-                self._end(self._own_error or error)
+            case Ended(error, parts):
+                self._end(self._own_error or error, parts)
                 return
         self._send(message)
 
@@ -242,9 +243,9 @@ class RemoteServer:
                 self._own_error = error
                 self._forward(Cancel(error))
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, parts: Sequence[Part] = ()) -> None:
         if not self._ended.is_set():
-            self._send(Ended(error))
+            self._send(Ended(error, parts))
             self._ended.set()
 
 

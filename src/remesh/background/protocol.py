@@ -25,6 +25,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ import numpy as np
 
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.exchange import decode_failure, encode_failure
-from remesh.geometry import IntArray
+from remesh.formats.framing import Part
 from remesh.pipeline import StreamFiles
 
 _LENGTH = struct.Struct("<Q")
@@ -58,7 +59,8 @@ class WriteTask(_Message, frozen=True):
         format: Name of the format.
         files: The data files that this rank writes.
         num_bytes: Size of the stream that they are cut from.
-        positions: Where this rank's boxes begin in it.
+        parts: What this rank will say of them, without digests.
+        kept: What it says of files that did not change, which are there already.
         at_once: Whether writing begins with the first chunk, and not when all are staged.
         global_plan: On rank 0, what it knows of the save.
     """
@@ -72,7 +74,8 @@ class WriteTask(_Message, frozen=True):
     format: str
     files: StreamFiles
     num_bytes: int
-    positions: IntArray
+    parts: Sequence[Part]
+    kept: Sequence[Part]
     at_once: bool
     global_plan: GlobalSavePlan | None
 
@@ -115,9 +118,15 @@ class Happened(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """The save has ended, well or with an error."""
+    """The save has ended, well or with an error.
+
+    Attributes:
+        error: Why it failed, if it did.
+        parts: If it is committed, what this rank has said of its files.
+    """
 
     error: BaseException | None
+    parts: Sequence[Part] = ()
 
 
 class Logged(_Message, frozen=True):

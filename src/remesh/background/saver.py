@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -44,6 +44,7 @@ from remesh.checkpoint.stopwatch import timed
 from remesh.errors import StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange
+from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.host_memory import available_memory
@@ -235,7 +236,7 @@ class Saver:
             self._format_options,
             meets=meets,
         )
-        return replace(options, without=self._without)
+        return replace(options, without=self._without, keeps=True)
 
     def _begin(self, state: Any, path: Any, options: SaveOptions, on_event: OnEvent) -> SaveHandle:
         check_order("save_async", state, path)
@@ -323,13 +324,17 @@ class Saver:
             options.format,
             mine.stream.files,
             num_bytes if mine.stream.files.paths else 0,
-            mine.stream.positions,
+            mine.stream.parts,
+            mine.kept,
             self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
             mine.global_plan,
         )
         devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
         if devices is not None:
             self._arena.pin_with(devices.pin)
+
+        def remember(parts: Sequence[Part]) -> None:
+            self._cache.history = mine.committed(storage, parts)
 
         def connect(send: Callable[[ToClient], None]) -> Server:
             if self._has_process:
@@ -344,6 +349,7 @@ class Saver:
             connect=connect,
             emit=emit,
             copies=None if devices is None else devices.copies,
+            on_commit=remember,
         )
 
     def _warm_beside(self, num_bytes: int, after: Callable[[], object] | None = None) -> None:

@@ -39,9 +39,8 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
-from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import ExchangeError, StorageError
-from remesh.formats.framing import Part
+from remesh.formats.framing import Part, with_digests
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
@@ -82,6 +81,7 @@ class SaveServer:
         self._staging_error: BaseException | None = None
         self._given_up: BaseException | None = None
         self._may_count = False  # whether rank 0 may commit this rank's files
+        self._parts: list[Part] = []
         self._wake = threading.Event()
 
     @property
@@ -116,7 +116,8 @@ class SaveServer:
 
     def run(self) -> None:
         """See the save through to its end, and tell the client of it."""
-        self._send(Ended(self.save()))
+        error = self.save()
+        self._send(Ended(error, () if error is not None else self._parts))
 
     def save(self) -> BaseException | None:
         """Write, and see the save through to its end; returns why it failed, if it did."""
@@ -139,7 +140,8 @@ class SaveServer:
         except BaseException as error:  # noqa: BLE001 - raised by the handle
             failure = error if tell is None else tell(error)
             if not (is_first or self._may_count):
-                remove_paths(self._storage, self._task.files.paths)
+                kept = [part.path for part in self._task.kept]
+                remove_paths(self._storage, [*self._task.files.paths, *kept])
             return failure
         return None
 
@@ -157,22 +159,23 @@ class SaveServer:
             )
         else:
             self._write_beside()
+            self._storage.sync()
         self._staged.wait()
         if self._staging_error is not None:
             raise self._staging_error
         self._check_given_up()
-        parts: list[Part] = []
+        self._parts.extend(task.kept)
         if digests is not None:
             self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
-            parts = parts_of(task.files, task.positions, digests)
+            self._parts.extend(map(with_digests, task.parts, digests))
         if task.rank > 0:
             # Rank 0 may have removed all files before this rank had written its own.
             failure = self._status.failure_of_save()
             if failure is not None:
                 raise failure
         self._may_count = True
-        self._status.put_parts(parts)
+        self._status.put_parts(self._parts)
 
     def _create(self) -> ChunkWriter:
         task = self._task

@@ -21,7 +21,6 @@ from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.pipeline import StreamFiles
 from remesh.storage import SharedFiles, Storage
 
 
@@ -88,7 +87,10 @@ def finish(
     writer, overwrite = writer_of(save.options.format), save.options.overwrite
     put: list[str] = []
     try:
-        emit("save.parts_gathered", sum(part.num_bytes for own in parts for part in own))
+        written = [part for own in parts for part in own if not part.is_kept]
+        unchanged = [part for own in parts for part in own if part.is_kept]
+        emit("save.parts_gathered", sum(part.num_bytes for part in written))
+        emit("save.kept", sum(part.num_bytes for part in unchanged))
         if any(parts[1:]):
             files = (
                 (rank, part.path, part.num_bytes) for rank, own in enumerate(parts) for part in own
@@ -166,9 +168,9 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
     remove_files(storage, save.save_id, keep=keep)
 
 
-def remove_own(storage: Storage, save_id: str, files: StreamFiles) -> None:
+def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:
     """Remove the data files of this rank, where rank 0 does not see them."""
-    remove_paths(storage, files.paths)
+    remove_paths(storage, paths)
     remove_files(storage, save_id)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from remesh.checkpoint.stored_memory import StoredMemory
 from remesh.errors import NameCollisionError, StateError
@@ -176,6 +177,7 @@ class LocalTensors:
         memories: Memory of each.
         parts: Array of each.
         aliases: Names that are the same memory as another: alias → name.
+        is_frozen: Whether each box is of a tensor that training does not change.
     """
 
     boxes: BoxTable
@@ -183,6 +185,7 @@ class LocalTensors:
     memories: list[Memory]
     parts: list[ArrayLike]
     aliases: dict[str, str]
+    is_frozen: npt.NDArray[np.bool_]
 
 
 def tensors_to_store(description: Description) -> LocalTensors:
@@ -197,6 +200,7 @@ def tensors_to_store(description: Description) -> LocalTensors:
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     boxes: list[tuple[int, Box]] = []
     roles: list[int] = []
+    is_frozen: list[bool] = []
     memories: list[Memory] = []
     arrays: list[ArrayLike] = []
     for entry in entries:
@@ -209,12 +213,20 @@ def tensors_to_store(description: Description) -> LocalTensors:
         for part in entry.parts:
             boxes.append((row, part.box))
             roles.append(int(entry.role))
+            is_frozen.append(entry.is_frozen)
             memories.append(memory_of(part.data, entry.name))
             arrays.append(part.data)
     if len(boxes) > len(tensors):
         _refuse_equal_claims(tensors, boxes, roles)
     table = BoxTable.of(TensorTable.of(tensors), boxes)
-    return LocalTensors(table, np.array(roles, dtype=np.int64), memories, arrays, aliases)
+    return LocalTensors(
+        table,
+        np.array(roles, dtype=np.int64),
+        memories,
+        arrays,
+        aliases,
+        np.array(is_frozen, dtype=np.bool_),
+    )
 
 
 def _refuse_equal_claims(

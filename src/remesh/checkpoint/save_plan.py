@@ -12,9 +12,7 @@ from save to save; rank 0's copy is taken if the fingerprints say that all ranks
 
 from __future__ import annotations
 
-import os
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from remesh import values
-from remesh._repr import format_bytes
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
+from remesh.checkpoint.documents import check_names, check_replicas, document_of
 from remesh.checkpoint.local import (
     LocalTensors,
     collector_rests,
@@ -36,23 +33,20 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
+from remesh.checkpoint.space import check_space
 from remesh.checkpoint.stream_layout import RankStream, lay_out
-from remesh.errors import (
-    CoverageError,
-    NameCollisionError,
-    NoSpaceError,
-    StateError,
-)
+from remesh.checkpoint.unchanged import History, OwnFile, drop_files, keep_files, own_files
+from remesh.errors import StateError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
-from remesh.formats.framing import Existing, Grid, Part, Saved
+from remesh.formats.framing import Existing, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
 from remesh.geometry import IntArray
 from remesh.index import BoxTable
 from remesh.integrity import raw_digest
+from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.state import Description
 from remesh.storage import FileSystemSpace, SharedFiles, Storage
 
 
@@ -72,6 +66,7 @@ class SaveOptions:
         format: Name of the format that is written.
         format_options: Options of the format; those of rank 0 count.
         without: Small files that the caller writes by itself.
+        keeps: Whether files that did not change since the last save of the `PlanCache` are kept.
     """
 
     overwrite: bool
@@ -83,6 +78,7 @@ class SaveOptions:
     format: str = native.FORMAT_NAME
     format_options: Mapping[str, object] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,18 +126,36 @@ class RankSavePlan:
         stream: What this rank writes.
         tensors: The boxes that this rank holds, copies included.
         global_plan: On rank 0, what it knows of all ranks.
+        files: All files of this rank, if files may be kept.
+        kept: What it says of those that did not change, which are there already.
+        history: What it knew of the last save.
     """
 
     save_id: str
     stream: RankStream
     tensors: LocalTensors
     global_plan: GlobalSavePlan | None
+    files: tuple[OwnFile, ...] = ()
+    kept: tuple[Part, ...] = ()
+    history: History = field(default_factory=History)
 
     @property
     def on_rank_0(self) -> GlobalSavePlan:
         """On rank 0, what it knows of all ranks."""
         assert self.global_plan is not None
         return self.global_plan
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All data files of this rank."""
+        return (*(part.path for part in self.kept), *self.stream.files.paths)
+
+    def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
+        """What is known of this save once it is committed, given what this rank said of it."""
+        if not self.files:
+            return self.history
+        num_bytes = self.tensors.boxes.num_bytes
+        return self.history.after(storage, self.files, parts, num_bytes)
 
 
 @dataclass(slots=True)
@@ -157,6 +171,7 @@ class PlanCache:
         assignments: On rank 0, rows of the plan by rank.
         hits: How often it was used.
         met_in: URL of the directory in which ranks last found that they share it; None before.
+        history: What this rank knows of the last save that was committed.
     """
 
     key: bytes = b""
@@ -167,6 +182,7 @@ class PlanCache:
     assignments: list[IntArray] = field(default_factory=list)
     hits: int = 0
     met_in: str | None = None
+    history: History = field(default_factory=History)
 
 
 class _Described(msgspec.Struct, frozen=True):
@@ -178,6 +194,7 @@ class _Described(msgspec.Struct, frozen=True):
     url: str
     options: tuple[str | None, str, str]
     space: tuple[str, int, str] | None
+    num_bytes_to_keep: int
 
 
 class _WriteAssignment(msgspec.Struct, frozen=True):
@@ -262,7 +279,11 @@ def make_save_plan(
         meet(exchange, storage, path, lambda: storage.delete(path))
         cache.met_in = _parent(storage.url)
     rank.look_at_copies(assignment)
-    run_on_all(exchange, accept)
+    try:
+        run_on_all(exchange, accept)
+    except BaseException:
+        drop_files(storage, [part for mine in agreed for part in mine.kept])
+        raise
     return agreed[0]
 
 
@@ -328,8 +349,13 @@ class _Rank:
                 self.storage.url,
                 (self.options.buffers, self.options.compares, self.options.format),
                 None if space is None else (space.identity, space.free_bytes, space.directory),
+                self.num_bytes_to_keep() if self.options.keeps else 0,
             )
         )
+
+    def num_bytes_to_keep(self) -> int:
+        """Bytes that I will probably not write."""
+        return self.cache.history.num_bytes_to_keep(raw_digest(self.local_boxes))
 
     def plan(self, replies: list[bytes]) -> list[bytes]:
         """Rank 0: who writes what?"""
@@ -352,10 +378,12 @@ class _Rank:
                 if one.document
             ]
         )
-        _check_names(plan, document)
-        _check_replicas(document, [one.replicas for one in described])
+        check_names(plan.boxes.tensors.names, document)
+        check_replicas(document, [one.replicas for one in described])
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
-        _check_space(spaces, plan.bytes_per_rank(world_size), self.storage.url)
+        kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
+        num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
+        check_space(spaces, num_bytes, self.storage.url)
         save_id = secrets.token_hex(6)
         grid = self.grid(plan.boxes, document)
         self.global_plan = GlobalSavePlan(
@@ -427,17 +455,35 @@ class _Rank:
             self.cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
             self.cache.key = _layout_key(fingerprints)
         assert self.tensors is not None
-        frames = writer_of(self.options.format).frames(
-            self.tensors.boxes,
-            self.cache.rows,
-            self.exchange.rank,
-            assignment.save_id,
-            assignment.grid,
-        )
-        stream = lay_out(frames, self.tensors)
         # All of them: a live reshard reads also what other ranks' files hold.
         finish_device_work(self.tensors.memories)
-        return RankSavePlan(assignment.save_id, stream, self.tensors, self.global_plan)
+        writer, rows = writer_of(self.options.format), self.cache.rows
+        if self.options.keeps and writer.has_digests:
+            return self.accept_files(writer, assignment)
+        save_id = assignment.save_id
+        frames = writer.frames(
+            self.tensors.boxes, rows, self.exchange.rank, save_id, assignment.grid
+        )
+        stream = lay_out(frames, self.tensors)
+        return RankSavePlan(save_id, stream, self.tensors, self.global_plan)
+
+    def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:
+        """Lay out my files, keeping those that did not change."""
+        tensors, save_id = self.tensors, assignment.save_id
+        assert tensors is not None
+        layout = raw_digest(self.local_boxes)
+        history = self.cache.history.of_layout(layout, tensors.is_frozen)
+        place = (self.exchange.rank, save_id, assignment.grid)
+        files = own_files(writer, tensors, self.cache.rows, history.group, place)
+        kept = keep_files(self.storage, history, files, tensors, at_once=self.options.meets)
+        there = {part.path for part in kept}
+        left = [file for file in files if file.frame.path not in there]
+        stream = lay_out(
+            [file.frame for file in left], tensors, [file.numbers for file in left], CHUNK_SIZE
+        )
+        return RankSavePlan(
+            save_id, stream, tensors, self.global_plan, tuple(files), tuple(kept), history
+        )
 
 
 def _meeting_path(save_id: str) -> str:
@@ -451,93 +497,6 @@ def _parent(url: str) -> str:
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
-
-
-def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:
-    """What a rank knows that is not a tensor.
-
-    Raises:
-        NameCollisionError: If two main replicas of one element of an object differ.
-    """
-    document = native.ValuesDocument(
-        values={
-            name: msgspec.Raw(values.encode(value, name))
-            for name, value in description.values.items()
-        },
-        lists=dict(description.merged_lists),
-        sequences=[(list(path), kind) for path, kind in description.sequences.items()],
-        aliases=dict(aliases),
-    )
-    for element in description.objects:
-        if element.is_main_replica:
-            name = element.unique_name
-            value = values.encode_object(element.data, name)
-            stored = native.ObjectElement(
-                element.name, element.global_shape, element.global_offset, msgspec.Raw(value)
-            )
-            if bytes(document.objects.setdefault(name, stored).value) != value:
-                raise NameCollisionError(
-                    f"{name}: the state has two different values for this element, which both say "
-                    "to be its main replica; rename one of them, or give it its own offset"
-                )
-    for name, path in description.paths.items():
-        document.set_path(name, path)
-    for name in (*(entry.name for entry in description.tensors), *document.objects):
-        if name not in description.paths:
-            document.set_path(name, (name,))
-    return document
-
-
-def _check_names(plan: SavePlan, document: native.ValuesDocument) -> None:
-    """A name is a tensor or a value or an alias, on whichever ranks."""
-    tensors = set(plan.boxes.tensors.names)
-    for kind, names in (("value", document.values), ("tied tensor", document.aliases)):
-        both = tensors.intersection(names)
-        if both:
-            name = min(both)
-            raise StateError(
-                f"{name}: a tensor of its own on one rank and a {kind} on another; give them "
-                "different names, or make the ranks agree"
-            )
-
-
-def _check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
-    """Every element of a sharded object needs a main replica."""
-    for rank, names in enumerate(replicas):
-        for name in names:
-            if name not in document.objects:
-                raise CoverageError(
-                    f"{name}: rank {rank} has a replica of this element, but no rank says to be its"
-                    " main replica; exactly one rank must have replica_id 0"
-                )
-
-
-def _check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:
-    """Is there room for all files that share a file system?"""
-    needed: dict[str, int] = defaultdict(int)
-    free: dict[str, int] = {}
-    for space, size in zip(spaces, num_bytes.tolist(), strict=True):
-        if space is not None:
-            needed[space.identity] += size
-            free[space.identity] = min(space.free_bytes, free.get(space.identity, space.free_bytes))
-    for identity, size in needed.items():
-        if size > free[identity]:
-            existing = next(one.existing for one in spaces if one and one.identity == identity)
-            raise NoSpaceError(
-                f"{url}: the state needs {format_bytes(size)}, {format_bytes(free[identity])} are "
-                f"free there. Nothing was written. {_space_advice(url, existing)}"
-            )
-
-
-def _space_advice(url: str, existing: str) -> str:
-    """What to do where there is too little room; a directory that is missing may be a mount."""
-    missing = os.path.relpath(url, existing).split("/") if existing else []
-    if len(missing) > 1:
-        return (
-            f"{existing}/{missing[0]} does not exist: if it is a mount point, mount it; otherwise "
-            f"free some space in {existing}, or save elsewhere."
-        )
-    return "Free some space, or save elsewhere."
 
 
 def _check_options(options: Sequence[tuple[str | None, str, str]]) -> None:

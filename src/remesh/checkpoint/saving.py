@@ -24,11 +24,10 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored_memory import stored_copies
-from remesh.checkpoint.stream_layout import parts_of
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined
-from remesh.formats.framing import Part
+from remesh.formats.framing import Part, with_digests
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import write_stream
@@ -176,8 +175,12 @@ def _save_from(
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
+    parts: list[Part] = []
+
     def write_mine() -> bytes:
-        parts = write(storage, mine, emit, lambda: write_beside(storage, mine.global_plan, emit))
+        parts.extend(
+            write(storage, mine, emit, lambda: write_beside(storage, mine.global_plan, emit))
+        )
         return msgspec.msgpack.encode(parts)
 
     def join(replies: list[bytes]) -> list[bytes]:
@@ -188,15 +191,16 @@ def _save_from(
         run_joined(exchange, write_mine, join, lambda: give_up(storage, mine.on_rank_0))
     except NotSharedError:
         # Rank 0 has removed what it sees; this rank's files lie elsewhere.
-        remove_own(storage, mine.save_id, mine.stream.files)
+        remove_own(storage, mine.save_id, mine.paths)
         raise
+    cache.history = mine.committed(storage, parts)
     emit("save.done")
 
 
 def write(
     storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
 ) -> list[Part]:
-    """Write this rank's files, if it has any, and do what is to be done beside.
+    """Write this rank's files, unless they are there, and do what is to be done beside.
 
     Args:
         storage: Where to.
@@ -213,7 +217,8 @@ def write(
     stream = mine.stream
     if not stream.files.paths:
         beside()
-        return []
+        storage.sync()
+        return list(mine.kept)
     num_bytes = stream.layout.num_bytes
     emit("save.file_created", num_bytes)
     digests = write_stream(
@@ -226,7 +231,7 @@ def write(
     )
     storage.sync()
     emit("save.file_finished", num_bytes)
-    return parts_of(stream.files, stream.positions, digests)
+    return [*mine.kept, *map(with_digests, stream.parts, digests)]
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:

@@ -180,7 +180,7 @@ def save_scattered(
             _copy_files(exchange, storage, files, nodes.peers(distance))
         small = run_on_one(exchange, describe)
     except Exception:
-        remove_own(storage, mine.save_id, mine.stream.files)
+        remove_own(storage, mine.save_id, mine.paths)
         raise
     # If that fails, the files stay: on another node the checkpoint may be committed already.
     run_on_all(exchange, lambda: _put_small_files(storage, small, nodes, exchange, emit))

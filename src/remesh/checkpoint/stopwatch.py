@@ -49,10 +49,10 @@ def timed(
     started = clock()
     phase, since = ("agree" if what == "save" else "open"), started
     seconds: dict[str, float] = {}
-    num_bytes = total_bytes = 0
+    num_bytes = total_bytes = kept_bytes = 0
 
     def mark(point: str, size: int = 0) -> None:
-        nonlocal phase, since, num_bytes, total_bytes
+        nonlocal phase, since, num_bytes, total_bytes, kept_bytes
         emit(point, size)
         now = clock()
         with lock:
@@ -60,6 +60,8 @@ def timed(
                 num_bytes += size
             if point == "save.parts_gathered":
                 total_bytes = size
+            if point == "save.kept":
+                kept_bytes = size
             begins = _PHASES.get(point)
             is_end = point == f"{what}.done"
             if is_end or (begins is not None and begins != phase):
@@ -72,7 +74,8 @@ def timed(
             _LOGGER.debug("rank %d %s %s (%s): %s", rank, did, share, details, url)
             if rank == 0 and what == "save":
                 amount = _amount(total_bytes, now - started)
-                _LOGGER.info("saved %s (%s): %s", amount, details, url)
+                kept = f"; {kept_bytes / 1e6:.1f} MB did not change" if kept_bytes else ""
+                _LOGGER.info("saved %s (%s)%s: %s", amount, details, kept, url)
 
     return mark
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
 from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
-from remesh.formats.framing import Frame, Part, part_of
+from remesh.formats.framing import Frame, Part, column_bytes
 from remesh.geometry import Box, IntArray, flat_runs
-from remesh.integrity import Digests
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import FileLayout, FilePiece, StreamFiles, whole_files
 from remesh.storage import ALIGNMENT
@@ -72,29 +71,27 @@ class RankStream:
     Attributes:
         layout: The bytes.
         files: The files that they are cut into.
-        positions: Where the rank's boxes begin, in the order of its assignment, if the stream is a
-            single file.
+        parts: What the rank will say of each file, without digests.
     """
 
     layout: FileLayout
     files: StreamFiles
-    positions: IntArray
+    parts: tuple[Part, ...]
 
 
-def parts_of(files: StreamFiles, positions: IntArray, digests: Digests) -> list[Part]:
-    """What a rank tells rank 0 of its finished files."""
-    return [
-        part_of(path, size, positions, digests)
-        for path, size in zip(files.paths, files.sizes, strict=True)
-    ]
-
-
-def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
+def lay_out(
+    frames: Sequence[Frame],
+    tensors: LocalTensors,
+    numbers: Sequence[IntArray] = (),
+    alignment: int = ALIGNMENT,
+) -> RankStream:
     """The stream of a rank.
 
     Args:
         frames: Its data files; their rows are those of the rank's boxes.
         tensors: The rank's boxes.
+        numbers: For each file, the numbers of its boxes in the rank's assignment; by default all.
+        alignment: Where files may begin in the stream.
     """
     if any(frame.is_shared for frame in frames):
         return _lay_out_shared(frames, tensors)
@@ -102,7 +99,7 @@ def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
     starts: list[int] = []
     header, end = b"", 0
     for number, frame in enumerate(frames):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = -(-end // alignment) * alignment
         if start > end:
             pieces.append(_bytes_at(end, bytes(start - end)))
         fillers = frame.fillers
@@ -116,11 +113,18 @@ def lay_out(frames: Sequence[Frame], tensors: LocalTensors) -> RankStream:
         starts.append(start)
         end = start + frame.num_bytes
     paths, sizes = [frame.path for frame in frames], [frame.num_bytes for frame in frames]
-    positions = frames[0].positions if len(frames) == 1 else np.zeros(0, np.int64)
     return RankStream(
         FileLayout(header, pieces, [piece.position for piece in pieces], end),
         whole_files(paths, sizes, starts),
-        positions,
+        _parts_of(frames, numbers),
+    )
+
+
+def _parts_of(frames: Sequence[Frame], numbers: Sequence[IntArray] = ()) -> tuple[Part, ...]:
+    columns = [column_bytes(one) for one in numbers] if numbers else [None] * len(frames)
+    return tuple(
+        Part(frame.path, frame.num_bytes, column_bytes(frame.positions), b"", column)
+        for frame, column in zip(frames, columns, strict=True)
     )
 
 
@@ -164,7 +168,7 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
         num_bytes,
         is_shared=True,
     )
-    return RankStream(layout, files, np.zeros(0, np.int64))
+    return RankStream(layout, files, _parts_of(frames))
 
 
 def _without_gaps(pieces: Sequence[FilePiece]) -> list[FilePiece]:

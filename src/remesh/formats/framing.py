@@ -71,24 +71,34 @@ class Part(msgspec.Struct, frozen=True):
     Attributes:
         path: The data file.
         num_bytes: Its size.
-        positions: int64 positions of the rank's boxes in the order of its assignment, as bytes.
+        positions: int64 positions of the boxes in it, as bytes.
         digests: uint64 block digests, as bytes.
+        numbers: int64 numbers of the boxes in the rank's assignment, as bytes; None for all boxes
+            of it, in its order.
+        is_kept: Whether the file did not change since the save before, and was not written again.
     """
 
     path: str
     num_bytes: int
     positions: bytes
     digests: bytes
+    numbers: bytes | None = None
+    is_kept: bool = False
 
 
 def part_of(path: str, num_bytes: int, positions: IntArray, digests: Digests) -> Part:
-    """What a rank says of a file."""
-    return Part(
-        path,
-        num_bytes,
-        positions.astype("<i8", copy=False).tobytes(),
-        digests.astype("<u8", copy=False).tobytes(),
-    )
+    """What a rank says of the only file that it wrote."""
+    return with_digests(Part(path, num_bytes, column_bytes(positions), b""), digests)
+
+
+def with_digests(part: Part, digests: Digests) -> Part:
+    """What a rank says of a file once it is written."""
+    return msgspec.structs.replace(part, digests=digests.astype("<u8", copy=False).tobytes())
+
+
+def column_bytes(numbers: IntArray) -> bytes:
+    """Numbers as they lie in a `Part`."""
+    return numbers.astype("<i8", copy=False).tobytes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +164,8 @@ class Writer:
         has_folder: Whether all files but the last lie in the folder `data-<save id>`.
         has_metadata: Whether metadata can be recorded beside the state.
         has_shared_files: Whether ranks write parts of the same files.
+        has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
+            several files.
         options: Names of the options that a caller may give.
     """
 
@@ -167,6 +179,7 @@ class Writer:
     has_folder: bool = False
     has_metadata: bool = False
     has_shared_files: bool = False
+    has_digests: bool = False
     options: tuple[str, ...] = ()
 
 

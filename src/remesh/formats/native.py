@@ -114,9 +114,10 @@ def data_folder(save_id: str) -> str:
     return f"data-{save_id}"
 
 
-def data_path(save_id: str, rank: int) -> str:
-    """The data file that a rank writes."""
-    return f"{data_folder(save_id)}/{rank:05d}.safetensors"
+def data_path(save_id: str, rank: int, number: int = 0) -> str:
+    """A data file that a rank writes; number 0 holds what changes from save to save."""
+    further = f"-{number}" if number else ""
+    return f"{data_folder(save_id)}/{rank:05d}{further}.safetensors"
 
 
 def encode_record(record: CommitRecord) -> bytes:

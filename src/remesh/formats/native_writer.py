@@ -1,6 +1,7 @@
-"""Writing remesh's own format (`native`): one safetensors file a rank, index, values and record.
+"""Writing remesh's own format (`native`): safetensors files, index, values and record.
 
-The values are known before the tensors are written and are written beside them. When all data files
+A rank writes one file, or some more for what does not change (`remesh.checkpoint.unchanged`). The
+values are known before the tensors are written and are written beside them. When all data files
 are durable, the index is made of what each rank says of its file, and then the record, which makes
 the checkpoint exist.
 """
@@ -66,31 +67,28 @@ def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
     return header, np.array(positions, dtype=np.int64), len(header) + sum(num_bytes)
 
 
-NO_PART = Part("", 0, b"", b"")
-"""What a rank says that wrote no file."""
-
-
 def build_index(
     boxes: BoxTable,
     assignments: Sequence[IntArray],
-    parts: Sequence[Part],
+    parts: Sequence[Sequence[Part]],
     aliases: Mapping[str, str],
 ) -> Index:
     """The index of what all ranks wrote.
 
     Args:
         boxes: The distinct boxes, sorted by tensor.
-        assignments: Rows of `boxes` that each rank wrote, in the order of its file.
-        parts: What each rank says of its file.
+        assignments: Rows of `boxes` that each rank wrote.
+        parts: What each rank says of its files.
         aliases: Further names of tensors.
     """
     file = np.zeros(len(boxes), dtype=np.int64)
     position = np.zeros(len(boxes), dtype=np.int64)
     files: list[StoredFile] = []
     digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
-    for rows, part in zip(assignments, parts, strict=True):
-        if not part.path:
-            continue
+    written = [(rows, part) for rows, own in zip(assignments, parts, strict=True) for part in own]
+    for all_rows, part in written:
+        numbers = None if part.numbers is None else np.frombuffer(part.numbers, dtype=np.int64)
+        rows = all_rows if numbers is None else all_rows[numbers]
         file[rows] = len(files)
         position[rows] = np.frombuffer(part.positions, dtype=np.int64)
         files.append(StoredFile(part.path, part.num_bytes))
@@ -124,8 +122,7 @@ def values_file(saved: Saved) -> SmallFile:
 def small_files(saved: Saved) -> list[SmallFile]:
     """The index, and the record that refers to everything."""
     values_path, document = values_file(saved)
-    parts = [own[0] if own else NO_PART for own in saved.parts]
-    index = build_index(saved.boxes, saved.assignments, parts, saved.document.aliases)
+    index = build_index(saved.boxes, saved.assignments, saved.parts, saved.document.aliases)
     index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
     record = CommitRecord(
         format=FORMAT_NAME,
@@ -181,4 +178,5 @@ NATIVE = Writer(
     is_committed=is_committed,
     has_folder=True,
     has_metadata=True,
+    has_digests=True,
 )

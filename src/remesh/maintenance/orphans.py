@@ -47,7 +47,7 @@ DEFAULT_AGE = 3600.0
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 _HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
 _OURS = re.compile(
-    r"\d{5,}\.safetensors|index\.safetensors|values\.msgpack|(part|progress)-\d{5,}\.msgpack"
+    r"\d{5,}(-\d+)?\.safetensors|index\.safetensors|values\.msgpack|(part|progress)-\d{5,}\.msgpack"
     r"|failed(-\d{5,})?\.msgpack|\.remesh-put-.+",
     re.DOTALL,
 )

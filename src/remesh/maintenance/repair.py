@@ -40,7 +40,7 @@ from remesh.pipeline import FileLayout, FilePiece, one_file, write_stream
 from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.state import Path as StatePath
-from remesh.storage import Buffer, Storage, is_local, open_storage
+from remesh.storage import Buffer, CopiedFiles, Storage, is_local, open_storage
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 
@@ -398,16 +398,10 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
 
 
 def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -> None:
-    """Link a sound file, or copy it where that cannot be done."""
-    if is_local(source) and is_local(target):
-        try:
-            # A link to a symbolic link would break with what it leads to.
-            os.link(os.path.realpath(Path(source.url, file.path)), Path(target.url, path))
-        except OSError:
-            # Another file system, or one without hard links: copying says what is wrong, if it is.
-            pass
-        else:
-            return
+    """Let the storage copy a sound file, or move its bytes where it cannot."""
+    copies = target if isinstance(target, CopiedFiles) else None
+    if copies is not None and copies.copy_from(source, file.path, path, file.num_bytes):
+        return
     writer = ChunkWriter(target, one_file(path, file.num_bytes), file.num_bytes)
 
     def copy(number: int, buffer: Buffer) -> None:
@@ -419,7 +413,7 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
     try:
         num_chunks = -(-file.num_bytes // CHUNK_SIZE)
         run_workers(2, num_chunks, min(CHUNK_SIZE, file.num_bytes), copy)
-        digests = writer.finish()
+        [digests] = writer.finish()
     except BaseException:
         writer.abort()
         raise
@@ -444,7 +438,7 @@ def _copy_pieces(
         pieces.append(FilePiece(memory, shape, dtype, position))
     places = positions.tolist()
     layout = FileLayout(header, pieces, places, num_bytes)
-    digests = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
+    [digests] = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
     return part_of(path, num_bytes, positions, digests)
 
 

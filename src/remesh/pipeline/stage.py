@@ -191,7 +191,7 @@ class StagedWriter:
         on_chunk: Callable[[int], None],
         on_failure: Callable[[], None],
         meanwhile: Callable[[], None],
-    ) -> Digests | None:
+    ) -> list[Digests] | None:
         """Write what is staged and make it durable.
 
         Args:
@@ -201,7 +201,7 @@ class StagedWriter:
             meanwhile: What else is to be done once the file exists, beside the writing.
 
         Returns:
-            The digests of the stream, or None if it was given up because of `cancel`.
+            The digests of each file, or None if it was given up because of `cancel`.
 
         Raises:
             StorageError: If the storage fails; the file is gone then, if the storage still can.

@@ -133,9 +133,9 @@ class StreamFiles:
     is_shared: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the stream is a single file."""
-        return len(self.paths) == 1 and not self.is_shared
+    def has_digests(self) -> bool:
+        """Whether each file begins with a chunk, so that no chunk has bytes of two files."""
+        return not (self.is_shared or (self.start % CHUNK_SIZE).any())
 
 
 def whole_files(paths: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> StreamFiles:
@@ -163,10 +163,11 @@ def one_file(path: str, num_bytes: int) -> StreamFiles:
 
 
 class ChunkWriter:
-    """The files of a stream, which is written chunk by chunk, digesting each.
+    """The files of a stream, which is written chunk by chunk.
 
-    A single file is created at once, so that a lack of room is seen before bytes are moved; several
-    are created when the first bytes of each arrive, and finished with the last.
+    The blocks of files that begin with a chunk are digested. A single file is created at once, so
+    that a lack of room is seen before bytes are moved; several are created when the first bytes of
+    each arrive, and finished with the last.
 
     Args:
         storage: Where to.
@@ -181,24 +182,22 @@ class ChunkWriter:
     def __init__(self, storage: Storage, files: StreamFiles, num_bytes: int) -> None:
         self._storage = storage
         self._files = files
+        self._has_digests = files.has_digests
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        if files.is_whole:
+        self._is_single = self._has_digests and len(files.paths) == 1
+        if self._is_single:
             self._writer_of(0)
 
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
-        start = number * CHUNK_SIZE
-        if self._files.is_whole:
-            found = block_digests(chunk)
-            first = start // BLOCK_SIZE
-            self._digests[first : first + len(found)] = found
-            self._open[0].write(start, chunk)
+        start, files = number * CHUNK_SIZE, self._files
+        if self._has_digests:
+            self._write_digested(start, chunk)
             return
-        files = self._files
         begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
         end = int(np.searchsorted(files.start, start + len(chunk), "left"))
         columns = (files.file, files.start, files.position, files.num_bytes)
@@ -209,13 +208,18 @@ class ChunkWriter:
             if len(part):
                 self._write_part(file, position + skipped, part)
 
-    def finish(self) -> Digests:
-        """Make the files durable; the digests of the blocks, if the stream is a single file."""
-        if not self._files.is_whole:
+    def finish(self) -> list[Digests]:
+        """Make the files durable; the digests of the blocks of each, none if not digested."""
+        files = self._files
+        if self._is_single:
+            self._open[0].finish()
+        else:
             assert not self._left.any(), "the files are not complete"
-            return np.zeros((0, 2), dtype=np.uint64)
-        self._open[0].finish()
-        return self._digests
+        if not self._has_digests:
+            return [np.zeros((0, 2), dtype=np.uint64) for _ in files.paths]
+        first = (files.start // BLOCK_SIZE).tolist()
+        counts = (-(-files.num_bytes // BLOCK_SIZE)).tolist()
+        return [self._digests[a : a + n] for a, n in zip(first, counts, strict=True)]
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -237,6 +241,20 @@ class ChunkWriter:
                 self._created.append(file)
             return self._open[file]
 
+    def _write_digested(self, start: int, chunk: Buffer) -> None:
+        """Write a chunk of a file that begins with a chunk."""
+        files = self._files
+        file = int(np.searchsorted(files.start, start, "right")) - 1
+        position = start - int(files.start[file])
+        part = chunk[: int(files.num_bytes[file]) - position]
+        found = block_digests(part)
+        first = start // BLOCK_SIZE
+        self._digests[first : first + len(found)] = found
+        if self._is_single:
+            self._open[0].write(position, part)
+        else:
+            self._write_part(file, position, part)
+
     def _write_part(self, file: int, position: int, part: Buffer) -> None:
         writer = self._writer_of(file)
         writer.write(position, part)
@@ -256,7 +274,7 @@ def write_stream(
     meanwhile: Callable[[], None] | None = None,
     *,
     copies: Callable[[], CopyQueue] | None = None,
-) -> Digests:
+) -> list[Digests]:
     """Write the files of a stream and make them durable.
 
     Args:
@@ -268,7 +286,7 @@ def write_stream(
         copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
 
     Returns:
-        The digests of its blocks, if the stream is a single file.
+        The digests of the blocks of each file; see `ChunkWriter.finish`.
 
     Raises:
         NoSpaceError: If there is no room; the files are gone then.
@@ -277,13 +295,7 @@ def write_stream(
     writer = ChunkWriter(storage, files, layout.num_bytes)
 
     def write_chunk(number: int, buffer: Buffer) -> None:
-        if copies is None:
-            chunk = layout.fill_chunk(number, buffer)
-        else:
-            queue = copies()
-            with queue:
-                chunk = layout.fill_chunk(number, buffer, queued=True)
-                queue.mark()()
+        chunk = _filled(layout, number, buffer, copies)
         writer.write(number, chunk)
         on_chunk(len(chunk))
 
@@ -293,6 +305,45 @@ def write_stream(
     except BaseException:
         writer.abort()
         raise
+
+
+def has_digests(
+    layout: FileLayout, digests: Digests, copies: Callable[[], CopyQueue] | None = None
+) -> bool:
+    """Whether the blocks of a stream have these digests; ends with the first that has not.
+
+    Args:
+        layout: What the stream holds.
+        digests: What its digests may be.
+        copies: See `write_stream`.
+    """
+    if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
+        return False
+    differs = threading.Event()
+
+    def look(number: int, buffer: Buffer) -> None:
+        if differs.is_set():
+            return
+        found = block_digests(_filled(layout, number, buffer, copies))
+        first = number * CHUNK_SIZE // BLOCK_SIZE
+        if (found != digests[first : first + len(found)]).any():
+            differs.set()
+
+    run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, look)
+    return not differs.is_set()
+
+
+def _filled(
+    layout: FileLayout, number: int, buffer: Buffer, copies: Callable[[], CopyQueue] | None
+) -> Buffer:
+    """A chunk of a stream, in the beginning of a buffer."""
+    if copies is None:
+        return layout.fill_chunk(number, buffer)
+    queue = copies()
+    with queue:
+        chunk = layout.fill_chunk(number, buffer, queued=True)
+        queue.mark()()
+    return chunk
 
 
 def _concatenate(plain: list[Buffer], into: Buffer) -> int:

@@ -28,6 +28,7 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
 from remesh.storage.paths import check_path as check_path
 from remesh.storage.protocol import Buffer as Buffer
+from remesh.storage.protocol import CopiedFiles as CopiedFiles
 from remesh.storage.protocol import FileSystemSpace, Storage, Writer
 from remesh.storage.protocol import SharedFiles as SharedFiles
 from remesh.storage.shown import shown_url as shown_url

@@ -7,6 +7,8 @@ How it keeps the promises of `remesh.storage`:
   to be the only one. Where there are no hard links, a marker file that only one can make stands in
   for them. A crash may leave hidden files behind; they are never listed.
 * `create` reserves the whole file, so a full disk is found before anything is written.
+* `copy_from` makes a hard link to a file whose content is durable. Nothing here ever writes into a
+  finished file: `create` makes a new one, `put` makes one and renames it.
 * Every directory that got an entry is remembered, and `sync` makes it durable. Directories that
   exist already may have been made a moment ago by a save that was killed before it could make them
   durable, so the first `sync` includes every directory above, up to the root of the mount or the
@@ -19,6 +21,7 @@ directories are not searched by `list`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import threading
@@ -38,16 +41,18 @@ from remesh.storage.local_io import (
     SharedWriter,
     explain,
     file_size,
+    link_file,
     read_file,
     read_range,
     sync_directory,
     write_file,
 )
 from remesh.storage.paths import check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.room import is_in_memory, room_identity
 from remesh.storage.sizes import Directory, FileFacts
 
+_LOGGER = logging.getLogger("remesh")
 _HIDDEN = ".remesh-put-"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
@@ -191,6 +196,24 @@ class LocalStorage:
             file.replace(renamed)
         except OSError as error:
             raise explain("rename", file, error) from error
+
+    @property
+    def copies_at_once(self) -> bool:
+        """See `CopiedFiles.copies_at_once`."""
+        return True
+
+    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
+        """See `CopiedFiles.copy_from`; the copy is a hard link."""
+        if not isinstance(source, LocalStorage):
+            return False
+        file = self._file(new)
+        self._make_parents(file)
+        try:
+            link_file(source._file(path), file, num_bytes)  # noqa: SLF001 - of the same class
+        except (OSError, StorageError) as error:
+            _LOGGER.debug("%s cannot be a link to %s/%s: %s", file, source.url, path, error)
+            return False
+        return True
 
     def delete(self, path: str) -> None:
         """See `Storage.delete`; directories below the root that become empty go as well."""

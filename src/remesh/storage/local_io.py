@@ -300,6 +300,24 @@ def write_file(path: Path, data: bytes) -> None:
         raise
 
 
+def link_file(source: Path, file: Path, num_bytes: int) -> None:
+    """Give a durable file a second name.
+
+    Raises:
+        OSError: If the system refuses, or the file has not this size; there is no second name then.
+    """
+    # A link to a symbolic link would break with what it leads to.
+    os.link(os.path.realpath(source), file)
+    try:
+        size = file_size(file, file.lstat())
+        if size != num_bytes:
+            raise OSError(errno.EIO, f"{source} has {size} bytes and not {num_bytes}")
+    except BaseException:
+        with suppress(OSError):
+            file.unlink()
+        raise
+
+
 def sync_directory(path: Path) -> None:
     """Make the entries of a directory durable.
 

@@ -14,6 +14,8 @@ How it keeps the promises of `remesh.storage`:
   a file of one part is a conditional put. Nothing is visible before the upload is completed, and
   giving up removes its parts. A process that is killed leaves invisible parts behind: let a
   lifecycle rule of the bucket remove incomplete uploads.
+* `copy_from` is a copy on the server, within a bucket of S3 or Google Cloud. A store may refuse it,
+  as S3 does above 5 GiB.
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
 
@@ -31,6 +33,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,7 +45,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
-from remesh.storage.protocol import Buffer, FileSystemSpace
+from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import explain
 from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
@@ -104,6 +107,21 @@ def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
     return meta["e_tag"], meta["size"]
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where the prefix of a storage lies.
+
+    Attributes:
+        name: Equal for storages in one bucket.
+        store: The obstore store, rooted at the bucket.
+        prefix: The prefix, empty or with a slash at its end.
+    """
+
+    name: str
+    store: ObjectStore
+    prefix: str
+
+
 class ObjectStorage:
     """Objects below a prefix of a bucket; safe to use from several threads.
 
@@ -111,11 +129,20 @@ class ObjectStorage:
         url: What the user calls the prefix; secrets in it are not shown.
         store: The obstore store, rooted at the prefix.
         part_bytes: Size of the parts of an upload.
+        bucket: Where the prefix lies; None if objects cannot be copied in it.
     """
 
-    def __init__(self, url: str, store: ObjectStore, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        url: str,
+        store: ObjectStore,
+        *,
+        part_bytes: int = PART_BYTES,
+        bucket: Bucket | None = None,
+    ) -> None:
         self._url = shown_url(url).rstrip("/")
         self._store = store
+        self._bucket = bucket
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
@@ -242,6 +269,32 @@ class ObjectStorage:
         return StreamWriter(
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
         )
+
+    @property
+    def copies_at_once(self) -> bool:
+        """See `CopiedFiles.copies_at_once`."""
+        return False
+
+    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
+        """See `CopiedFiles.copy_from`; the server copies the object."""
+        check_path(path)
+        check_path(new)
+        mine = self._bucket
+        if mine is None or not isinstance(source, ObjectStorage):
+            return False
+        theirs = source._bucket  # noqa: SLF001 - of the same class
+        if theirs is None or mine.name != theirs.name:
+            return False
+        try:
+            obstore.copy(mine.store, theirs.prefix + path, mine.prefix + new)
+        except _FAILURES as error:
+            problem = explain("copy", f"{source.url}/{path}", error)
+            _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
+            return False
+        is_whole = self.size(new) == num_bytes
+        if not is_whole:
+            self.delete(new)
+        return is_whole
 
     def delete(self, path: str) -> None:
         """See `Storage.delete`."""
@@ -446,19 +499,18 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
             f"{scheme}://bucket/path and set the credentials in the environment"
         )
     try:
-        if scheme in {"s3", "s3a"}:
-            store: ObjectStore = stores.S3Store(
-                bucket, prefix=prefix, client_options=CLIENT, retry_config=RETRIES
-            )
-        elif scheme in {"gs", "gcs"}:
-            store = stores.GCSStore(
-                bucket, prefix=prefix, client_options=CLIENT, retry_config=RETRIES
-            )
-        else:
-            store = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
+        if scheme not in _BUCKET_SCHEMES:
+            azure = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
+            return ObjectStorage(url, azure)
+        kind = stores.S3Store if scheme in {"s3", "s3a"} else stores.GCSStore
+        root, store = (
+            kind(bucket, prefix=one, client_options=CLIENT, retry_config=RETRIES)
+            for one in (None, prefix)
+        )
     except _FAILURES as error:
         raise explain("open", url, error) from None
-    return ObjectStorage(url, store)
+    name = f"{kind.__name__} {bucket}"
+    return ObjectStorage(url, store, bucket=Bucket(name, root, f"{prefix}/" if prefix else ""))
 
 
 def _is_hidden(path: str) -> bool:

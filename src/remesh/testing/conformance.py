@@ -35,6 +35,7 @@ from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.storage import (
     ALIGNMENT,
     Buffer,
+    CopiedFiles,
     SizedListing,
     Storage,
     aligned_buffer,
@@ -256,6 +257,20 @@ class StorageConformance:
             storage.read("a/b/c")
         storage.put("a/b/c", b"3", overwrite=False)
         assert storage.read("a/b/c") == b"3"
+
+    def test_a_copy_stays_if_the_first_one_goes(self, storage: Storage) -> None:
+        if not isinstance(storage, CopiedFiles):
+            pytest.skip("it copies nothing")
+        data = _pattern(100_001).tobytes()
+        storage.put("a/first", data, overwrite=False)
+        assert not storage.copy_from(storage, "a/absent", "b/absent", 1)
+        assert not storage.copy_from(storage, "a/first", "b/cut", len(data) - 1)
+        is_copied = storage.copy_from(storage, "a/first", "b/second", len(data))
+        storage.sync()
+        storage.delete("a/first")
+        assert storage.list() == ["b/second"] * is_copied
+        if is_copied:
+            assert storage.read("b/second") == data
 
     @pytest.mark.parametrize(
         "path", ["", "..", "../out", "a/../../out", "/etc/passwd", "a//b", "a/", "./a", "a\0b"]

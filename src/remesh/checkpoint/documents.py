@@ -1,0 +1,83 @@
+"""What the ranks of a save know that is not a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from remesh import values
+from remesh.errors import CoverageError, NameCollisionError, StateError
+from remesh.formats import native
+from remesh.state import Description
+
+
+def document_of(description: Description, aliases: Mapping[str, str]) -> native.ValuesDocument:
+    """What a rank knows that is not a tensor.
+
+    Raises:
+        NameCollisionError: If two main replicas of one element of an object differ.
+    """
+    document = native.ValuesDocument(
+        values={
+            name: msgspec.Raw(values.encode(value, name))
+            for name, value in description.values.items()
+        },
+        lists=dict(description.merged_lists),
+        sequences=[(list(path), kind) for path, kind in description.sequences.items()],
+        aliases=dict(aliases),
+    )
+    for element in description.objects:
+        if element.is_main_replica:
+            name = element.unique_name
+            value = values.encode_object(element.data, name)
+            stored = native.ObjectElement(
+                element.name, element.global_shape, element.global_offset, msgspec.Raw(value)
+            )
+            if bytes(document.objects.setdefault(name, stored).value) != value:
+                raise NameCollisionError(
+                    f"{name}: the state has two different values for this element, which both say "
+                    "to be its main replica; rename one of them, or give it its own offset"
+                )
+    for name, path in description.paths.items():
+        document.set_path(name, path)
+    for name in (*(entry.name for entry in description.tensors), *document.objects):
+        if name not in description.paths:
+            document.set_path(name, (name,))
+    return document
+
+
+def check_names(tensor_names: Iterable[str], document: native.ValuesDocument) -> None:
+    """Check that a name is a tensor or a value or an alias, on whichever ranks.
+
+    Raises:
+        StateError: If one is two of these.
+    """
+    tensors = set(tensor_names)
+    for kind, names in (("value", document.values), ("tied tensor", document.aliases)):
+        both = tensors.intersection(names)
+        if both:
+            name = min(both)
+            raise StateError(
+                f"{name}: a tensor of its own on one rank and a {kind} on another; give them "
+                "different names, or make the ranks agree"
+            )
+
+
+def check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
+    """Check that every element of a sharded object has a main replica.
+
+    Args:
+        document: The main replicas of all ranks.
+        replicas: Names of the other replicas of each rank.
+
+    Raises:
+        CoverageError: If one has none.
+    """
+    for rank, names in enumerate(replicas):
+        for name in names:
+            if name not in document.objects:
+                raise CoverageError(
+                    f"{name}: rank {rank} has a replica of this element, but no rank says to be its"
+                    " main replica; exactly one rank must have replica_id 0"
+                )

@@ -1,0 +1,264 @@
+"""Files that did not change since the save before are not written again.
+
+A `Saver` keeps a `History` on each rank: the files of the last committed save, with the digests of
+their blocks, and for each of the rank's boxes the group that it belongs to. Each group has files of
+its own:
+
+* group 0 is what changes from save to save;
+* group 1 is what the state declares to be frozen: parameters that need no gradient;
+* further groups are what was found not to have changed between two saves, all found at one time in
+  one group. A box of such a group that changes after all moves to group 0 and stays there.
+
+When a save is planned, each file of the other groups that the last save has as well, with the same
+pieces, is digested where it lies in the trainer's memory, up to the first block that differs. If
+none does, the storage is asked to copy the file from the last checkpoint (`CopiedFiles`): a hard
+link or a copy on the server. Where that cannot be done (another file system, a checkpoint that was
+removed, a store without copies) the file is written. So a checkpoint always has all of its files.
+
+Digests decide, and not versions of tensors or what a framework says, because memory may be changed
+in many ways. Whether the stored file still has these digests is not read again: damage to a file
+that several checkpoints share is damage to all of them, and every load finds it. A process has no
+history when it starts, so its first save writes everything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remesh.checkpoint.local import LocalTensors
+from remesh.checkpoint.stored_memory import stored_copies
+from remesh.checkpoint.stream_layout import lay_out
+from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.formats.framing import Frame, Grid, Part, Writer, with_digests
+from remesh.formats.native import data_path
+from remesh.geometry import IntArray
+from remesh.integrity import BLOCK_SIZE, Digests, raw_digest
+from remesh.pipeline import has_digests
+from remesh.storage import CopiedFiles, Storage
+
+MIN_BYTES = 4 << 20
+"""Bytes of a group; less is written with what changes."""
+
+MAX_BYTES = 1 << 30
+"""Bytes of a file of a group: stores copy one with a request, in seconds; S3 up to 5 GiB."""
+
+MIN_SHARE = 1 / 16
+"""Part of a rank's bytes that makes a further group, so that files do not become many."""
+
+_LOGGER = logging.getLogger("remesh")
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnFile:
+    """A data file of this rank.
+
+    Attributes:
+        frame: What it is; the rows are those of the rank's boxes.
+        numbers: Numbers of its boxes in the rank's assignment.
+        group: The group whose boxes it holds.
+        key: Digest of its header: equal for files of equal pieces.
+    """
+
+    frame: Frame
+    numbers: IntArray
+    group: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What this rank knows of the last committed save.
+
+    Attributes:
+        layout: Fingerprint of the rank's boxes that the columns are of.
+        group: Group of each box.
+        has_moved: Boxes that are in group 0 because they have changed in another one.
+        storage: Where the save is; None if there was none.
+        files: Its files of this rank, with the digests of their blocks.
+    """
+
+    layout: bytes = b""
+    group: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    has_moved: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+    storage: Storage | None = None
+    files: tuple[tuple[OwnFile, Digests], ...] = ()
+
+    def of_layout(self, layout: bytes, is_frozen: Flags) -> History:
+        """The history for boxes that may be others than those of the last save."""
+        if layout == self.layout:
+            return self
+        group = is_frozen.astype(np.int64)
+        return replace(self, layout=layout, group=group, has_moved=np.zeros(len(group), np.bool_))
+
+    def num_bytes_to_keep(self, layout: bytes) -> int:
+        """Bytes that a save of these boxes will probably not write."""
+        if layout != self.layout:
+            return 0
+        return sum(file.frame.num_bytes for file, _ in self.files if file.group)
+
+    def after(
+        self,
+        storage: Storage,
+        files: Sequence[OwnFile],
+        parts: Iterable[Part],
+        num_bytes: IntArray,
+    ) -> History:
+        """The history after a save was committed.
+
+        Args:
+            storage: Where it is.
+            files: Its files of this rank.
+            parts: What the rank said of them.
+            num_bytes: Bytes of each of the rank's boxes.
+        """
+        of_path = {part.path: part for part in parts}
+        told = [
+            (file, np.frombuffer(of_path[file.frame.path].digests, np.uint64).reshape(-1, 2))
+            for file in files
+        ]
+        before = {file.key: digests for file, digests in self.files}
+        stays, changes = np.zeros((2, len(num_bytes)), np.bool_)
+        for file, digests in told:
+            if file.key in before:
+                rows, positions = file.frame.rows, file.frame.positions
+                differs = (digests != before[file.key]).any(axis=1)
+                stays[rows] = ~_touch(differs, positions, num_bytes[rows])
+                changes[rows] = ~stays[rows] & (file.group > 0)
+        group = np.where(changes, 0, self.group)
+        has_moved = self.has_moved | changes
+        found = stays & (group == 0) & ~has_moved
+        if num_bytes[found].sum() >= max(MIN_BYTES, MIN_SHARE * num_bytes.sum()):
+            group = np.where(found, max(group.max(), 1) + 1, group)
+        return History(self.layout, group, has_moved, storage, tuple(told))
+
+
+def _touch(differs: Flags, positions: IntArray, num_bytes: IntArray) -> Flags:
+    """Which pieces of a file lie in blocks that differ.
+
+    Of a piece that has blocks of its own, those count: blocks at its ends are its neighbours', too.
+    """
+    before = np.concatenate(([0], np.cumsum(differs)))
+    first, stop = positions // BLOCK_SIZE, -(-(positions + num_bytes) // BLOCK_SIZE)
+    own_first, own_stop = -(-positions // BLOCK_SIZE), (positions + num_bytes) // BLOCK_SIZE
+    has_own = own_stop > own_first
+    first, stop = np.where(has_own, own_first, first), np.where(has_own, own_stop, stop)
+    found: Flags = before[stop] > before[first]
+    return found
+
+
+def own_files(
+    writer: Writer,
+    tensors: LocalTensors,
+    rows: IntArray,
+    group: IntArray,
+    place: tuple[int, str, Grid],
+) -> list[OwnFile]:
+    """The data files of a rank, group by group.
+
+    Args:
+        writer: The writer of a format with digests.
+        tensors: The rank's boxes.
+        rows: Those that it writes.
+        group: The group of each of its boxes.
+        place: Number of the rank, the save's id, and the grid.
+    """
+    rank, save_id, grid = place
+    groups, sizes = group[rows], tensors.boxes.num_bytes[rows]
+    if not len(rows):
+        return []
+    groups = np.where(np.bincount(groups, sizes)[groups] < MIN_BYTES, 0, groups)
+    # Number 0 is the file of group 0, whether there is one or not.
+    first = int(groups.min() > 0)
+    files: list[OwnFile] = []
+    for number in np.unique(groups).tolist():
+        members = np.flatnonzero(groups == number)
+        cuts = (np.cumsum(sizes[members]) - sizes[members]) // MAX_BYTES * (number > 0)
+        for cut in np.unique(cuts).tolist():
+            numbers = members[cuts == cut]
+            [frame] = writer.frames(tensors.boxes, rows[numbers], rank, save_id, grid)
+            frame = replace(frame, path=data_path(save_id, rank, len(files) + first))
+            files.append(OwnFile(frame, numbers, number, raw_digest(frame.fillers[0][1])))
+    return files
+
+
+def keep_files(
+    storage: Storage,
+    history: History,
+    files: Sequence[OwnFile],
+    tensors: LocalTensors,
+    *,
+    at_once: bool,
+) -> list[Part]:
+    """Let the storage copy the files that did not change from the last checkpoint.
+
+    Args:
+        storage: Where the save goes.
+        history: What is known of the last save.
+        files: The files of this save.
+        tensors: The rank's boxes.
+        at_once: Whether only copies are made that take no time.
+
+    Returns:
+        What the rank says of the files that are there now.
+
+    Raises:
+        StorageError: If nothing can be written.
+    """
+    kept: list[Part] = []
+    if at_once and not (isinstance(storage, CopiedFiles) and storage.copies_at_once):
+        return kept
+    before = {file.key: (file.frame, digests) for file, digests in history.files}
+    try:
+        for file in files:
+            if file.group and file.key in before:
+                frame, digests = before[file.key]
+                if _keep(storage, history.storage, frame, file, digests, tensors):
+                    stream = lay_out([file.frame], tensors, [file.numbers])
+                    part = with_digests(stream.parts[0], digests)
+                    kept.append(msgspec.structs.replace(part, is_kept=True))
+    except BaseException:
+        drop_files(storage, kept)
+        raise
+    return kept
+
+
+def _keep(
+    storage: Storage,
+    last: Storage | None,
+    frame: Frame,
+    file: OwnFile,
+    digests: Digests,
+    tensors: LocalTensors,
+) -> bool:
+    """Let the storage copy a file, unless it changed or cannot be had."""
+    if last is None or not isinstance(storage, CopiedFiles):
+        return False
+    num_bytes = frame.num_bytes
+    try:
+        is_there = last.size(frame.path) == num_bytes
+    except (CheckpointNotFoundError, StorageError) as error:
+        _LOGGER.debug("%s is written again: %s", file.frame.path, error)
+        return False
+    layout = lay_out([file.frame], tensors).layout
+    copies = stored_copies(tensors.memories)
+    return (
+        is_there
+        and has_digests(layout, digests, copies)
+        and storage.copy_from(last, frame.path, file.frame.path, num_bytes)
+    )
+
+
+def drop_files(storage: Storage, parts: Iterable[Part]) -> None:
+    """Remove files of a save that is given up, as far as the storage can."""
+    for part in parts:
+        with suppress(StorageError):
+            storage.delete(part.path)

@@ -1,0 +1,300 @@
+"""Files that did not change are not written again, and every checkpoint stands alone."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import remesh
+from remesh.checkpoint import unchanged
+from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.maintenance import repair
+from remesh.storage import LocalStorage, MemoryStorage, Storage
+from remesh.testing import InjectedError, run_ranks, run_ranks_outcomes
+
+WIDTH = 1088
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups and files of small states."""
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1 << 10)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self.base(x) + self.adapter(x)
+        return whole
+
+
+def training() -> tuple[Adapted, dict[str, Any], Callable[[], None]]:
+    torch.manual_seed(0)
+    model = Adapted()
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
+
+    def step() -> None:
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return model, {"model": model, "optimizer": optimizer}, step
+
+
+class Bytes:
+    """A listener that adds up what all ranks have written and kept."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.kept: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        if event.point == "save.parts_gathered":
+            self.written.append(event.num_bytes)
+        elif event.point == "save.kept":
+            self.kept.append(event.num_bytes)
+
+
+def data_bytes(path: Path) -> int:
+    return sum(file.num_bytes for file in remesh.Checkpoint(path).index.files)
+
+
+def tensors_of(path: Path | Storage) -> dict[str, bytes]:
+    checkpoint = remesh.Checkpoint(path)
+    assert checkpoint.verify().ok
+    return {name: checkpoint.read_array(name).tobytes() for name in checkpoint.index}
+
+
+Way = Literal["save", "thread", "process"]
+
+
+def save_with(saver: remesh.Saver, way: Way, state: Any, path: Any, **options: Any) -> None:
+    if way == "save":
+        saver.save(state, path, **options)
+    else:
+        saver.save_async(state, path, **options).result(timeout=240)
+
+
+def saver_of(way: Way, **options: Any) -> remesh.Saver:
+    return remesh.Saver(writer="process" if way == "process" else "thread", **options)
+
+
+@pytest.mark.parametrize("way", ["save", "thread", "process"])
+def test_an_adapter_run_writes_the_adapter(
+    way: Way, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "remesh")
+    model, state, step = training()
+    seen, expected = Bytes(), []
+    with saver_of(way, on_event=seen) as saver:
+        for number in range(3):
+            step()
+            save_with(saver, way, state, tmp_path / str(number))
+            expected.append(model.state_dict()["adapter.0.weight"].numpy().tobytes())
+    base = model.state_dict()["base.weight"].numpy().tobytes()
+    whole = data_bytes(tmp_path / "0")
+    assert seen.written[0] == whole
+    assert seen.kept[0] == 0
+    for number in (1, 2):
+        assert seen.written[number] <= 0.02 * whole
+        assert seen.written[number] + seen.kept[number] == data_bytes(tmp_path / str(number))
+    assert f"; {seen.kept[2] / 1e6:.1f} MB did not change: " in caplog.messages[-1]
+    # Each checkpoint stands alone: it can be moved, and the others removed.
+    moved = tmp_path / "moved"
+    (tmp_path / "1").rename(moved)
+    shutil.rmtree(tmp_path / "0")
+    for place, adapter in ((moved, expected[1]), (tmp_path / "2", expected[2])):
+        stored = tensors_of(place)
+        assert stored["model.base.weight"] == base
+        assert stored["model.adapter.0.weight"] == adapter
+
+
+def test_the_frozen_part_may_change_after_all(tmp_path: Path) -> None:
+    model, state, _ = training()
+    seen = Bytes()
+    with remesh.Saver(on_event=seen) as saver:
+        for number in range(5):
+            if number in (1, 2):
+                with torch.no_grad():
+                    model.base.weight[WIDTH // 2, 0] += 1
+            saver.save(state, tmp_path / str(number))
+            stored = tensors_of(tmp_path / str(number))["model.base.weight"]
+            assert stored == model.base.weight.numpy().tobytes()
+    # A box that has changed in a group stays with those that change.
+    assert seen.kept == [0, 0, 0, 0, 0]
+
+
+def test_what_rests_is_found(tmp_path: Path) -> None:
+    dice = np.random.default_rng(1)
+    names = [f"expert.{number}" for number in range(6)]
+    state = {name: dice.random((1200, 512), np.float32) for name in names}
+    seen = Bytes()
+    with remesh.Saver(on_event=seen) as saver:
+        for number in range(6):
+            for name in names[:3]:
+                state[name] += 1
+            if number == 4:
+                state["expert.5"][600, 0] += 1
+            saver.save(state, tmp_path / str(number))
+            stored = tensors_of(tmp_path / str(number))
+            assert stored == {name: array.tobytes() for name, array in state.items()}
+    rest = 3 * state["expert.0"].nbytes
+    assert seen.kept[:3] == [0, 0, 0]  # seen to rest by the second save, in a file by the third
+    assert seen.kept[3] > rest
+    assert seen.kept[4] == 0
+    assert seen.kept[5] == 0  # in a file without the one that did not rest
+    files = {
+        piece.path.rpartition("/")[2]: name
+        for name in names
+        for piece in remesh.Checkpoint(tmp_path / "5").index.pieces(name)
+    }
+    assert files == {"00000.safetensors": "expert.5", "00000-1.safetensors": "expert.4"}
+
+
+def save_rows(exchange: Exchange, root: Path, seen: Bytes, cuts: list[int]) -> None:
+    """Save, each time cut in rows over ranks or in columns, what rests from a first save on."""
+    whole = np.arange(1024 * 1024, dtype=np.float32).reshape(1024, 1024)
+    saver = remesh.Saver(group=exchange, on_event=seen)
+    for number, dim in enumerate(cuts):
+        size, rank = exchange.world_size, exchange.rank
+        shape, offset = [1024, 1024], [0, 0]
+        shape[dim], offset[dim] = 1024 // size, rank * 1024 // size
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        part = remesh.ShardedTensor.at_offset("w", whole[box].copy(), whole.shape, tuple(offset))
+        saver.save({"w": part, "n": number}, root / str(number))
+    saver.close()
+
+
+def test_ranks_keep_their_files_until_the_layout_changes(tmp_path: Path) -> None:
+    seen = Bytes()
+    run_ranks(2, save_rows, tmp_path, seen, [0, 0, 0, 0, 1, 0])
+    assert [kept > 0 for kept in seen.kept] == [False, False, True, True, False, False]
+    for number in range(6):
+        assert data_bytes(tmp_path / str(number)) == seen.written[number] + seen.kept[number]
+        stored = np.frombuffer(tensors_of(tmp_path / str(number))["w"], np.float32)
+        assert (stored == np.arange(1024 * 1024)).all()
+
+
+def frozen_saves(tmp_path: Path, **options: Any) -> Iterator[tuple[int, Bytes, Path]]:
+    """Saves of a state that does not change; what comes between them is the caller's."""
+    _, state, _ = training()
+    seen = Bytes()
+    with remesh.Saver(on_event=seen) as saver:
+        for number in range(3):
+            saver.save(state, tmp_path / str(number), **options)
+            yield number, seen, tmp_path / str(number)
+
+
+def test_a_last_checkpoint_that_is_gone_or_cut_short_is_not_needed(tmp_path: Path) -> None:
+    for number, _, path in frozen_saves(tmp_path):
+        assert remesh.Checkpoint(path).verify().ok
+        if number == 0:
+            shutil.rmtree(path)
+        elif number == 1:
+            for file in path.glob("data-*/*-1.safetensors"):
+                with file.open("r+b") as content:
+                    content.truncate(1000)
+    assert remesh.Checkpoint(tmp_path / "2").verify().ok
+
+
+def test_a_place_is_overwritten_with_files_of_its_own(tmp_path: Path) -> None:
+    _, state, _ = training()
+    seen = Bytes()
+    with remesh.Saver(on_event=seen) as saver:
+        for _ in range(3):
+            saver.save(state, tmp_path / "latest", overwrite=True)
+    assert seen.kept[1:] == [seen.kept[1]] * 2
+    assert seen.kept[1] > 0
+    assert remesh.Checkpoint(tmp_path / "latest").verify().ok
+    assert len(list((tmp_path / "latest").glob("data-*"))) == 1
+
+
+def test_repair_leaves_what_is_shared(tmp_path: Path) -> None:
+    for _ in frozen_saves(tmp_path):
+        pass
+    before = tensors_of(tmp_path / "1")
+    # The adapter's file of the last one is damaged; the file of the base is shared.
+    [file] = (tmp_path / "2").glob("data-*/00000.safetensors")
+    with file.open("r+b") as content:
+        content.seek(-8, 2)
+        content.write(b"damaged!")
+    report = repair.repair(tmp_path / "2", tmp_path / "repaired")
+    assert "model.base.weight" in report.saved
+    shutil.rmtree(tmp_path / "2")
+    assert tensors_of(tmp_path / "1") == before
+    found = remesh.Checkpoint(tmp_path / "repaired")
+    assert found.read_array("model.base.weight").tobytes() == before["model.base.weight"]
+
+
+class NoLinks(LocalStorage):
+    """A file system without hard links."""
+
+    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
+        return False
+
+
+def test_what_cannot_be_copied_is_written(tmp_path: Path) -> None:
+    _, state, _ = training()
+    seen = Bytes()
+    places: list[Storage] = [NoLinks(tmp_path / "0"), NoLinks(tmp_path / "1"), MemoryStorage()]
+    with remesh.Saver(on_event=seen) as saver:
+        for place in places:
+            saver.save(state, place)
+            assert remesh.Checkpoint(place).verify().ok
+    assert seen.kept == [0, 0, 0]
+
+
+def fail_on_rank_1(exchange: Exchange, root: Path, way: Way) -> None:
+    """Two saves go well; in the third, rank 1 cannot begin, but rank 0 has links already."""
+    frozen = np.full((512, 1024), exchange.rank, np.float32)
+    part = remesh.ShardedTensor.at_offset("w", frozen, (1024, 1024), (512 * exchange.rank, 0))
+    saver = remesh.Saver(group=exchange)
+    for number in range(3):
+        save_with(saver, way, {"w": part}, root / str(number))
+
+    def fail(*_args: Any, **_options: Any) -> Any:
+        raise InjectedError("no threads")
+
+    if exchange.rank == 1:
+        saver._client = fail  # type: ignore[method-assign]
+    save_with(saver, way, {"w": part}, root / "3")
+
+
+def test_links_of_a_save_that_could_not_begin_are_removed(tmp_path: Path) -> None:
+    outcomes = run_ranks_outcomes(2, fail_on_rank_1, tmp_path, "thread")
+    assert all("no threads" in str(outcome) for outcome in outcomes)
+    assert not [path for path in (tmp_path / "3").rglob("*") if path.is_file()]
+    assert remesh.Checkpoint(tmp_path / "2").verify().ok
+
+
+def test_a_manager_keeps_what_is_frozen_while_it_removes_older_ones(tmp_path: Path) -> None:
+    model, state, step = training()
+    seen = Bytes()
+    with remesh.Manager(tmp_path, every=1, keep=1, on_event=seen) as manager:
+        for number in range(1, 5):
+            step()
+            manager.step(number, state)
+            manager.wait()
+    whole = data_bytes(tmp_path / "step_00000004")
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_00000004"]
+    assert all(written <= 0.02 * whole for written in seen.written[1:])
+    stored = tensors_of(tmp_path / "step_00000004")
+    assert stored["model.base.weight"] == model.base.weight.numpy().tobytes()
