@@ -23,6 +23,7 @@
     │   └── NotSharedError                 ranks of one save write to different places
     ├── ExchangeError (RuntimeError)       ranks could not talk to each other
     ├── MasterError                        a job's master refuses a request or is not reached
+    ├── ClusterError                       Kubernetes refuses a request or is not reached
     ├── AgentLostError (RuntimeError)      the agent that started this process has ended
     └── RankFailedError (RuntimeError)     another rank failed with an exception of its own kind
 
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointReplacedError",
+    "ClusterError",
     "CoverageError",
     "DivergedReplicaError",
     "ExchangeError",
@@ -186,6 +188,10 @@ class ExchangeError(RemeshError, RuntimeError):
 
 class MasterError(RemeshError):
     """A job's master refuses a request, or is not to be reached."""
+
+
+class ClusterError(RemeshError):
+    """The API server of Kubernetes refuses a request, or is not to be reached."""
 
 
 class AgentLostError(RemeshError, RuntimeError):

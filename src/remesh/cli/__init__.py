@@ -51,6 +51,9 @@ _HOMES = {
     "check": "remesh.cli.run",
     "master": "remesh.cli.master",
     "status": "remesh.cli.master",
+    "manifests": "remesh.cli.manifests",
+    "operator": "remesh.cli.operator",
+    "job": "remesh.cli.job",
 }
 """The module of each command; the command has the same name there."""
 

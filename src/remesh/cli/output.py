@@ -8,12 +8,13 @@ comes out of a checkpoint is printed with its control characters escaped.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import pprint
 import types
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -63,6 +64,20 @@ def print_error(message: str) -> None:
 def example(*lines: str) -> str:
     """The end of a command's help: commands to try, which click must not join into a paragraph."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
+
+
+def needs_kubernetes(module: str) -> Any:
+    """A module that needs what the extra `kubernetes` installs.
+
+    Raises:
+        ClickException: If that is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"this command needs {error.name}: pip install 'remesh[kubernetes]'"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,238 @@
+"""The API server of Kubernetes, through lightkube: objects as JSON values, errors of remesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import httpx2
+from lightkube import ApiError, AsyncClient
+from lightkube.core.exceptions import ConfigError
+from lightkube.core.resource import ApiInfo
+from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
+from lightkube.generic_resource import create_api_info as _api_info
+from lightkube.types import PatchType
+
+from remesh.errors import ClusterError
+from remesh.kubernetes.looking import ConflictError, Key
+from remesh.kubernetes.observed import Pod, parse_pod
+from remesh.kubernetes.pods import (
+    Manifest,
+    make_pod,
+    make_secret,
+    make_service,
+    secret_name,
+    service_name,
+    token_of,
+)
+from remesh.kubernetes.reconcile import (
+    Action,
+    AddFinalizer,
+    CreatePod,
+    CreateShared,
+    DeletePod,
+    DeleteShared,
+    Emit,
+    RemoveFinalizer,
+)
+from remesh.kubernetes.resource import (
+    FINALIZER,
+    GROUP,
+    KIND,
+    LABEL_JOB,
+    PLURAL,
+    VERSION,
+    Job,
+    Status,
+    parse_job,
+    status_data,
+)
+
+JOBS = create_namespaced_resource(GROUP, VERSION, KIND, PLURAL)
+
+
+class PODS(GenericNamespacedResource):
+    """Pods, as JSON values."""
+
+    _api_info: ApiInfo = _api_info("", "v1", "Pod", "pods")
+
+
+class SERVICES(GenericNamespacedResource):
+    """Services."""
+
+    _api_info: ApiInfo = _api_info("", "v1", "Service", "services")
+
+
+class SECRETS(GenericNamespacedResource):
+    """Secrets."""
+
+    _api_info: ApiInfo = _api_info("", "v1", "Secret", "secrets")
+
+
+class EVENTS(GenericNamespacedResource):
+    """Events."""
+
+    _api_info: ApiInfo = _api_info("", "v1", "Event", "events")
+
+
+class LEASES(GenericNamespacedResource):
+    """Leases."""
+
+    _api_info: ApiInfo = _api_info("coordination.k8s.io", "v1", "Lease", "leases")
+
+
+NOT_FOUND, CONFLICT = 404, 409
+
+
+@contextmanager
+def errors_of(what: str, *, ignore: int | None = None) -> Iterator[None]:
+    """Turn errors of a request into those of remesh.
+
+    Args:
+        what: What the request is for, for the message.
+        ignore: An HTTP status that is no error here.
+
+    Raises:
+        ClusterError: If the API server refuses the request, or is not reached.
+    """
+    try:
+        yield
+    except ApiError as error:
+        if error.status.code != ignore:
+            raise ClusterError(f"cannot {what}: {error.status.message}") from error
+    except ConfigError as error:
+        raise ClusterError(f"no cluster is known: {error}; set KUBECONFIG") from error
+    except httpx2.HTTPError as error:
+        why = str(error) or type(error).__name__
+        raise ClusterError(f"cannot {what}: the API server is not reached: {why}") from error
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """A write that holds only if the job has not changed."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status.code in (CONFLICT, NOT_FOUND):
+            raise ConflictError from error
+        raise
+
+
+async def read(
+    client: AsyncClient, kind: type[GenericNamespacedResource], namespace: str, name: str
+) -> dict[str, Any] | None:
+    """An object; None if there is none of this name."""
+    with errors_of(f"read {name}"):
+        try:
+            return dict(await client.get(kind, name, namespace=namespace))
+        except ApiError as error:
+            if error.status.code == NOT_FOUND:
+                return None
+            raise
+
+
+class ApiCluster:
+    """What the operator needs of the API server; a `remesh.kubernetes.looking.Cluster`.
+
+    Args:
+        client: Sends the requests.
+        key: The operator's key, from which the tokens of the masters follow.
+        identity: The operator's name, for events.
+    """
+
+    def __init__(self, client: AsyncClient, key: bytes, identity: str) -> None:
+        self._client = client
+        self._key = key
+        self._identity = identity
+
+    async def read_job(self, key: Key) -> Job | None:
+        """A job as it is now; None if there is none."""
+        found = await read(self._client, JOBS, key.namespace, key.name)
+        return None if found is None else parse_job(found)
+
+    async def list_pods(self, key: Key) -> tuple[Pod, ...]:
+        """The pods of a job as they are now."""
+        pods = []
+        with errors_of(f"list the pods of job {key.name}"):
+            labels: Any = {LABEL_JOB: key.name}
+            async for found in self._client.list(PODS, namespace=key.namespace, labels=labels):
+                pod = parse_pod(found)
+                if pod is not None:
+                    pods.append(pod)
+        return tuple(pods)
+
+    async def write_status(self, job: Job, status: Status) -> Job:
+        """Write the status of a job, if the job is still of this version."""
+        body = {"metadata": {"resourceVersion": job.version}, "status": status_data(status)}
+        with errors_of(f"write the status of job {job.name}"), _guarded():
+            written = await self._client.patch(
+                JOBS.Status, job.name, body, namespace=job.namespace, patch_type=PatchType.MERGE
+            )
+        return parse_job(written)
+
+    async def perform(self, job: Job, action: Action) -> None:
+        """Carry out an action."""
+        match action:
+            case AddFinalizer():
+                await self._set_finalizers(job, [*job.finalizers, FINALIZER])
+            case RemoveFinalizer():
+                rest = [name for name in job.finalizers if name != FINALIZER]
+                await self._set_finalizers(job, rest)
+            case CreateShared():
+                await self._create(SERVICES, make_service(job))
+                await self._create(SECRETS, make_secret(job, token_of(self._key, job)))
+            case DeleteShared():
+                await self._delete(SERVICES, job.namespace, service_name(job.name))
+                await self._delete(SECRETS, job.namespace, secret_name(job.name))
+            case CreatePod(role, index):
+                await self._create(PODS, make_pod(job, role, index))
+            case DeletePod(name, force):
+                await self._delete(PODS, job.namespace, name, grace=0 if force else None)
+            case Emit():
+                await self._create(EVENTS, self._event(job, action))
+
+    async def _set_finalizers(self, job: Job, names: list[str]) -> None:
+        body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
+        with errors_of(f"write job {job.name}"), _guarded():
+            await self._client.patch(
+                JOBS, job.name, body, namespace=job.namespace, patch_type=PatchType.MERGE
+            )
+
+    async def _create(self, kind: type[GenericNamespacedResource], manifest: Manifest) -> None:
+        name = manifest["metadata"].get("name", "")
+        with errors_of(f"create {manifest['kind']} {name}", ignore=CONFLICT):
+            await self._client.create(kind.from_dict(manifest))
+
+    async def _delete(
+        self,
+        kind: type[GenericNamespacedResource],
+        namespace: str,
+        name: str,
+        grace: int | None = None,
+    ) -> None:
+        with errors_of(f"delete {name}", ignore=NOT_FOUND):
+            await self._client.delete(kind, name, namespace=namespace, grace_period=grace)
+
+    def _event(self, job: Job, told: Emit) -> Manifest:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{job.name}-", "namespace": job.namespace},
+            "involvedObject": {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "name": job.name,
+                "namespace": job.namespace,
+                "uid": job.uid,
+            },
+            "reason": told.reason,
+            "message": told.message[:1024],
+            "type": "Warning" if told.warning else "Normal",
+            "source": {"component": "remesh-operator", "host": self._identity},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }

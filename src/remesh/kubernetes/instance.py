@@ -1,0 +1,100 @@
+"""Starting an operator: its key, its lease, its client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import secrets
+
+from lightkube import ApiError, AsyncClient
+
+from remesh.errors import ClusterError
+from remesh.kubernetes.api import CONFLICT, LEASES, SECRETS, ApiCluster, errors_of, read
+from remesh.kubernetes.leader import Leader, Lease
+from remesh.kubernetes.looking import ConflictError
+from remesh.kubernetes.manifests import KEY_SECRET, NAME
+from remesh.kubernetes.operator import OperatorOptions, run_operator
+
+
+class ApiLeases:
+    """The lease in the cluster; a `remesh.kubernetes.leader.Leases`.
+
+    Args:
+        client: Sends the requests.
+        namespace: Where the lease is.
+    """
+
+    def __init__(self, client: AsyncClient, namespace: str) -> None:
+        self._client = client
+        self._namespace = namespace
+
+    async def read(self) -> Lease | None:
+        """The lease; None if there is none yet."""
+        return await read(self._client, LEASES, self._namespace, NAME)
+
+    async def write(self, lease: Lease) -> None:
+        """Create the lease, or replace it if it has not changed since it was read."""
+        meta = {**lease["metadata"], "namespace": self._namespace}
+        body = LEASES.from_dict({**lease, "metadata": meta})
+        with errors_of("write the lease"):
+            try:
+                if "resourceVersion" in lease["metadata"]:
+                    await self._client.replace(body, NAME)
+                else:
+                    await self._client.create(body)
+            except ApiError as error:
+                if error.status.code == CONFLICT:
+                    raise ConflictError from error
+                raise
+
+
+async def read_key(client: AsyncClient, namespace: str) -> bytes:
+    """The operator's key; made by the first instance that looks for it.
+
+    Raises:
+        ClusterError: If it can be neither read nor made.
+    """
+    made = base64.b64encode(secrets.token_bytes(32)).decode()
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": KEY_SECRET, "namespace": namespace},
+        "data": {"key": made},
+    }
+    for _ in range(2):
+        found = await read(client, SECRETS, namespace, KEY_SECRET)
+        if found is not None:
+            return base64.b64decode(found["data"]["key"])
+        with errors_of("make the operator's key", ignore=CONFLICT):
+            await client.create(SECRETS.from_dict(secret))
+    raise ClusterError(f"secret {namespace}/{KEY_SECRET} comes and goes")
+
+
+def main(
+    *, own_namespace: str | None, identity: str, lease_seconds: float, options: OperatorOptions
+) -> None:
+    """Run an operator until it is stopped, or loses the lease.
+
+    Args:
+        own_namespace: Where its key and its lease are; by default where its account is.
+        identity: Its name, which no other instance has.
+        lease_seconds: Silence of the leader after which another instance takes over.
+        options: How it runs.
+
+    Raises:
+        ClusterError: If there is no cluster, or it has lost the lease.
+    """
+
+    async def run() -> None:
+        with errors_of("connect"):
+            client = AsyncClient()
+        own = own_namespace or client.namespace
+        key = await read_key(client, own)
+        leader = Leader(ApiLeases(client, own), NAME, identity, lease_seconds)
+        await run_operator(ApiCluster(client, key, identity), key, leader, options)
+        if not leader.leads():
+            raise ClusterError("the lease is lost; another instance leads")
+
+    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        asyncio.run(run())

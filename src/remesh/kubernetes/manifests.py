@@ -1,0 +1,174 @@
+"""What `remesh manifests` prints: definition, namespace, accounts, rights and the operator itself.
+
+The rights are the least with which the operator works, and a test on a real API server has no
+others. It reads no secrets but its own key, and may create pods, services and secrets but neither
+read those secrets nor change a pod. All of them may be restricted to one namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from remesh.kubernetes.definition import DEFINITION
+from remesh.kubernetes.resource import GROUP, PLURAL
+
+Manifest = dict[str, Any]
+
+NAME = "remesh-operator"
+KEY_SECRET = "remesh-operator-key"  # noqa: S105 - its name
+METRICS_PORT = 8080
+
+
+def _rule(group: str, resources: list[str], *verbs: str, **rest: object) -> Manifest:
+    return {"apiGroups": [group], "resources": resources, "verbs": list(verbs), **rest}
+
+
+JOB_RULES = [
+    _rule(GROUP, [PLURAL], "get", "list", "watch", "patch"),
+    _rule(GROUP, [f"{PLURAL}/status"], "patch"),
+    _rule(GROUP, [f"{PLURAL}/finalizers"], "update"),
+    _rule("", ["pods"], "list", "watch", "create", "delete"),
+    _rule("", ["services", "secrets"], "create", "delete"),
+    _rule("", ["events"], "create"),
+]
+"""What the operator needs where the jobs are."""
+
+OWN_RULES = [
+    _rule("", ["secrets"], "create"),
+    _rule("", ["secrets"], "get", resourceNames=[KEY_SECRET]),
+    _rule("coordination.k8s.io", ["leases"], "create"),
+    _rule("coordination.k8s.io", ["leases"], "get", "update", resourceNames=[NAME]),
+]
+"""What it needs in its own namespace: its key, and the lease of the instance that leads."""
+
+
+def manifests(*, image: str, namespace: str, watched: str | None = None) -> list[Manifest]:
+    """All objects that a cluster needs.
+
+    Args:
+        image: The image of the operator, with `remesh[elastic,kubernetes]`.
+        namespace: Where the operator runs.
+        watched: The only namespace with jobs; all namespaces by default.
+    """
+    return [
+        DEFINITION,
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": namespace, "labels": dict(_RESTRICTED)},
+        },
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(namespace)},
+        *_rights("Role", namespace, OWN_RULES, namespace, "remesh-operator-self"),
+        *_rights("ClusterRole" if watched is None else "Role", watched, JOB_RULES, namespace, NAME),
+        _deployment(image, namespace, watched),
+    ]
+
+
+_RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+def _named(namespace: str | None, name: str = NAME) -> Manifest:
+    meta: Manifest = {"name": name, "labels": {"app.kubernetes.io/name": NAME}}
+    return meta if namespace is None else {**meta, "namespace": namespace}
+
+
+def _rights(
+    kind: str, where: str | None, rules: Sequence[Manifest], account: str, name: str
+) -> list[Manifest]:
+    """A role, and its binding to the operator's account in the namespace `account`."""
+    api = "rbac.authorization.k8s.io"
+    return [
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": kind,
+            "metadata": _named(where, name),
+            "rules": list(rules),
+        },
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": _named(where, name),
+            "roleRef": {"apiGroup": api, "kind": kind, "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": account}],
+        },
+    ]
+
+
+def _deployment(image: str, namespace: str, watched: str | None) -> Manifest:
+    args = ["operator", "--metrics-port", str(METRICS_PORT)]
+    if watched is not None:
+        args += ["--namespace", watched]
+    probe = {"httpGet": {"path": "/healthz", "port": "metrics"}, "periodSeconds": 10}
+    container = {
+        "name": "operator",
+        "image": image,
+        "command": ["remesh"],
+        "args": args,
+        "env": [
+            {
+                "name": "POD_NAMESPACE",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+            },
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
+        "livenessProbe": probe,
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+        "securityContext": {
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    labels = {"app.kubernetes.io/name": NAME}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _named(namespace),
+        "spec": {
+            "replicas": 2,  # one leads, the other takes over
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    "serviceAccountName": NAME,
+                    "securityContext": {
+                        "runAsNonRoot": True,
+                        "runAsUser": 1000,
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
+                    "containers": [container],
+                },
+            },
+        },
+    }
+
+
+def kustomization(files: Sequence[str], namespace: str) -> Manifest:
+    """The base of a kustomization that holds files with manifests."""
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": namespace,
+        "resources": list(files),
+    }
+
+
+def to_yaml(documents: Sequence[Manifest]) -> str:
+    """Manifests as YAML documents."""
+    return "---\n".join(
+        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100) for each in documents
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes equal lists and mappings each in full, not as references to the first."""
+
+    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - yaml's signature
+        return True

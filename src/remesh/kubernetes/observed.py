@@ -1,0 +1,184 @@
+"""What the operator sees of a job's pods, and of the training through its master."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from remesh.elastic.status import Status as MasterStatus
+from remesh.kubernetes.resource import LABEL_INDEX, LABEL_ROLE, parse_quantity
+
+MAX_MESSAGE = 1024
+"""Characters of a message that are kept in the status of a job."""
+
+
+class Role(StrEnum):
+    """What a pod is for."""
+
+    MASTER = "master"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod of a job.
+
+    Attributes:
+        name: Its name.
+        uid: Differs for every pod.
+        role: What it is for.
+        index: Its node id, or the number of the master.
+        created: When it was created.
+        host: The Kubernetes node that it is bound to; empty before.
+        phase: As in its status.
+        reason: Why it is in that phase, or why its container waits.
+        message: The same in a sentence.
+        exit_code: Of its first container; None while that runs.
+        ready: Whether it is ready.
+        expires: When it is expected to be gone, if it is to be deleted.
+        memory: Bytes that its first container may use.
+        address: Its address in the network of the cluster; empty before it has one.
+    """
+
+    name: str
+    uid: str
+    role: Role
+    index: int
+    created: datetime
+    host: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    ready: bool = False
+    expires: datetime | None = None
+    memory: int | None = None
+    address: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its container does not run and will not again."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its container runs, and nothing is known to end it."""
+        return self.phase == "Running" and self.expires is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessError:
+    """The first failure of a round, as the master shows it."""
+
+    time: float
+    where: str
+    what: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Master:
+    """What the master of a job says.
+
+    Attributes:
+        epoch: `Status.epoch` of the job when it was asked.
+        outcome: `succeeded` or `failed`; empty while the job runs.
+        phase: Its phase, as `remesh status` prints it.
+        reason: Why, in a sentence.
+        round: Number of the world.
+        step: The highest step.
+        saved_step: The step of the newest checkpoint.
+        goodput: Share of the time that moved the training forward.
+        errors: The newest failures, newest first.
+    """
+
+    epoch: int
+    outcome: str = ""
+    phase: str = ""
+    reason: str = ""
+    round: int = 0
+    step: int | None = None
+    saved_step: int | None = None
+    goodput: float | None = None
+    errors: tuple[ProcessError, ...] = ()
+
+
+def _time(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)
+
+
+def parse_pod(data: Mapping[str, Any]) -> Pod | None:
+    """A pod from the JSON of the API server; None if its labels are not those of a job's pod."""
+    meta, status = data["metadata"], data.get("status") or {}
+    labels = meta.get("labels") or {}
+    role, index = labels.get(LABEL_ROLE, ""), labels.get(LABEL_INDEX, "")
+    if role not in tuple(Role) or not index.isdecimal():
+        return None
+    containers = status.get("containerStatuses") or [{}]
+    state = containers[0].get("state") or {}
+    ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    unscheduled = conditions.get("PodScheduled") or {}
+    if unscheduled.get("status") == "True":
+        unscheduled = {}
+    created = _time(meta["creationTimestamp"])
+    assert created is not None
+    return Pod(
+        name=meta["name"],
+        uid=meta["uid"],
+        role=Role(role),
+        index=int(index),
+        created=created,
+        host=(data.get("spec") or {}).get("nodeName") or "",
+        phase=status.get("phase") or "Pending",
+        reason=_first(ended, waiting, status, unscheduled, key="reason"),
+        message=_first(ended, waiting, status, unscheduled, key="message")[:MAX_MESSAGE],
+        exit_code=ended.get("exitCode"),
+        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        expires=_time(meta.get("deletionTimestamp")),
+        memory=memory_of(data.get("spec") or {}),
+        address=status.get("podIP") or "",
+    )
+
+
+def _first(*places: Mapping[str, Any], key: str) -> str:
+    """The value of the first mapping that has one."""
+    return next((str(place[key]) for place in places if place.get(key)), "")
+
+
+def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
+    """The bytes of memory that the first container of a pod may use; None if it has no limit."""
+    containers = pod_spec.get("containers") or [{}]
+    limits = (containers[0].get("resources") or {}).get("limits") or {}
+    try:
+        return parse_quantity(limits["memory"]) if "memory" in limits else None
+    except ValueError:
+        return None  # the API server refuses such a pod
+
+
+def seen_of_master(status: MasterStatus, epoch: int) -> Master:
+    """What the operator needs of a master's status."""
+    errors = []
+    for record in status.failures[:5]:
+        if record.cause or not record.failures:
+            where, what, message = record.cause, "", ""
+        else:
+            first = record.failures[0]
+            where = f"rank {first.rank} on node {first.node_id}, round {record.round}"
+            what = first.signal or f"exit code {first.exit_code}"
+            message = (first.message or first.log_tail)[-MAX_MESSAGE:]
+        errors.append(ProcessError(time=record.time, where=where, what=what, message=message))
+    return Master(
+        epoch=epoch,
+        outcome=status.phase if status.phase in ("succeeded", "failed") else "",
+        phase=status.phase,
+        reason=status.reason[:MAX_MESSAGE],
+        round=status.round,
+        step=status.step,
+        saved_step=status.saved_step,
+        goodput=status.goodput,
+        errors=tuple(errors),
+    )

@@ -1,0 +1,291 @@
+"""The operator's process: what it watches, when it looks at a job, what it shows of itself.
+
+kopf watches jobs and pods and calls a handler for each event, which only wakes the task of the job.
+That task looks (`looking.look`), then waits until it is woken, until the time that the decision
+named, or until the master says something new. Each look reads everything anew, so events that are
+lost, repeated or late change nothing but the time of a look.
+
+An instance that does not lead waits. One that loses the lease ends; Kubernetes starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import kopf
+import msgspec
+from aiohttp import web
+
+from remesh.elastic.protocol import PROTOCOL_VERSION
+from remesh.elastic.status import Status as MasterStatus
+from remesh.errors import ClusterError
+from remesh.kubernetes.leader import Leader
+from remesh.kubernetes.looking import Ask, Cluster, ConflictError, Key, Look, look
+from remesh.kubernetes.metrics import Metrics
+from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
+from remesh.kubernetes.pods import master_url, token_of
+from remesh.kubernetes.resource import FINISHED, GROUP, LABEL_JOB, PLURAL, VERSION, Job
+
+log = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 60.0
+"""Longest time between two looks at a job."""
+POLL_SECONDS = 3.0
+"""Time between two questions to a master."""
+SETTLE_SECONDS = 0.1
+"""Time in which further events lead to the same look."""
+ASK_SECONDS = 5.0
+"""Time for the reply of a master."""
+RETRY_SECONDS = (0.5, 30.0)
+"""First and longest pause after a request that failed."""
+
+_decode = msgspec.json.Decoder(MasterStatus).decode
+
+
+class Masters:
+    """Asks masters for their status.
+
+    Args:
+        session: Sends the requests.
+        key: The operator's key, from which the tokens follow.
+        host: Where masters are reached; by default by the names of their services.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, key: bytes, host: str | None) -> None:
+        self._session = session
+        self._key = key
+        self._host = host
+
+    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+        """What the master of a job says; None if it does not run or is not reached."""
+        running = any(
+            pod.is_running and pod.role is Role.MASTER and pod.index == job.status.master
+            for pod in pods
+        )
+        if not running:
+            return None
+        url = f"{master_url(job, self._host)}/v{PROTOCOL_VERSION}/status"
+        headers = {"Authorization": f"Bearer {token_of(self._key, job)}"}
+        try:
+            async with self._session.get(url, headers=headers, ssl=_trust(job)) as reply:
+                text = await reply.read()
+                if reply.status != web.HTTPOk.status_code:
+                    log.info("%s: HTTP status %d", url, reply.status)
+                    return None
+                return seen_of_master(_decode(text), job.status.epoch)
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            log.info("%s: %s", url, error)
+            return None
+
+
+def _trust(job: Job) -> ssl.SSLContext | bool:
+    """The certificates that are trusted of a job's master."""
+    if job.spec.tls is None or job.spec.tls.ca_bundle is None:
+        return True
+    return ssl.create_default_context(cadata=job.spec.tls.ca_bundle)
+
+
+class Operator:
+    """Looks at jobs when something may have happened.
+
+    Args:
+        cluster: The API server.
+        ask: Asks the master of a job.
+        metrics: What is counted.
+        leads: Whether this instance may act.
+    """
+
+    def __init__(
+        self, cluster: Cluster, ask: Ask, metrics: Metrics, leads: Callable[[], bool]
+    ) -> None:
+        self._cluster = cluster
+        self._ask = ask
+        self._metrics = metrics
+        self._leads = leads
+        self._woken: dict[Key, asyncio.Event] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+
+    def wake(self, key: Key) -> None:
+        """Something happened to a job."""
+        self._woken.setdefault(key, asyncio.Event()).set()
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._follow(key), name=f"job {key.name}")
+
+    async def close(self) -> None:
+        """Look at no job any more."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _follow(self, key: Key) -> None:
+        """Look at a job until it is gone."""
+        pause, woken = RETRY_SECONDS[0], self._woken[key]
+        while True:
+            woken.clear()
+            try:
+                found = await self._look(key)
+            except ConflictError:
+                continue
+            except ClusterError as error:
+                log.error("%s/%s: %s", *key, error)
+                self._metrics.errors.inc()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_SECONDS[1])
+                continue
+            pause = RETRY_SECONDS[0]
+            if found.job is None and not woken.is_set():
+                del self._tasks[key], self._woken[key]
+                self._metrics.forget(key)
+                return
+            if found.job is not None:
+                await self._wait(found.job, found, woken)
+
+    async def _look(self, key: Key) -> Look:
+        if not self._leads():
+            raise ClusterError("this instance does not lead")
+        with self._metrics.look_seconds.time():
+            found = await look(self._cluster, key, self._ask, _now)
+        for action in found.actions:
+            kind = type(action).__name__
+            self._metrics.actions.labels(kind).inc()
+            log.info("%s/%s: %s", *key, action)
+        if found.job is not None:
+            self._metrics.see(key, found.job.status.phase)
+        return found
+
+    async def _wait(self, job: Job, found: Look, woken: asyncio.Event) -> None:
+        """Wait until something may have changed."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + min(
+            RESYNC_SECONDS if found.wake is None else found.wake, RESYNC_SECONDS
+        )
+        while (left := ends - loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(woken.wait(), min(left, POLL_SECONDS))
+            if woken.is_set():
+                await asyncio.sleep(SETTLE_SECONDS)
+                return
+            if job.status.phase not in FINISHED:
+                master = await self._ask(job, found.pods)
+                if _news(master) != _news(found.master):
+                    return
+
+
+def _news(master: Master | None) -> object:
+    """What of a master's answer is a reason to look at its job."""
+    return None if master is None else (master.phase, master.outcome, master.round)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _registry(operator: Operator) -> kopf.OperatorRegistry:
+    """The handlers of kopf: each wakes a job."""
+    registry = kopf.OperatorRegistry()
+
+    async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
+        operator.wake(Key(namespace or "", name or ""))
+
+    async def on_pod(namespace: str | None, labels: Any, **_: Any) -> None:
+        operator.wake(Key(namespace or "", labels[LABEL_JOB]))
+
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)
+    kopf.on.event("v1", "pods", labels={LABEL_JOB: kopf.PRESENT}, registry=registry)(on_pod)
+    return registry
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.scanning.disabled = True  # no rights on definitions and namespaces are needed
+    settings.posting.enabled = False
+    settings.peering.standalone = True  # the lease decides
+    settings.watching.server_timeout = 600
+    settings.watching.connect_timeout = 60
+    return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorOptions:
+    """How the operator runs.
+
+    Attributes:
+        namespace: The only namespace whose jobs it sees; None: all.
+        metrics_port: Where `/metrics` and `/healthz` are served; 0: nowhere.
+        master_host: Where masters are reached; by default by the names of their services.
+    """
+
+    namespace: str | None = None
+    metrics_port: int = 0
+    master_host: str | None = None
+
+
+async def run_operator(
+    cluster: Cluster, key: bytes, leader: Leader, options: OperatorOptions
+) -> None:
+    """Serve metrics, wait for the lease, then look after jobs; return when the lease is lost.
+
+    Args:
+        cluster: The API server.
+        key: The operator's key.
+        leader: This instance's part in the election.
+        options: How it runs.
+    """
+    metrics = Metrics()
+    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
+    async with contextlib.AsyncExitStack() as stack:
+        if options.metrics_port:
+            await stack.enter_async_context(_served(metrics, options.metrics_port))
+        log.info("waiting for the lease")
+        await leader.acquire()
+        log.info("this instance leads")
+        metrics.leads.set(1)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        masters = Masters(session, key, options.master_host)
+        operator = Operator(cluster, masters.ask, metrics, leader.leads)
+        stack.push_async_callback(operator.close)
+        watching = asyncio.create_task(
+            kopf.operator(
+                registry=_registry(operator),
+                settings=_settings(),
+                clusterwide=options.namespace is None,
+                namespaces=[] if options.namespace is None else [options.namespace],
+            )
+        )
+        keeping = asyncio.create_task(leader.keep())
+        await asyncio.wait([watching, keeping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, keeping):
+            task.cancel()
+        for result in await asyncio.gather(watching, keeping, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+
+@contextlib.asynccontextmanager
+async def _served(metrics: Metrics, port: int) -> Any:
+    """Serve what Prometheus and the kubelet ask for."""
+
+    async def show(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=metrics.render(), headers={"Content-Type": metrics.content_type})
+
+    async def live(_request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok")
+
+    app = web.Application()
+    app.router.add_get("/metrics", show)
+    app.router.add_get("/healthz", live)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, port=port).start()
+        yield
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,309 @@
+"""The objects that the operator creates for a job: pods, the master's service, the token's secret.
+
+The template of a user is completed, never overruled: what it says of security, volumes or
+tolerations stays. What it does not say follows the "restricted" profile of Kubernetes: no root, a
+root file system that is read-only, no privileges, and no account of the cluster. `/tmp` and
+`/dev/shm` can be written; snapshots are in the latter.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+from remesh.kubernetes.observed import Role
+from remesh.kubernetes.resource import (
+    GROUP,
+    KIND,
+    LABEL_INDEX,
+    LABEL_JOB,
+    LABEL_ROLE,
+    VERSION,
+    Job,
+)
+
+Manifest = dict[str, Any]
+
+TOKEN_MOUNT = "/var/run/remesh/token"  # noqa: S105 - a directory
+TLS_MOUNT = "/var/run/remesh/tls"
+STATE_MOUNT = "/var/lib/remesh"
+USER = 1000
+STOP_SECONDS = 40
+"""Seconds that a worker needs to stop besides `spec.drain_seconds`."""
+MASTER_STOP_SECONDS = 10
+_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+
+
+def service_name(job_name: str) -> str:
+    """The name of the service of a job's master."""
+    return f"{job_name}-master"
+
+
+def secret_name(job_name: str) -> str:
+    """The name of the secret with a job's token."""
+    return f"{job_name}-token"
+
+
+def pod_name(job_name: str, role: Role, index: int) -> str:
+    """The name of a pod."""
+    return f"{job_name}-{role}-{index}"
+
+
+def master_host(job: Job) -> str:
+    """The name under which pods reach the master."""
+    return f"{service_name(job.name)}.{job.namespace}.svc"
+
+
+def master_url(job: Job, host: str | None = None) -> str:
+    """The URL of the master.
+
+    Args:
+        job: The job.
+        host: Where it is reached; by default through the service, as from a pod.
+    """
+    scheme = "http" if job.spec.tls is None else "https"
+    return f"{scheme}://{host or master_host(job)}:{job.spec.master.port}"
+
+
+def token_of(key: bytes, job: Job) -> str:
+    """The token of a job's master: a function of the operator's key, so that no secret is read."""
+    text = f"{job.namespace}/{job.name}/{job.uid}"
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def make_secret(job: Job, token: str) -> Manifest:
+    """The secret with the token."""
+    data = {"token": base64.b64encode(token.encode()).decode()}
+    meta = _metadata(job, secret_name(job.name))
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "type": "Opaque", "data": data}
+
+
+def make_service(job: Job) -> Manifest:
+    """The service of the master. Its page is there, and `/metrics`."""
+    port = job.spec.master.port
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, service_name(job.name)),
+        "spec": {
+            "selector": {LABEL_JOB: job.name, LABEL_ROLE: Role.MASTER.value},
+            "ports": [{"name": "http", "port": port, "targetPort": port}],
+        },
+    }
+
+
+def make_pod(job: Job, role: Role, index: int) -> Manifest:
+    """A pod of a job, as its spec and its status say."""
+    is_master = role is Role.MASTER
+    template = job.spec.master.template if is_master else job.spec.worker.template
+    meta = template.get("metadata") or {}
+    given = template.get("spec") or {}
+    containers = [dict(each) for each in given.get("containers") or [{}]]
+    containers[0] = _main_container(job, role, index, containers[0])
+    containers = [_secured(each) for each in containers]
+    drain = MASTER_STOP_SECONDS if is_master else job.spec.drain_seconds + STOP_SECONDS
+    spec: Manifest = {
+        "terminationGracePeriodSeconds": drain,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        **given,
+        "restartPolicy": "Never",
+        "containers": containers,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            **(given.get("securityContext") or {}),
+        },
+        "tolerations": _tolerations(job, given.get("tolerations") or []),
+        "volumes": [*(given.get("volumes") or []), *_volumes(job, role)],
+    }
+    hosts = [each.host for each in job.status.excluded_hosts]
+    if hosts:
+        spec["affinity"] = _away_from(hosts, given.get("affinity") or {})
+    metadata = _metadata(job, pod_name(job.name, role, index))
+    metadata["annotations"] = dict(meta.get("annotations") or {})
+    metadata["labels"] = {
+        **(meta.get("labels") or {}),
+        **metadata["labels"],
+        LABEL_ROLE: role.value,
+        LABEL_INDEX: str(index),
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _metadata(job: Job, name: str) -> Manifest:
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {LABEL_JOB: job.name, "app.kubernetes.io/managed-by": "remesh-operator"},
+        "ownerReferences": [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "name": job.name,
+                "uid": job.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+
+
+def _main_container(job: Job, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
+    """The container that runs the master, or a worker's part of the training."""
+    is_master = role is Role.MASTER
+    container: Manifest = {"name": role.value, "command": ["remesh"], **given}
+    if "image" not in container:
+        containers = (job.spec.worker.template.get("spec") or {}).get("containers") or [{}]
+        container["image"] = containers[0].get("image", "")
+    container["args"] = _master_args(job) if is_master else _worker_args(job, index)
+    container["env"] = [*_variables(job, role), *(given.get("env") or [])]
+    mounts: list[Manifest] = [
+        {"name": "remesh-tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+        {"name": "remesh-token", "mountPath": TOKEN_MOUNT, "readOnly": True},
+    ]
+    if job.spec.tls is not None:
+        mounts.append({"name": "remesh-tls", "mountPath": TLS_MOUNT, "readOnly": True})
+    if is_master:
+        mounts.append({"name": "remesh-state", "mountPath": STATE_MOUNT})
+        _complete_master(job, container)
+    else:
+        mounts.append({"name": "remesh-shm", "mountPath": "/dev/shm"})  # noqa: S108 - likewise
+        _complete_worker(job, container, mounts)
+    container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
+    return container
+
+
+def _complete_master(job: Job, container: Manifest) -> None:
+    container.setdefault(
+        "resources",
+        {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+    )
+    container.setdefault("ports", [{"name": "http", "containerPort": job.spec.master.port}])
+    probe = {"tcpSocket": {"port": job.spec.master.port}, "periodSeconds": 2}
+    container.setdefault("readinessProbe", probe)
+
+
+def _complete_worker(job: Job, container: Manifest, mounts: list[Manifest]) -> None:
+    checkpoint = job.spec.checkpoint
+    if job.status.memory is not None:
+        resources = {kind: dict(values) for kind, values in container["resources"].items()}
+        for kind in ("limits", "requests"):
+            if "memory" in resources.get(kind, {}):
+                resources[kind]["memory"] = str(job.status.memory)
+        container["resources"] = resources
+    if checkpoint is None:
+        return
+    if checkpoint.claim is not None:
+        mounts.append({"name": "remesh-checkpoints", "mountPath": checkpoint.path})
+    if checkpoint.secret is not None:
+        source = {"secretRef": {"name": checkpoint.secret}}
+        container["envFrom"] = [*(container.get("envFrom") or []), source]
+
+
+def _variables(job: Job, role: Role) -> list[Manifest]:
+    """Variables that the arguments or the script refer to."""
+    variables: list[Manifest] = [
+        {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the pod's own
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+    if role is Role.WORKER and job.spec.checkpoint is not None:
+        variables.append({"name": "REMESH_CHECKPOINT_ROOT", "value": job.spec.checkpoint.root})
+    return variables
+
+
+def _master_args(job: Job) -> list[str]:
+    spec = job.spec
+    args = ["master", "--host", "0.0.0.0", "--port", str(spec.master.port)]  # noqa: S104 - a token
+    args += ["--token-file", f"{TOKEN_MOUNT}/token"]
+    args += ["--state", f"{STATE_MOUNT}/{job.uid}-{job.status.epoch}.sqlite"]
+    if spec.tls is not None:
+        args += ["--tls-cert", f"{TLS_MOUNT}/tls.crt", "--tls-key", f"{TLS_MOUNT}/tls.key"]
+    if spec.check:
+        args.append("--check")
+    return [*args, *spec.master.args]
+
+
+def _worker_args(job: Job, index: int) -> list[str]:
+    spec = job.spec
+    args = ["run", "--master", master_url(job), "--token-file", f"{TOKEN_MOUNT}/token"]
+    if spec.tls is not None:
+        args += ["--tls-ca", f"{TLS_MOUNT}/ca.crt"]
+    args += ["--node-id", str(index), "--node-name", pod_name(job.name, Role.WORKER, index)]
+    args += ["--local-addr", "$(POD_IP)", "--nnodes", f"{spec.fewest}:{spec.most}"]
+    args += ["--node-unit", str(spec.node_unit), "--max-restarts", str(spec.max_restarts)]
+    args += ["--join-timeout", str(spec.join_seconds), "--drain-seconds", str(spec.drain_seconds)]
+    return [*args, *spec.worker.args, *spec.script]
+
+
+def _volumes(job: Job, role: Role) -> list[Manifest]:
+    """The volumes that the mounts of the main container name."""
+    spec = job.spec
+    volumes: list[Manifest] = [
+        {"name": "remesh-tmp", "emptyDir": {}},
+        {"name": "remesh-token", "secret": {"secretName": secret_name(job.name)}},
+    ]
+    if spec.tls is not None:
+        source: Manifest = {"secretName": spec.tls.secret}
+        if role is Role.WORKER:
+            source["items"] = [{"key": "ca.crt", "path": "ca.crt"}]  # not the master's key
+        volumes.append({"name": "remesh-tls", "secret": source})
+    if role is Role.MASTER:
+        volumes.append({"name": "remesh-state", **_claimed(spec.master.state_claim)})
+        return volumes
+    volumes.append({"name": "remesh-shm", "emptyDir": {"medium": "Memory"}})
+    if spec.checkpoint is not None and spec.checkpoint.claim is not None:
+        volumes.append({"name": "remesh-checkpoints", **_claimed(spec.checkpoint.claim)})
+    return volumes
+
+
+def _claimed(claim: str | None) -> Manifest:
+    if claim is None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": claim}}
+
+
+def _secured(container: Manifest) -> Manifest:
+    """A container without privileges."""
+    context = {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        **(container.get("securityContext") or {}),
+    }
+    return {**container, "securityContext": context}
+
+
+def _tolerations(job: Job, given: list[Manifest]) -> list[Manifest]:
+    """The template's, and how long pods stay bound to a node that is not ready."""
+    known = {each.get("key") for each in given}
+    return given + [
+        {
+            "key": taint,
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": job.spec.node_lost_seconds,
+        }
+        for taint in _NODE_TAINTS
+        if taint not in known
+    ]
+
+
+def _away_from(hosts: list[str], given: Mapping[str, Any]) -> Manifest:
+    """An affinity that keeps a pod off hosts, besides what the template asks for."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in hosts]
+    node = dict(given.get("nodeAffinity") or {})
+    required = node.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    # A pod must satisfy one of the terms, so each of them excludes the hosts.
+    terms = [
+        {**term, "matchFields": [*(term.get("matchFields") or []), *fields]}
+        for term in required.get("nodeSelectorTerms") or [{}]
+    ]
+    node["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
+    return {**given, "nodeAffinity": node}

@@ -1,0 +1,564 @@
+"""What happens to a job next: a pure function of the job, its pods, its master and the time.
+
+`reconcile` returns the next status of the job and a list of actions. The caller first writes the
+status, on the condition that the job has not changed since it was read, and only then carries out
+the actions, in any order and each as often as it likes. Nothing else is needed for safety:
+
+* Every action follows from the status that was written. An operator that is killed in the middle
+  finds on its next look that a worker of the status has no pod, or a pod has no worker in the
+  status, and does what is missing.
+* Of two operators that look at the same time only one can write; the other one looks again.
+* The name of a pod follows from its number in the status, so no pod is created twice.
+
+**Numbers of workers.** The number of a worker is its node id, by which the master orders the ranks.
+It stays the same while its pod lives, and is not given to another pod. A replacement therefore
+comes last in the order: the workers that go on keep their order, rank 0 stays where its log is,
+and the agent of a lost machine that comes back never meets another one with its id.
+
+**Sizes.** A job has `spec.replicas` workers. Those that Kubernetes cannot place within
+`pending_seconds` are given up if the others can train (the job *shrinks*), and every `grow_seconds`
+the job tries to have all of them again (it *grows*).
+
+Suspending and deleting stop the workers first: they save while the master still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+import msgspec
+
+from remesh.kubernetes import conditions, exits
+from remesh.kubernetes.exits import Cause, Ending
+from remesh.kubernetes.observed import Master, Pod, Role, memory_of
+from remesh.kubernetes.resource import (
+    FINALIZER,
+    FINISHED,
+    CleanPolicy,
+    ExcludedHost,
+    FailureEntry,
+    Job,
+    Phase,
+    Status,
+    Training,
+    Worker,
+    parse_quantity,
+    problem_of,
+)
+
+MAX_ENDED = 3
+"""Ended pods of each role that are kept for their logs while the job runs."""
+MAX_FAILURES = 10
+"""Failures that are kept in the status."""
+MAX_BACKOFF = 60.0
+"""Longest wait, in seconds, before a pod that failed is replaced."""
+FORCE_SECONDS = 60.0
+"""A pod of a deleted job that should be gone for so long is removed without its kubelet."""
+MEMORY_FACTOR = 1.5
+TRAINING_SECONDS = 30.0
+"""Time between two writes of the status that tell nothing but the progress of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddFinalizer:
+    """Keep the job when it is deleted, until its pods are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFinalizer:
+    """Let a deleted job go."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreateShared:
+    """Create the service of the master and the secret with the token, if they are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteShared:
+    """Delete the service and the secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create a pod as the status says, if it is not there."""
+
+    role: Role
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Delete a pod; with force, without waiting for its kubelet."""
+
+    name: str
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tell users of the job what happened, as an event."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+Action: TypeAlias = (
+    AddFinalizer | RemoveFinalizer | CreateShared | DeleteShared | CreatePod | DeletePod | Emit
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows.
+
+    Attributes:
+        status: The status to be written before the actions.
+        actions: What is to be done.
+        wake: Seconds after which time alone may change the decision; None: it does not.
+    """
+
+    status: Status
+    actions: tuple[Action, ...] = ()
+    wake: float | None = None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A decision in the making: what is seen, and what is decided so far."""
+
+    job: Job
+    pods: tuple[Pod, ...]
+    master: Master | None
+    now: datetime
+    status: Status
+    actions: list[Action] = field(default_factory=list)
+    wakes: list[float] = field(default_factory=list)
+
+    def set(self, **changes: object) -> None:
+        """Change fields of the status."""
+        self.status = msgspec.structs.replace(self.status, **changes)
+
+    def emit(self, reason: str, message: str, *, warning: bool = False) -> None:
+        """Tell users what happened."""
+        self.actions.append(Emit(reason, message, warning))
+
+    def since(self, time: datetime) -> float:
+        """Seconds that have passed; none if the clock was set back."""
+        return max((self.now - time).total_seconds(), 0.0)
+
+    def passed(self, time: datetime, seconds: float) -> bool:
+        """Whether so many seconds have passed; if not, the next look is then at the latest."""
+        left = seconds - self.since(time)
+        if left > 0:
+            self.wakes.append(left)
+        return left <= 0
+
+    def of(self, role: Role) -> dict[int, Pod]:
+        """The pods of a role, by their number."""
+        return {pod.index: pod for pod in self.pods if pod.role is role}
+
+    def failed(self, where: str, ending: Ending) -> None:
+        """Record the failure of a pod."""
+        entry = FailureEntry(time=self.now, where=where, what=ending.cause, message=ending.text)
+        self.set(failures=(entry, *self.status.failures)[:MAX_FAILURES])
+
+    def delete(self, pods: Iterable[Pod]) -> None:
+        """Delete those pods that are not being deleted."""
+        self.actions.extend(DeletePod(pod.name) for pod in pods if pod.expires is None)
+
+    def decision(self) -> Decision:
+        """The decision."""
+        status = conditions.described(
+            self.job, self.status, tuple(self.of(Role.WORKER).values()), self.master, self.now
+        )
+        wake = min(self.wakes, default=None)
+        return Decision(status, tuple(self.actions), wake)
+
+
+def reconcile(job: Job, pods: tuple[Pod, ...], master: Master | None, now: datetime) -> Decision:
+    """Decide what happens to a job next.
+
+    Args:
+        job: The job, read before the pods.
+        pods: Its pods.
+        master: What its master says; None if that is not reached.
+        now: The time.
+    """
+    if job.deleting:
+        return _delete(job, pods, now)
+    if FINALIZER not in job.finalizers:
+        return Decision(job.status, (AddFinalizer(),))
+    status = _after_jump(job.status, now)
+    if status.started is None:
+        selector = conditions.selector_of(job)
+        status = msgspec.structs.replace(status, started=now, selector=selector)
+    if master is not None and master.epoch != status.epoch:
+        master = None
+    this = _Pass(job, pods, master, now, status)
+    _note_training(this)
+    if status.phase in FINISHED:
+        _clean(this)
+    elif job.spec.suspend:
+        _suspend(this)
+    else:
+        if status.phase is Phase.SUSPENDED:
+            _resume(this)
+        _run(this)
+    this.set(observed_generation=job.generation)
+    return this.decision()
+
+
+def _after_jump(status: Status, now: datetime) -> Status:
+    """Let no wait last longer because the clock was set back."""
+
+    def not_after(time: datetime | None) -> datetime | None:
+        return None if time is None else min(time, now)
+
+    return msgspec.structs.replace(
+        status,
+        shrunk_at=not_after(status.shrunk_at),
+        replaced_at=not_after(status.replaced_at),
+        master_failed_at=not_after(status.master_failed_at),
+    )
+
+
+# The end of a job -----------------------------------------------------------------------------
+
+
+def _delete(job: Job, pods: tuple[Pod, ...], now: datetime) -> Decision:
+    """Stop the workers, then the master; let the job go when nothing of it is left."""
+    if FINALIZER not in job.finalizers:
+        return Decision(job.status)
+    if not pods:
+        return Decision(job.status, (DeleteShared(), RemoveFinalizer()))
+    workers = [pod for pod in pods if pod.role is Role.WORKER]
+    stopping = workers or list(pods)
+    actions: list[Action] = [DeletePod(pod.name) for pod in stopping if pod.expires is None]
+    overdue = timedelta(seconds=FORCE_SECONDS)
+    expiries = [pod.expires + overdue for pod in pods if pod.expires is not None]
+    actions += [
+        DeletePod(pod.name, force=True)
+        for pod in pods
+        if pod.expires is not None and pod.expires + overdue <= now
+    ]
+    wakes = [max((time - now).total_seconds(), 1.0) for time in expiries]
+    return Decision(job.status, tuple(actions), min(wakes, default=None))
+
+
+def _finish(this: _Pass, phase: Phase, reason: str) -> None:
+    this.set(phase=phase, reason=reason, finished=this.now)
+    this.emit(phase.value, reason, warning=phase is Phase.FAILED)
+    _clean(this)
+
+
+def _clean(this: _Pass) -> None:
+    """Delete the pods of a finished job that its policy does not keep; workers first."""
+    policy = this.job.spec.clean_policy
+    if policy is CleanPolicy.NONE:
+        return
+    unwanted = [pod for pod in this.pods if policy is CleanPolicy.ALL or not pod.has_ended]
+    workers = [pod for pod in unwanted if pod.role is Role.WORKER]
+    this.delete(workers or unwanted)
+
+
+def _suspend(this: _Pass) -> None:
+    """Stop the workers, then the master; what is remembered of hosts and budgets stays."""
+    if this.status.phase is not Phase.SUSPENDED:
+        this.set(phase=Phase.SUSPENDED, reason="spec.suspend is true", workers=())
+        this.emit("Suspended", "the workers save and stop")
+    workers = this.of(Role.WORKER).values()
+    living = [pod for pod in workers if not pod.has_ended]
+    this.delete(living or this.pods)
+
+
+def _resume(this: _Pass) -> None:
+    """Begin again with all workers, and with a new journal: the old world has ended."""
+    this.set(
+        phase=Phase.PENDING,
+        reason="resumed",
+        epoch=this.status.epoch + 1,
+        target=None,
+        shrunk_at=None,
+        master=this.status.master + 1,
+        master_seen=False,
+        workers=(),
+    )
+    this.master = None
+    this.emit("Resumed", "the job starts again from its newest checkpoint")
+
+
+# A job that runs ------------------------------------------------------------------------------
+
+
+def _run(this: _Pass) -> None:
+    problem = problem_of(this.job.spec)
+    if problem:
+        _finish(this, Phase.FAILED, f"the spec is not valid: {problem}")
+        return
+    if this.master is not None and this.master.outcome:
+        succeeded = this.master.outcome == "succeeded"
+        _finish(this, Phase.SUCCEEDED if succeeded else Phase.FAILED, this.master.reason)
+        return
+    for step in (_check_workers, _check_master, _resize, _place):
+        step(this)
+        if this.status.phase in FINISHED:
+            return
+    _keep_logs(this)
+
+
+def _check_workers(this: _Pass) -> None:
+    """Take workers whose pods have ended or are gone off the list."""
+    pods, kept = this.of(Role.WORKER), []
+    for worker in this.status.workers:
+        pod = pods.get(worker.id)
+        ending = _ending_of(worker, pod)
+        if ending is None:
+            kept.append(msgspec.structs.replace(worker, seen=worker.seen or pod is not None))
+            continue
+        _take_off(this, worker.id, pod, ending)
+        if this.status.phase in FINISHED:
+            return
+    this.set(workers=tuple(kept))
+    if this.status.replacements > this.job.spec.max_replacements:
+        most = this.job.spec.max_replacements
+        last = this.status.failures[0]
+        _finish(
+            this,
+            Phase.FAILED,
+            f"more than {most} workers failed (maxReplacements); the last one: {last.where}: "
+            f"{last.message}",
+        )
+
+
+def _ending_of(worker: Worker, pod: Pod | None) -> Ending | None:
+    """How a worker's pod ended; None if it has not."""
+    if pod is None:
+        return Ending(Cause.STOPPED, "its pod was deleted") if worker.seen else None
+    if pod.has_ended:
+        return exits.classify(pod)
+    return None if pod.expires is None else Ending(Cause.STOPPED, "its pod is being deleted")
+
+
+def _take_off(this: _Pass, index: int, pod: Pod | None, ending: Ending) -> None:
+    """What follows from the end of a worker's pod, besides its replacement."""
+    on_host = f" on {pod.host}" if pod is not None and pod.host else ""
+    where = f"worker {index}{on_host}"
+    text = f"{where}: {ending.text}"
+    match ending.cause:
+        case Cause.SUCCEEDED:
+            # The agent ends so only when the master has told it that the job has.
+            _finish(this, Phase.SUCCEEDED, "the processes of all nodes succeeded")
+        case Cause.USAGE:
+            this.failed(where, ending)
+            _finish(this, Phase.FAILED, f"{text}; its command cannot run: check script and args")
+        case Cause.HARDWARE:
+            this.failed(where, ending)
+            if pod is not None:
+                _exclude(this, pod.host, ending.text)
+        case Cause.OUT_OF_MEMORY:
+            this.failed(where, ending)
+            if not _raise_memory(this, where, pod):
+                _charge(this, text)
+        case Cause.FAILED:
+            this.failed(where, ending)
+            _charge(this, text)
+        case Cause.STOPPED:
+            this.emit("WorkerStopped", f"{text}; it is replaced, nothing is charged")
+
+
+def _charge(this: _Pass, text: str) -> None:
+    number, most = this.status.replacements + 1, this.job.spec.max_replacements
+    this.set(replacements=number, replaced_at=this.now)
+    this.emit("WorkerFailed", f"{text}; {number} of {most} replacements are charged", warning=True)
+
+
+def _exclude(this: _Pass, host: str, reason: str) -> None:
+    """Remember that a host is faulty."""
+    known = {each.host for each in this.status.excluded_hosts}
+    if not this.job.spec.exclude_faulty_hosts or not host or host in known:
+        return
+    entry = ExcludedHost(host=host, reason=reason, time=this.now)
+    this.set(excluded_hosts=(*this.status.excluded_hosts, entry))
+    this.emit("HostExcluded", f"no pod of this job will use {host}: {reason}", warning=True)
+
+
+def _raise_memory(this: _Pass, where: str, pod: Pod | None) -> bool:
+    """Give the next workers more memory; whether they will have more than this pod had."""
+    spec = this.job.spec
+    had = None if pod is None else pod.memory
+    if spec.max_memory is None or had is None:
+        return False
+    now = this.status.memory or memory_of(spec.worker.template["spec"]) or 0
+    if now > had:
+        return True  # raised already, because of another worker
+    more = min(int(had * MEMORY_FACTOR), parse_quantity(spec.max_memory))
+    if more <= had:
+        return False
+    this.set(memory=more)
+    text = f"{where} ran out of memory at {had >> 20} MiB; the next workers get {more >> 20} MiB"
+    this.emit("MemoryRaised", text, warning=True)
+    return True
+
+
+def _check_master(this: _Pass) -> None:
+    """Count a master that has ended, and choose the number of the next."""
+    status = this.status
+    pod = this.of(Role.MASTER).get(status.master)
+    if pod is None and not status.master_seen:
+        return
+    if pod is not None and not pod.has_ended and pod.expires is None:
+        this.set(master_seen=True)
+        return
+    text = "its pod was deleted"
+    if pod is not None and pod.has_ended:
+        ending = exits.classify(pod)
+        text = ending.text
+        this.failed("master", ending)
+        if ending.cause is Cause.USAGE:
+            _finish(this, Phase.FAILED, f"the master cannot run: {text}; check master.args")
+            return
+    failures = status.master_failures + (pod is not None and pod.has_ended)
+    this.set(
+        master=status.master + 1,
+        master_seen=False,
+        master_failures=failures,
+        master_failed_at=this.now,
+    )
+    this.emit("MasterReplaced", f"master {status.master}: {text}", warning=True)
+
+
+def _resize(this: _Pass) -> None:
+    """Choose how many workers there should be, and which are given up."""
+    spec, status = this.job.spec, this.status
+    edited = status.observed_generation != this.job.generation
+    target = spec.replicas
+    if status.target is not None and status.shrunk_at is not None and not edited:
+        target = min(status.target, spec.replicas)
+        if target < spec.replicas and this.passed(status.shrunk_at, spec.grow_seconds):
+            target = spec.replicas
+            this.emit("Growing", f"the job tries to have {target} workers again")
+    unplaced = _unplaced_for_long(this)
+    rest = len(status.workers) - len(unplaced)
+    if unplaced and spec.fitting(rest):
+        this.set(
+            workers=tuple(each for each in status.workers if each.id not in unplaced),
+            shrunk_at=this.now,
+        )
+        target = min(target, rest)
+        names = ", ".join(str(index) for index in sorted(unplaced))
+        why = next(iter(unplaced.values())) or "they were not scheduled"
+        this.emit("Shrunk", f"goes on with {rest} workers, without {names}: {why}", warning=True)
+    elif target == spec.replicas:
+        this.set(shrunk_at=None)
+    this.set(target=target)
+
+
+def _unplaced_for_long(this: _Pass) -> dict[int, str]:
+    """Workers whose pods have not been started for too long, and why not."""
+    found, pods = {}, this.of(Role.WORKER)
+    for worker in this.status.workers:
+        pod = pods.get(worker.id)
+        waits = pod is not None and pod.phase == "Pending"
+        if pod is not None and waits and this.passed(pod.created, this.job.spec.pending_seconds):
+            found[worker.id] = pod.message
+    return found
+
+
+def _place(this: _Pass) -> None:
+    """Bring the list of workers to its size, and the pods to what the list says."""
+    status, pods = this.status, this.of(Role.WORKER)
+    target = this.job.spec.replicas if status.target is None else status.target
+    workers = list(status.workers)
+    if len(workers) > target:
+        # Those that do not run yet go first, then the newest.
+        order = sorted(workers, key=lambda each: (_runs(pods.get(each.id)), -each.id))
+        extra = {each.id for each in order[: len(workers) - target]}
+        workers = [each for each in workers if each.id not in extra]
+    missing = target - len(workers)
+    if missing > 0 and (status.replaced_at is None or _backed_off(this, status.replaced_at)):
+        first = status.next_worker
+        workers += [Worker(id=number) for number in range(first, first + missing)]
+        this.set(next_worker=first + missing)
+    this.set(workers=tuple(workers))
+    listed = {each.id for each in workers}
+    this.delete(pod for pod in pods.values() if pod.index not in listed and not pod.has_ended)
+    _place_master(this)
+    this.actions.extend(
+        CreatePod(Role.WORKER, each.id) for each in workers if not each.seen and each.id not in pods
+    )
+
+
+def _runs(pod: Pod | None) -> bool:
+    return pod is not None and pod.is_running
+
+
+def _backed_off(this: _Pass, replaced_at: datetime) -> bool:
+    """Whether workers may be created: the more failed, the longer it takes."""
+    return this.passed(replaced_at, _backoff(this.status.replacements))
+
+
+def _backoff(failures: int) -> float:
+    return min(2.0 ** min(failures - 1, 10), MAX_BACKOFF) if failures else 0.0
+
+
+def _place_master(this: _Pass) -> None:
+    status, pods = this.status, this.of(Role.MASTER)
+    this.delete(pod for pod in pods.values() if pod.index != status.master and not pod.has_ended)
+    if status.master in pods or status.master_seen:
+        return
+    failed_at = status.master_failed_at
+    if failed_at is None or this.passed(failed_at, _backoff(status.master_failures)):
+        this.actions += [CreateShared(), CreatePod(Role.MASTER, status.master)]
+
+
+def _keep_logs(this: _Pass) -> None:
+    """Delete the ended pods but for the newest, whose logs may be wanted."""
+    listed = {each.id for each in this.status.workers}
+    for role in Role:
+        ended = [
+            pod
+            for pod in this.of(role).values()
+            if pod.has_ended and (role is Role.MASTER or pod.index not in listed)
+        ]
+        ended.sort(key=lambda pod: pod.index)
+        this.delete(ended[:-MAX_ENDED])
+
+
+# What users see -------------------------------------------------------------------------------
+
+
+def _note_training(this: _Pass) -> None:
+    """Take over from the master how far the training is; not often if that is all there is."""
+    master, old = this.master, this.status.training
+    if master is None:
+        return
+    new = Training(
+        time=this.now,
+        phase=master.phase,
+        reason=master.reason,
+        round=master.round,
+        step=master.step,
+        saved_step=master.saved_step,
+        goodput=master.goodput,
+    )
+    same = old is not None and (old.phase, old.round) == (new.phase, new.round)
+    if same and old is not None and not master.outcome and this.since(old.time) < TRAINING_SECONDS:
+        return
+    this.set(training=new)
+    known = {(each.where, each.what, each.message) for each in this.status.failures}
+    found = [
+        FailureEntry(
+            time=datetime.fromtimestamp(each.time, this.now.tzinfo),
+            where=each.where,
+            what=each.what,
+            message=each.message,
+        )
+        for each in master.errors
+        if (each.where, each.what, each.message) not in known
+    ]
+    this.set(failures=(*found, *this.status.failures)[:MAX_FAILURES])

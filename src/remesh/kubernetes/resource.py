@@ -1,0 +1,387 @@
+"""The resource ElasticJob as Python values.
+
+The API server validates objects by the schema in `definition`; the classes here have the same
+fields. `Spec` is written by users, `Status` by the operator alone. The status is all that the
+operator remembers of a job, so an operator that is killed and started again continues from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from remesh.errors import ClusterError
+
+GROUP = "remesh.dev"
+VERSION = "v1alpha1"
+KIND = "ElasticJob"
+PLURAL = "elasticjobs"
+FINALIZER = f"{GROUP}/pods"
+"""Keeps a deleted job until its pods are gone."""
+LABEL_JOB = f"{GROUP}/job"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_INDEX = f"{GROUP}/index"
+MAX_NAME_LENGTH = 48
+"""The names of pods and of the service begin with the name of the job."""
+
+
+class Phase(StrEnum):
+    """The state of a job in one word."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
+
+
+class CleanPolicy(StrEnum):
+    """Which pods of a finished job are deleted."""
+
+    RUNNING = "Running"
+    ALL = "All"
+    NONE = "None"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where the job keeps its checkpoints: a volume, or an object store.
+
+    Attributes:
+        claim: A PersistentVolumeClaim that is mounted at `path` in all workers.
+        path: Where it is mounted.
+        url: Address of an object store, instead of a claim.
+        secret: A Secret whose keys become variables of the workers, such as the store's
+            credentials.
+    """
+
+    claim: str | None = None
+    path: str = "/checkpoints"
+    url: str | None = None
+    secret: str | None = None
+
+    @property
+    def root(self) -> str:
+        """What the workers find in `REMESH_CHECKPOINT_ROOT`."""
+        return self.url or self.path
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Certificates of the master.
+
+    Attributes:
+        secret: A Secret of type kubernetes.io/tls, with the key `ca.crt` besides.
+        ca_bundle: The certificates that the operator trusts, as PEM; the system's by default.
+    """
+
+    secret: str
+    ca_bundle: str | None = None
+
+
+class MasterSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The master pod.
+
+    Attributes:
+        port: Port of the master and of its service.
+        state_claim: A PersistentVolumeClaim for the journal. Without it a master that is replaced
+            by another pod learns of the job from the agents.
+        args: Further options of `remesh master`.
+        template: Pod template; by default the image of the workers and little memory.
+    """
+
+    port: int = 29400
+    state_claim: str | None = None
+    args: tuple[str, ...] = ()
+    template: dict[str, Any] = {}
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The worker pods.
+
+    Attributes:
+        args: Further options of `remesh run`.
+        template: Pod template. The first container runs the training; its command is `remesh` by
+            default.
+    """
+
+    args: tuple[str, ...] = ()
+    template: dict[str, Any]
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What a user asks for.
+
+    Attributes:
+        script: The script and its arguments.
+        replicas: Workers that the job should have.
+        min_replicas: Fewest workers that can train; `replicas` by default.
+        max_replicas: Most workers; `replicas` by default.
+        node_unit: Worlds have a multiple of so many workers.
+        max_restarts: Restart budget of each worker, for its processes.
+        max_replacements: Worker pods that are replaced after failures that are charged.
+        check: Test workers before they train.
+        exclude_faulty_hosts: Keep pods off hosts that have proven faulty.
+        max_memory: A worker killed for memory is replaced by one with half as much memory again,
+            up to this quantity; None: never.
+        suspend: Give back all resources until this is false again.
+        clean_policy: Which pods are deleted when the job has finished.
+        pending_seconds: A worker that is not scheduled for so long is given up.
+        grow_seconds: After so long the job tries to have all workers again.
+        node_lost_seconds: Pods of a node that is not ready are replaced after so long.
+        drain_seconds: Time for a last checkpoint when a worker is asked to leave.
+        join_seconds: Without enough workers for so long, the job has failed.
+        checkpoint: Where checkpoints are kept.
+        tls: Certificates of the master.
+        master: The master pod.
+        worker: The worker pods.
+    """
+
+    script: tuple[str, ...]
+    replicas: int = 1
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    node_unit: int = 1
+    max_restarts: int = 3
+    max_replacements: int = 10
+    check: bool = False
+    exclude_faulty_hosts: bool = True
+    max_memory: str | None = None
+    suspend: bool = False
+    clean_policy: CleanPolicy = CleanPolicy.RUNNING
+    pending_seconds: int = 300
+    grow_seconds: int = 300
+    node_lost_seconds: int = 30
+    drain_seconds: int = 60
+    join_seconds: int = 3600
+    checkpoint: Checkpoint | None = None
+    tls: Tls | None = None
+    master: MasterSpec = MasterSpec()
+    worker: WorkerSpec
+
+    @property
+    def fewest(self) -> int:
+        """Fewest workers that can train."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Most workers."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    def fitting(self, num_workers: int) -> int:
+        """The size of the largest world that so many workers can form; 0 if there is none."""
+        trimmed = min(num_workers, self.most) // self.node_unit * self.node_unit
+        return trimmed if trimmed >= self.fewest else 0
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A worker that the job should have.
+
+    Attributes:
+        id: Its node id: its place in the order of ranks, and part of the name of its pod.
+        seen: Whether the pod has existed. A pod that was seen and is missing was deleted.
+    """
+
+    id: int
+    seen: bool = False
+
+
+class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A Kubernetes node on which the job starts no pods any more."""
+
+    host: str
+    reason: str
+    time: datetime
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A condition, as Kubernetes has them."""
+
+    type: str
+    status: str
+    reason: str
+    message: str = ""
+    last_transition_time: datetime
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How far the training is, as the master said at `time`."""
+
+    time: datetime
+    phase: str = ""
+    reason: str = ""
+    round: int = 0
+    step: int | None = None
+    saved_step: int | None = None
+    goodput: float | None = None
+
+
+class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A failure for `remesh job errors`: of a process, from the master, or of a pod."""
+
+    time: datetime
+    where: str
+    what: str
+    message: str = ""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What the operator knows of a job.
+
+    Attributes:
+        observed_generation: The generation of the spec that the status belongs to.
+        phase: The state of the job.
+        reason: Why, in a sentence.
+        conditions: Training, Degraded, Suspended, Complete and Failed.
+        replicas: Worker pods that run.
+        selector: Labels of the worker pods, for `kubectl scale`.
+        target: Workers that the job tries to have now: `spec.replicas`, or fewer after it shrank.
+        shrunk_at: When it shrank.
+        workers: The workers that the job should have.
+        next_worker: The next node id. Ids are not used again, see `reconcile`.
+        master: Number of the master pod.
+        master_seen: Whether that pod has existed.
+        master_failures: Master pods that failed.
+        master_failed_at: When the last one failed.
+        epoch: How often the job was suspended.
+        excluded_hosts: Hosts that are not used.
+        replacements: Workers that were replaced and charged.
+        replaced_at: When the last of them was.
+        memory: Bytes of memory of workers from now on; None: as in the template.
+        started: When the operator first saw the job.
+        finished: When the job ended.
+        training: How far the training is.
+        failures: The newest failures, newest first.
+    """
+
+    observed_generation: int = 0
+    phase: Phase = Phase.PENDING
+    reason: str = ""
+    conditions: tuple[Condition, ...] = ()
+    replicas: int = 0
+    selector: str = ""
+    target: int | None = None
+    shrunk_at: datetime | None = None
+    workers: tuple[Worker, ...] = ()
+    next_worker: int = 0
+    master: int = 0
+    master_seen: bool = False
+    master_failures: int = 0
+    master_failed_at: datetime | None = None
+    epoch: int = 0
+    excluded_hosts: tuple[ExcludedHost, ...] = ()
+    replacements: int = 0
+    replaced_at: datetime | None = None
+    memory: int | None = None
+    started: datetime | None = None
+    finished: datetime | None = None
+    training: Training | None = None
+    failures: tuple[FailureEntry, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """An ElasticJob.
+
+    Attributes:
+        name: Its name.
+        namespace: Its namespace.
+        uid: Differs for every object.
+        version: Changes with every write (`resourceVersion`).
+        generation: Changes with every write of the spec.
+        deleting: Whether it is to be deleted.
+        finalizers: What keeps it until then.
+        spec: What the user asks for.
+        status: What the operator knows.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    version: str = ""
+    generation: int = 1
+    deleting: bool = False
+    finalizers: tuple[str, ...] = ()
+    spec: Spec
+    status: Status = Status()
+
+
+def parse_job(data: Mapping[str, Any]) -> Job:
+    """An ElasticJob from the JSON of the API server.
+
+    Raises:
+        ClusterError: If it is not valid.
+    """
+    meta = data.get("metadata") or {}
+    where = f"ElasticJob {meta.get('namespace', '')}/{meta.get('name', '')}"
+    try:
+        return Job(
+            name=meta["name"],
+            namespace=meta["namespace"],
+            uid=meta.get("uid", ""),
+            version=meta.get("resourceVersion", ""),
+            generation=meta.get("generation", 1),
+            deleting=meta.get("deletionTimestamp") is not None,
+            finalizers=tuple(meta.get("finalizers") or ()),
+            spec=msgspec.convert(data["spec"], Spec),
+            status=msgspec.convert(data.get("status") or {}, Status),
+        )
+    except (msgspec.ValidationError, KeyError) as error:
+        raise ClusterError(
+            f"{where} is not valid: {error}; apply the output of `remesh manifests` of this version"
+        ) from error
+
+
+def status_data(status: Status) -> dict[str, Any]:
+    """A status as JSON values; fields without a value are null, so that a patch removes them."""
+    data = msgspec.to_builtins(status)
+    assert isinstance(data, dict)
+    return data
+
+
+_UNITS = {
+    "": 1, "m": 1e-3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50,
+}  # fmt: skip
+
+
+def parse_quantity(text: str | float) -> int:
+    """The bytes that a quantity such as `4Gi` means.
+
+    Raises:
+        ValueError: If it is no quantity.
+    """
+    text = str(text).strip()
+    number = text.rstrip("kKmMGTPi")
+    unit = text[len(number) :]
+    if unit not in _UNITS:
+        raise ValueError(f"{text!r} is no quantity of memory; write for example 16Gi")
+    try:
+        return int(float(number) * _UNITS[unit])
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no quantity of memory; write for example 16Gi") from error
+
+
+def problem_of(spec: Spec) -> str:
+    """What the schema cannot say and is wrong with a spec; empty if nothing is."""
+    if not spec.fewest <= spec.replicas <= spec.most:
+        return (
+            f"{spec.replicas} replicas are not in minReplicas:maxReplicas, "
+            f"{spec.fewest}:{spec.most}"
+        )
+    if not spec.fitting(spec.replicas):
+        return f"no multiple of nodeUnit {spec.node_unit} is in {spec.fewest}:{spec.replicas}"
+    containers = (spec.worker.template.get("spec") or {}).get("containers")
+    if not containers:
+        return "worker.template has no container"
+    if spec.max_memory is not None:
+        try:
+            parse_quantity(spec.max_memory)
+        except ValueError as error:
+            return f"maxMemory: {error}"
+    return ""

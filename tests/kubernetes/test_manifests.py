@@ -1,0 +1,233 @@
+"""The objects that are applied and created: their schema, their rights, their security."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from remesh.cli import cli
+from remesh.elastic.agent import EXIT_REPLACE
+from remesh.errors import ClusterError
+from remesh.kubernetes import client, exits, looking, reconcile, resource
+from remesh.kubernetes.definition import DEFINITION, SPEC, STATUS
+from remesh.kubernetes.manifests import JOB_RULES
+from remesh.kubernetes.observed import Role
+from remesh.kubernetes.pods import make_pod, make_secret, make_service, token_of
+from remesh.kubernetes.resource import (
+    Checkpoint,
+    ExcludedHost,
+    MasterSpec,
+    Status,
+    Tls,
+    WorkerSpec,
+    parse_quantity,
+)
+from tests.kubernetes.simulated import START, make_job, make_spec, roundtrip
+
+
+def compare(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """A schema has the fields of a class, with its defaults."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    properties = schema["properties"]
+    assert set(fields) == set(properties), kind
+    hints = get_type_hints(kind)
+    for name, part in properties.items():
+        field = fields[name]
+        if "default" in part and not isinstance(part["default"], dict):
+            assert field.default == part["default"], name
+        nested = [hints[field.name], *get_args(hints[field.name])]
+        inner = part.get("items", part)
+        for each in nested:
+            if inspect.isclass(each) and issubclass(each, msgspec.Struct):
+                compare(inner, each)
+
+
+def test_the_schema_has_the_fields_of_the_classes() -> None:
+    compare(SPEC, resource.Spec)
+    compare(STATUS, resource.Status)
+
+
+def structural(schema: dict[str, Any]) -> None:
+    """What the API server requires of a schema: every part has a type, none is open by default."""
+    assert "type" in schema
+    for part in schema.get("properties", {}).values():
+        structural(part)
+    if schema["type"] == "array":
+        structural(schema["items"])
+    if schema["type"] == "object" and "x-kubernetes-preserve-unknown-fields" not in schema:
+        assert "properties" in schema
+
+
+def test_the_schema_is_structural() -> None:
+    structural(SPEC)
+    structural(STATUS)
+    assert DEFINITION["metadata"]["name"] == "elasticjobs.remesh.dev"
+
+
+def test_manifests_are_printed_and_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["manifests", "--image", "registry.example/remesh:1"])
+    assert done.exit_code == 0, done.output
+    printed = list(yaml.safe_load_all(done.stdout))
+    assert [each["kind"] for each in printed] == [
+        "CustomResourceDefinition",
+        "Namespace",
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "Deployment",
+    ]
+    assert "registry.example/remesh:1" in done.stdout
+    done = CliRunner().invoke(cli, ["manifests", "--kustomize", str(tmp_path), "--watch", "ml"])
+    assert done.exit_code == 0, done.output
+    base = yaml.safe_load((tmp_path / "kustomization.yaml").read_text())
+    written = [
+        each
+        for file in base["resources"]
+        for each in yaml.safe_load_all((tmp_path / file).read_text())
+    ]
+    assert "ClusterRole" not in {each["kind"] for each in written}
+    places = {each["metadata"].get("namespace") for each in written if each["kind"] == "Role"}
+    assert places == {"remesh", "ml"}
+
+
+def test_the_operator_reads_no_secrets_and_changes_no_pods() -> None:
+    verbs = {name: set(rule["verbs"]) for rule in JOB_RULES for name in rule["resources"]}
+    assert verbs["secrets"] == {"create", "delete"}
+    assert verbs["pods"] == {"list", "watch", "create", "delete"}
+    assert not any("*" in rule["verbs"] + rule["resources"] for rule in JOB_RULES)
+
+
+def test_pods_follow_the_restricted_profile() -> None:
+    for role in Role:
+        spec = make_pod(make_job(), role, 0)["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["restartPolicy"] == "Never"
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_template_is_completed_not_overruled() -> None:
+    term = {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}
+    required = {"nodeSelectorTerms": [term, {"matchFields": []}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+    key = "node.kubernetes.io/unreachable"
+    template = {
+        "metadata": {"labels": {"team": "ml"}, "annotations": {"a": "b"}},
+        "spec": {
+            "affinity": affinity,
+            "tolerations": [{"key": key, "operator": "Exists", "tolerationSeconds": 7}],
+            "securityContext": {"runAsUser": 42},
+            "containers": [
+                {
+                    "name": "train",
+                    "image": "train:1",
+                    "command": ["env", "remesh"],
+                    "env": [{"name": "A", "value": "1"}],
+                    "resources": {"limits": {"memory": "1Gi", "cpu": 2}},
+                },
+                {"name": "beside", "image": "other:1"},
+            ],
+        },
+    }
+    spec = msgspec.structs.replace(
+        make_spec(),
+        worker=WorkerSpec(template=template, args=("--nproc-per-node", "8")),
+        checkpoint=Checkpoint(claim="checkpoints", secret="store"),
+        tls=Tls(secret="certificates"),
+        master=MasterSpec(state_claim="journal"),
+    )
+    excluded = (ExcludedHost(host="host-1", reason="", time=START),)
+    status = Status(excluded_hosts=excluded, memory=2 << 30, epoch=3)
+    job = msgspec.structs.replace(make_job(), spec=spec, status=status)
+    made = make_pod(job, Role.WORKER, 5)
+    assert made["metadata"]["labels"]["team"] == "ml"
+    pod, container = made["spec"], made["spec"]["containers"][0]
+    assert pod["securityContext"]["runAsUser"] == 42
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == {
+        key: 7,
+        "node.kubernetes.io/not-ready": 30,
+    }
+    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    away = {"key": "metadata.name", "operator": "NotIn", "values": ["host-1"]}
+    assert terms["nodeSelectorTerms"] == [
+        {**term, "matchFields": [away]},
+        {"matchFields": [away]},
+    ]
+    assert container["command"] == ["env", "remesh"]
+    assert container["resources"] == {"limits": {"memory": str(2 << 30), "cpu": 2}}
+    assert container["args"][-3:] == ["--nproc-per-node", "8", "train.py"]
+    assert "https://train-master.ml.svc:29400" in container["args"]
+    assert {"name": "A", "value": "1"} in container["env"]
+    assert {"name": "REMESH_CHECKPOINT_ROOT", "value": "/checkpoints"} in container["env"]
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert [each["path"] for each in volumes["remesh-tls"]["secret"]["items"]] == ["ca.crt"]
+    assert volumes["remesh-checkpoints"]["persistentVolumeClaim"] == {"claimName": "checkpoints"}
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == set(volumes)
+
+    master = make_pod(job, Role.MASTER, 2)["spec"]
+    assert master["containers"][0]["image"] == "train:1"
+    assert "/var/lib/remesh/u1-3.sqlite" in master["containers"][0]["args"]
+    volumes = {each["name"]: each for each in master["volumes"]}
+    assert volumes["remesh-state"]["persistentVolumeClaim"] == {"claimName": "journal"}
+
+
+def test_tokens_differ_and_are_made_anew_alike() -> None:
+    job = make_job()
+    assert token_of(b"key", job) == token_of(b"key", job)
+    assert token_of(b"key", job) != token_of(b"yek", job)
+    assert token_of(b"key", job) != token_of(b"key", msgspec.structs.replace(job, uid="u2"))
+    assert make_secret(job, "t")["metadata"]["ownerReferences"][0]["uid"] == job.uid
+    assert make_service(job)["spec"]["ports"][0]["port"] == 29400
+
+
+def test_jobs_come_back_from_the_api_server_as_they_were() -> None:
+    job = make_job()
+    again = roundtrip(job)
+    assert (again.spec, again.status) == (job.spec, job.status)
+    with pytest.raises(ClusterError, match="ElasticJob ml/train is not valid"):
+        resource.parse_job({"metadata": {"name": "train", "namespace": "ml"}, "spec": {}})
+
+
+def test_the_exit_code_of_the_agent() -> None:
+    assert exits.EXIT_REPLACE == EXIT_REPLACE
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1Gi", 1 << 30), ("1.5G", 1_500_000_000), ("100", 100), ("2Ki", 2048)]
+)
+def test_quantities(text: str, number: int) -> None:
+    assert parse_quantity(text) == number
+
+
+def test_a_file_is_checked_before_it_is_sent(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("kind: Pod\n")
+    with pytest.raises(ClusterError, match="not an ElasticJob"):
+        client.read_manifest(str(file), "default")
+    spec = {"script": ["a"], "replicas": 1, "minReplicas": 2, "worker": {"template": {}}}
+    manifest = {"kind": "ElasticJob", "metadata": {"name": "a"}, "spec": spec}
+    file.write_text(yaml.safe_dump(manifest))
+    with pytest.raises(ClusterError, match="1 replicas are not in minReplicas:maxReplicas"):
+        client.read_manifest(str(file), "default")
+
+
+def test_modules_of_the_operator_do_without_torch() -> None:
+    sources = Path(inspect.getfile(reconcile)).parent.glob("*.py")
+    assert all("import torch" not in file.read_text() for file in sources)
+    assert looking.Key("a", "b").name == "b"

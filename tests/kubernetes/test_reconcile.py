@@ -1,0 +1,424 @@
+"""The decisions of the operator: each case by itself, then all that may happen, at random."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from remesh.kubernetes.looking import ConflictError, Look, look
+from remesh.kubernetes.observed import Master, Pod, Role
+from remesh.kubernetes.pods import pod_name
+from remesh.kubernetes.resource import FINISHED, Job, Phase, Status
+from tests.kubernetes.simulated import KEY, Cluster, make_job, make_spec
+
+RUNNING = Master(epoch=0, phase="running", reason="round 1", round=1, step=7, saved_step=5)
+
+
+class Bench:
+    """A cluster and one operator, which looks until nothing changes any more."""
+
+    def __init__(self, *, hosts: int = 4, **spec: Any) -> None:
+        self.cluster = Cluster(make_job(**spec), hosts=hosts)
+        self.master: Master | None = None
+
+    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+        return self.master
+
+    def look(self) -> Look:
+        steps = look(self.cluster, KEY, self.ask, lambda: self.cluster.now)
+        while True:
+            try:
+                steps.send(None)
+            except StopIteration as done:
+                found = done.value
+                assert isinstance(found, Look)
+                return found
+
+    def settle(self, *, place: bool = True) -> None:
+        """Look, and let the cluster do its part, until nothing is to be done."""
+        for _ in range(50):
+            before = (self.cluster.job, {name: str(pod) for name, pod in self.cluster.pods.items()})
+            self.look()
+            if place:
+                self.cluster.place()
+                self.cluster.sweep()
+            after = (self.cluster.job, {name: str(pod) for name, pod in self.cluster.pods.items()})
+            if before == after:
+                return
+        raise AssertionError("the operator finds something to do for ever")
+
+    @property
+    def status(self) -> Status:
+        assert self.cluster.job is not None
+        return self.cluster.job.status
+
+    def ids(self) -> list[int]:
+        return sorted(pod.index for pod in self.cluster.living())
+
+    def worker(self, index: int) -> str:
+        return pod_name(KEY.name, Role.WORKER, index)
+
+    def end(self, index: int, code: int, reason: str = "Error") -> None:
+        self.cluster.end(self.worker(index), code, reason)
+        self.settle()
+
+    def wait(self, seconds: float) -> None:
+        self.cluster.now += timedelta(seconds=seconds)
+        self.settle()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    made.settle()
+    made.master = RUNNING
+    made.settle()
+    return made
+
+
+def condition(status: Status, kind: str) -> str:
+    return next(each.status for each in status.conditions if each.type == kind)
+
+
+def test_a_job_gets_its_master_and_workers(bench: Bench) -> None:
+    assert bench.ids() == [0, 1, 2]
+    assert [pod.index for pod in bench.cluster.living(Role.MASTER)] == [0]
+    assert bench.cluster.shared
+    assert bench.status.phase is Phase.RUNNING
+    assert (bench.status.replicas, bench.status.training and bench.status.training.step) == (3, 7)
+    assert condition(bench.status, "Training") == "True"
+    assert condition(bench.status, "Degraded") == "False"
+
+
+def test_a_replacement_gets_a_number_of_its_own(bench: Bench) -> None:
+    bench.end(1, 137)
+    assert bench.ids() == [0, 2, 3]
+    bench.cluster.delete(bench.worker(0))
+    bench.settle()
+    assert bench.ids() == [2, 3, 4]
+    assert bench.status.replacements == 0, "nothing is charged for pods that are stopped"
+
+
+def test_a_failure_is_charged_and_waited_for_until_the_budget_is_used_up() -> None:
+    bench = Bench(max_replacements=2)
+    bench.settle()
+    bench.end(0, 1)
+    assert bench.ids() == [1, 2], "the replacement waits a second"
+    bench.wait(1)
+    assert bench.ids() == [1, 2, 3]
+    bench.end(1, 1)
+    bench.wait(1)
+    assert bench.ids() == [2, 3], "and the next one two"
+    bench.wait(1)
+    bench.end(2, 1)
+    assert bench.status.phase is Phase.FAILED
+    assert "more than 2 workers failed" in bench.status.reason
+    assert bench.ids() == []
+
+
+def test_a_broken_host_is_not_used_again(bench: Bench) -> None:
+    host = next(pod.host for pod in bench.cluster.living() if pod.index == 1)
+    bench.end(1, 75)
+    assert bench.ids() == [0, 2, 3]
+    assert [each.host for each in bench.status.excluded_hosts] == [host]
+    assert host not in {pod.host for pod in bench.cluster.living()}
+    bench.cluster.change(spec=make_spec(suspend=True))
+    bench.settle()
+    bench.cluster.change(spec=make_spec())
+    bench.settle()
+    assert bench.ids() == [4, 5, 6]
+    assert host not in {pod.host for pod in bench.cluster.living()}, "remembered for the job"
+
+
+def test_memory_grows_up_to_its_limit() -> None:
+    bench = Bench(max_memory="2Gi")
+    bench.settle()
+    for index in (0, 1):  # both ran out of the same memory
+        bench.cluster.end(bench.worker(index), 137, "OOMKilled")
+    bench.settle()
+    gib = 1 << 30
+    assert bench.status.memory == gib * 3 // 2
+    assert {pod.index: pod.memory for pod in bench.cluster.living()} == {
+        2: gib,
+        3: gib * 3 // 2,
+        4: gib * 3 // 2,
+    }
+    bench.end(3, 137, "OOMKilled")
+    assert bench.status.memory == 2 * gib
+    assert bench.status.replacements == 0
+    bench.end(5, 137, "OOMKilled")
+    assert (bench.status.memory, bench.status.replacements) == (2 * gib, 1), "now it is charged"
+
+
+def test_a_command_that_cannot_run_stops_the_job(bench: Bench) -> None:
+    bench.end(0, 127)
+    assert bench.status.phase is Phase.FAILED
+    assert "check script and args" in bench.status.reason
+    assert bench.cluster.living(Role.MASTER) == []
+
+
+def test_an_error_of_the_user_stops_the_job(bench: Bench) -> None:
+    bench.master = Master(epoch=0, outcome="failed", phase="failed", reason="no restart left")
+    bench.end(0, 1)
+    assert (bench.status.phase, bench.status.reason) == (Phase.FAILED, "no restart left")
+    assert condition(bench.status, "Failed") == "True"
+    assert bench.worker(0) in bench.cluster.pods, "its log can be read"
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_a_job_succeeds(bench: Bench, is_reached: bool) -> None:
+    bench.master = None
+    if is_reached:
+        bench.master = Master(epoch=0, outcome="succeeded", phase="succeeded", reason="done")
+    bench.end(1, 0, "Completed")
+    assert bench.status.phase is Phase.SUCCEEDED
+    assert bench.status.finished is not None
+
+
+def test_the_master_is_replaced(bench: Bench) -> None:
+    bench.cluster.end(pod_name(KEY.name, Role.MASTER, 0), 1)
+    bench.settle()
+    bench.wait(1)
+    assert [pod.index for pod in bench.cluster.living(Role.MASTER)] == [1]
+    assert bench.ids() == [0, 1, 2], "the workers go on"
+
+
+def test_a_job_shrinks_and_grows() -> None:
+    bench = Bench(hosts=2, pending_seconds=60, grow_seconds=120)
+    bench.settle()
+    assert bench.ids() == [0, 1, 2]
+    assert condition(bench.status, "Degraded") == "True"
+    bench.wait(60)
+    assert (bench.ids(), bench.status.target) == ([0, 1], 2)
+    assert "Shrunk" in bench.cluster.events
+    bench.wait(119)
+    assert bench.ids() == [0, 1]
+    bench.cluster.hosts = 3
+    bench.wait(1)
+    assert (bench.ids(), bench.status.replicas) == ([0, 1, 3], 3)
+    assert bench.status.shrunk_at is None
+
+
+def test_a_job_does_not_shrink_below_what_can_train() -> None:
+    bench = Bench(hosts=1, pending_seconds=60)
+    bench.settle()
+    bench.wait(600)
+    assert bench.ids() == [0, 1, 2]
+    assert bench.status.phase is Phase.PENDING
+    assert "1 workers run, 2 are needed" in bench.status.reason
+
+
+def test_a_user_scales_a_job(bench: Bench) -> None:
+    bench.cluster.change(spec=make_spec(replicas=4))
+    bench.settle()
+    assert bench.ids() == [0, 1, 2, 3]
+    bench.cluster.change(spec=make_spec(replicas=2))
+    bench.settle()
+    assert bench.ids() == [0, 1]
+
+
+def test_a_suspended_job_saves_before_its_master_goes(bench: Bench) -> None:
+    bench.cluster.change(spec=make_spec(suspend=True))
+    bench.look()
+    assert bench.ids() == []
+    assert len(bench.cluster.living(Role.MASTER)) == 1, "the workers still drain"
+    bench.settle()
+    assert bench.cluster.pods == {}
+    assert bench.status.phase is Phase.SUSPENDED
+    bench.cluster.change(spec=make_spec())
+    bench.settle()  # the master that is reached is still the old one's answer
+    assert (bench.ids(), bench.status.epoch) == ([3, 4, 5], 1)
+    assert f"{'u1'}-1.sqlite" in str(bench.cluster.pods[pod_name(KEY.name, Role.MASTER, 1)])
+
+
+def test_a_deleted_job_leaves_nothing(bench: Bench) -> None:
+    bench.cluster.change(deleting=True)
+    bench.look()
+    assert len(bench.cluster.living(Role.MASTER)) == 1
+    bench.settle()
+    assert (bench.cluster.job, bench.cluster.pods, bench.cluster.shared) == (None, {}, False)
+
+
+def test_pods_of_a_lost_node_do_not_keep_a_deleted_job(bench: Bench) -> None:
+    bench.cluster.change(deleting=True)
+    for _ in range(3):
+        bench.look()  # no kubelet does its part
+        bench.cluster.now += timedelta(seconds=100)
+    for _ in range(3):
+        bench.look()
+    for _ in range(3):
+        bench.look()
+        bench.cluster.now += timedelta(seconds=100)
+    assert bench.cluster.job is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"replicas": 5}, "5 replicas are not in minReplicas:maxReplicas, 2:4"),
+        ({"node_unit": 5}, "no multiple of nodeUnit 5"),
+        ({"max_memory": "much"}, "no quantity of memory"),
+    ],
+)
+def test_a_spec_that_is_not_valid_fails(spec: dict[str, Any], text: str) -> None:
+    bench = Bench(**spec)
+    bench.settle()
+    assert bench.status.phase is Phase.FAILED
+    assert text in bench.status.reason
+    assert bench.cluster.pods == {}
+
+
+CODES = [(0, "Completed"), (1, "Error"), (75, "Error"), (137, "OOMKilled"), (143, "Error")]
+
+
+class Everything(RuleBasedStateMachine):
+    """Two operators, pods that do as they like, users who change their minds, a clock that jumps.
+
+    An operator is a coroutine that stops at each request: others run before it is answered, and it
+    may be killed there. Requests see the present state, as those to an API server do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(make_job(max_memory="4Gi", max_replacements=50))
+        self.operators: dict[int, Coroutine[None, None, Look]] = {}
+        self.master: Master | None = None
+        self.dropped: set[int] = set()
+
+    async def ask(self, job: Job, pods: tuple[Pod, ...]) -> Master | None:
+        return self.master
+
+    def step(self, number: int) -> bool:
+        """Let an operator make one request; whether it goes on."""
+        if number not in self.operators:
+            self.operators[number] = look(self.cluster, KEY, self.ask, lambda: self.cluster.now)
+        try:
+            self.operators[number].send(None)
+        except (StopIteration, ConflictError):
+            del self.operators[number]
+            return False
+        return True
+
+    @rule(number=st.integers(0, 1), steps=st.integers(1, 12))
+    def operate(self, number: int, steps: int) -> None:
+        for _ in range(steps):
+            if not self.step(number):
+                break
+
+    @rule(number=st.integers(0, 1))
+    def kill(self, number: int) -> None:
+        if number in self.operators:
+            self.operators.pop(number).close()
+
+    @rule()
+    def place(self) -> None:
+        self.cluster.place()
+
+    @rule()
+    def sweep(self) -> None:
+        self.cluster.sweep()
+
+    @rule(choice=st.integers(0, 9), ending=st.sampled_from(CODES[1:]))
+    def end(self, choice: int, ending: tuple[int, str]) -> None:
+        running = [pod.name for pod in self.cluster.seen() if pod.phase == "Running"]
+        if running:
+            self.cluster.end(running[choice % len(running)], *ending)
+
+    @rule(choice=st.integers(0, 9), at_once=st.booleans())
+    def delete_pod(self, choice: int, at_once: bool) -> None:
+        names = list(self.cluster.pods)
+        if names:
+            self.cluster.delete(names[choice % len(names)], force=at_once)
+
+    @rule(seconds=st.sampled_from([1, 30, 300, -3600]))
+    def jump(self, seconds: int) -> None:
+        self.cluster.now += timedelta(seconds=seconds)
+
+    @rule(hosts=st.integers(1, 6))
+    def change_hosts(self, hosts: int) -> None:
+        self.cluster.hosts = hosts
+
+    @rule(suspend=st.booleans(), replicas=st.integers(2, 4))
+    def edit(self, suspend: bool, replicas: int) -> None:
+        if self.cluster.job is not None:
+            spec = msgspec.structs.replace(
+                self.cluster.job.spec, suspend=suspend, replicas=replicas
+            )
+            self.cluster.change(spec=spec)
+
+    @rule(epoch=st.integers(0, 1), phase=st.sampled_from(["running", "waiting", "lost"]))
+    def hear_master(self, epoch: int, phase: str) -> None:
+        self.master = None if phase == "lost" else Master(epoch=epoch, phase=phase, reason=phase)
+
+    @precondition(lambda self: len(self.cluster.written) > 8)
+    @rule(outcome=st.sampled_from(["succeeded", "failed"]))
+    def finish(self, outcome: str) -> None:
+        self.master = Master(epoch=0, phase=outcome, outcome=outcome, reason=outcome)
+
+    @precondition(lambda self: len(self.cluster.written) > 12)
+    @rule()
+    def delete_job(self) -> None:
+        if self.cluster.job is not None:
+            self.cluster.change(deleting=True)
+
+    @invariant()
+    def what_is_remembered_stays(self) -> None:
+        for before, after in zip(self.cluster.written, self.cluster.written[1:], strict=False):
+            assert after.next_worker >= before.next_worker
+            assert after.epoch >= before.epoch
+            assert after.master >= before.master
+            assert after.replacements >= before.replacements
+            assert after.excluded_hosts[: len(before.excluded_hosts)] == before.excluded_hosts
+            assert before.phase not in FINISHED or after.phase is before.phase
+            self.dropped |= {each.id for each in before.workers} - {
+                each.id for each in after.workers
+            }
+            assert not self.dropped & {each.id for each in after.workers}, "a number came back"
+        del self.cluster.written[:-1]
+
+    @invariant()
+    def the_list_of_workers_is_sound(self) -> None:
+        job = self.cluster.job
+        if job is not None:
+            ids = [each.id for each in job.status.workers]
+            assert sorted(set(ids)) == ids
+            assert len(ids) <= 4
+            assert all(number < job.status.next_worker for number in ids)
+
+    def teardown(self) -> None:
+        """When nothing disturbs them any more, one operator brings all to its end."""
+        for steps in self.operators.values():
+            steps.close()
+        self.operators = {}
+        self.cluster.hosts = 12
+        for _ in range(60):
+            while self.step(0):
+                pass
+            self.cluster.place()
+            self.cluster.sweep()
+            self.cluster.now += timedelta(seconds=61)
+        job = self.cluster.job
+        if job is None:
+            assert self.cluster.pods == {}
+            assert not self.cluster.shared
+            return
+        assert not job.deleting
+        living = {pod.index for pod in self.cluster.living()}
+        if job.status.phase in FINISHED or job.spec.suspend:
+            assert living == set()
+            assert self.cluster.living(Role.MASTER) == []
+        else:
+            assert living == {each.id for each in job.status.workers}
+            assert len(living) == job.spec.replicas
+            assert [pod.index for pod in self.cluster.living(Role.MASTER)] == [job.status.master]
+
+
+Everything.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestEverything = Everything.TestCase
