@@ -12,7 +12,9 @@ mounted at once, and in a container the top of what is mounted is the container'
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -37,7 +39,15 @@ def available_memory(root: Path = Path("/")) -> int | None:
         root: The directory that has `proc` and `sys`.
     """
     left = [*_left_on_machine(root), *_left_in_groups(root)]
+    if not left and root == Path("/"):
+        left = [*_half_of_machine()]
     return max(min(left), 0) if left else None
+
+
+def _half_of_machine() -> Iterator[int]:
+    """Half of the machine's memory, where the system does not say how much is free (macOS)."""
+    with suppress(AttributeError, OSError, ValueError):
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _left_on_machine(root: Path) -> Iterator[int]:

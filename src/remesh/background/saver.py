@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, wait
@@ -30,7 +31,7 @@ from remesh.background.handle import SaveHandle
 from remesh.background.process_client import RemoteServer, ServerProcess
 from remesh.background.protocol import ToClient, WriteTask
 from remesh.background.server import SaveServer
-from remesh.checkpoint.arguments import check_order
+from remesh.checkpoint.arguments import check_choice, check_count, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.local import (
     describe_local,
@@ -41,7 +42,7 @@ from remesh.checkpoint.local import (
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stopwatch import timed
-from remesh.errors import StorageError
+from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange
 from remesh.formats.framing import Part
@@ -90,7 +91,7 @@ class Saver:
             shortly after the moment, so what it raises may come too late to stop the save.
 
     Raises:
-        ValueError: If `max_in_flight` is less than 1.
+        OptionError: If an option has a wrong type or value, or there is no such writer here.
         StateError: If the format cannot be written.
     """
 
@@ -112,8 +113,11 @@ class Saver:
         verify_replicas: bool = False,
         on_event: OnEvent = ignore,
     ) -> None:
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
+        check_count("Saver", "max_in_flight", max_in_flight, 1)
+        check_choice("Saver", "writer", writer, ("thread", "process"))
+        check_choice("Saver", "at_exit", at_exit, ("wait", "abort"))
+        if writer == "process" and not hasattr(os, "memfd_create"):
+            raise OptionError("Saver: writer='process' needs Linux; use writer='thread'.")
         self._group = group
         self._format = writer_of(format).name
         self._format_options = format_options

@@ -40,6 +40,7 @@ _HOMES = {
     "plan": "remesh.cli.plan",
     "layout": "remesh.cli.layout",
     "advise": "remesh.cli.advise",
+    "doctor": "remesh.cli.doctor",
     "report": "remesh.cli.report",
     "repair": "remesh.cli.repairing",
     "latest": "remesh.cli.keeping",

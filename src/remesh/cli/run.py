@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from remesh.cli import output
@@ -22,6 +24,10 @@ def run(*, arguments: tuple[str, ...]) -> None:
     Takes torchrun's options and some of its own; `remesh run --help` lists them. Without `--master`
     the job has this machine only, and its master runs inside this command.
     """
+    if sys.platform != "linux":
+        raise click.ClickException(
+            "remesh run needs Linux; save, load, convert and the other commands work here too"
+        )
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

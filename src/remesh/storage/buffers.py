@@ -57,8 +57,8 @@ def map_memory(num_bytes: int, file: int | None = None, start: int = 0) -> Buffe
         raise MemoryError(
             f"no memory for a buffer of {num_bytes} bytes ({error}); lower the memory budget"
         ) from error
-    # Kernels without transparent huge pages refuse the advice; ordinary pages do as well.
-    with suppress(OSError):
+    # Systems without transparent huge pages refuse the advice; ordinary pages do as well.
+    with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 

@@ -35,6 +35,9 @@ from remesh.errors import NoSpaceError, StorageError
 from remesh.storage.buffers import ALIGNMENT
 from remesh.storage.protocol import Buffer
 
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+"""The flag for direct I/O; 0 where the system has none (macOS)."""
+
 _UNIT = max(ALIGNMENT, mmap.PAGESIZE)
 
 _NO_ROOM = {
@@ -73,12 +76,27 @@ def explain(action: str, path: Path, error: OSError) -> StorageError:
 
 def open_direct(path: Path, flags: int) -> int | None:
     """A descriptor for direct I/O, or None where the file system has none."""
+    if not _O_DIRECT:
+        return None
     try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(path, flags | _O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
         raise
+
+
+def sync_file(descriptor: int) -> None:
+    """Make a file or directory durable; macOS has a call of its own for that.
+
+    Raises:
+        OSError: If the system fails.
+    """
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is None:
+        os.fsync(descriptor)
+    else:
+        fcntl.fcntl(descriptor, full_sync)
 
 
 def num_direct_bytes(position: int, buffer: Buffer) -> int:
@@ -136,7 +154,7 @@ class LocalWriter:
         # the file is closed either way, and `abort` still removes it.
         try:
             try:
-                os.fsync(self._buffered)
+                sync_file(self._buffered)
             finally:
                 self._close()
         except OSError as error:
@@ -215,7 +233,7 @@ class SharedWriter:
         """See `Writer.finish`."""
         try:
             try:
-                os.fsync(self._open[0])
+                sync_file(self._open[0])
             finally:
                 self.abort()
         except OSError as error:
@@ -244,7 +262,7 @@ def read_range(path: Path, start: int, buffer: Buffer, *, direct: bool) -> int:
             done = _read_directly(descriptor, start, buffer[:num_direct])
             if done < buffer.size:
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return done + _read_buffered(descriptor, start + done, buffer[done:])
     finally:
         os.close(descriptor)
@@ -291,7 +309,7 @@ def write_file(path: Path, data: bytes) -> None:
             done = 0
             while done < len(data):
                 done += os.pwrite(descriptor, memoryview(data)[done:], done)
-            os.fsync(descriptor)
+            sync_file(descriptor)
         finally:
             os.close(descriptor)
     except BaseException:
@@ -332,7 +350,7 @@ def sync_directory(path: Path) -> None:
     except FileNotFoundError:
         return
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     except OSError as error:
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
             raise
@@ -376,8 +394,11 @@ def _write_all(descriptor: int, position: int, data: Buffer) -> None:
 _Fallocate = Callable[[int, int, int, int], int]
 
 
-def _find_fallocate() -> _Fallocate:
-    function = ctypes.CDLL(None, use_errno=True).fallocate
+def _find_fallocate() -> _Fallocate | None:
+    """The function of the C library; None where it has none (macOS)."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if function is None:
+        return None
     function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     function.restype = ctypes.c_int
     found: _Fallocate = function
@@ -394,6 +415,9 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
     if num_bytes == 0:
         return
     fallocate = _find_fallocate()
+    if fallocate is None:
+        os.ftruncate(descriptor, num_bytes)
+        return
     while fallocate(descriptor, 0, 0, num_bytes) != 0:
         number = ctypes.get_errno()
         if number in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:

@@ -1,0 +1,119 @@
+"""`remesh doctor`: what is installed, and whether a place is fit for checkpoints; without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+
+from remesh import __version__
+from remesh._repr import format_bytes
+from remesh.cli import output
+from remesh.errors import RemeshError
+from remesh.host_memory import available_memory
+from remesh.run_info import run_info
+from remesh.storage import open_storage, shown_url
+from remesh.storage.trial import Trial, meet, try_out
+
+_PACKAGES = {
+    "numpy": "",
+    "torch": "training jobs; pip install 'remesh[torch]'",
+    "obstore": "s3://, gs:// and az:// URLs; pip install 'remesh[s3]'",
+    "fsspec": "all other URLs; pip install 'remesh[fsspec]'",
+    "zarr": "zarr checkpoints of Megatron; pip install 'remesh[zarr]'",
+    "aiohttp": "remesh run and remesh master; pip install 'remesh[elastic]'",
+    "prometheus-client": "the metrics of the master; pip install 'remesh[elastic]'",
+}
+"""Distribution → what is missing without it."""
+
+
+@click.command(epilog=output.example("remesh doctor", "remesh doctor /mnt/runs"))
+@click.argument("place", metavar="[DIR]", required=False)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long ranks wait for each other.",
+)
+@output.json_option
+@click.pass_context
+def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bool) -> None:
+    """Show what is installed here, and try out DIR as a place for checkpoints.
+
+    DIR is a directory or URL. Small files are written there, made durable, replaced, linked and
+    removed. Started on all ranks of a job, as by torchrun, it also says whether all of them reach
+    the same place. The exit code is 1 if checkpoints are not safe there, else 0.
+    """
+    info = run_info()
+    trials: list[Trial] = []
+    if place is not None:
+        try:
+            storage = open_storage(place)
+            if info.rank == 0:
+                trials += try_out(storage)
+            if info.world_size > 1:
+                trials.append(meet(storage, info.rank, info.world_size, seconds=timeout))
+        except RemeshError as error:
+            trials.append(Trial("write and read", "bad", str(error)))
+    is_bad = any(trial.status == "bad" for trial in trials)
+    if as_json and info.rank == 0:
+        output.print_json(
+            {
+                "kind": "doctor",
+                "versions": _versions(),
+                "elastic": _is_linux(),
+                "place": None if place is None else shown_url(place),
+                "trials": [asdict(trial) for trial in trials],
+            }
+        )
+    elif info.rank == 0:
+        _print(place, trials)
+    elif is_bad:
+        for trial in trials:
+            output.print_error(f"{trial.name}: {trial.detail}")
+    if is_bad:
+        ctx.exit(output.EXIT_DAMAGED)
+
+
+def _versions() -> dict[str, str]:
+    """Versions of remesh, Python and of all packages that it may use; empty if not installed."""
+    found = {"remesh": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _is_linux() -> bool:
+    return sys.platform == "linux"
+
+
+def _print(place: str | None, trials: Sequence[Trial]) -> None:
+    console = output.stdout_console()
+    console.out("installed", style="bold", highlight=False)
+    facts = [
+        (name, version or f"not installed: needed for {_PACKAGES[name]}")
+        for name, version in _versions().items()
+    ]
+    elastic = "yes" if _is_linux() else "no: remesh run needs Linux; all else works here"
+    memory = available_memory()
+    facts += [
+        ("system", platform.platform()),
+        ("elastic jobs", elastic),
+        ("free memory", "unknown" if memory is None else format_bytes(memory)),
+    ]
+    output.print_facts(console, facts)
+    if place is None:
+        console.out("\nremesh doctor DIR tries out a place for checkpoints.", highlight=False)
+        return
+    console.out(f"\n{output.printable(shown_url(place))}", style="bold", highlight=False)
+    rows = [(trial.status, trial.name, output.printable(trial.detail)) for trial in trials]
+    output.print_table(console, ("<result", "<tried", "<seen"), rows, "  ")

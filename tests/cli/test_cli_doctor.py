@@ -1,0 +1,68 @@
+"""`remesh doctor`: what is installed, and what a place is good for."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from click.testing import CliRunner
+
+import remesh
+from remesh.cli import cli
+from remesh.storage import LocalStorage, MemoryStorage, trial
+
+
+def test_a_good_place(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path), "--json"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert report["versions"]["remesh"] == remesh.__version__
+    assert report["versions"]["torch"]
+    assert [each["name"] for each in report["trials"]] == [
+        "write and read",
+        "exclusive creation",
+        "atomic replacement",
+        "hard links",
+        "direct I/O",
+        "room",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path / "file" / "runs")])
+    assert done.exit_code == 1
+    assert "bad" in done.output
+
+
+def test_a_store_that_lets_two_writers_succeed() -> None:
+    class Careless(MemoryStorage):
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            super().put(path, data, overwrite=True)
+
+    careless = {each.name: each.status for each in trial.try_out(Careless())}
+    assert careless["exclusive creation"] == "bad"
+    good = {each.name: each.status for each in trial.try_out(MemoryStorage())}
+    assert set(good.values()) == {"good"}
+
+
+def statuses(places: list[Path], seconds: float) -> list[str]:
+    """What each rank finds, rank 0 first."""
+
+    def play(rank: int) -> str:
+        place = LocalStorage(places[rank])
+        return trial.meet(place, rank, len(places), seconds=seconds).status
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(play, range(len(places))))
+
+
+def test_ranks_find_each_other(tmp_path: Path) -> None:
+    assert statuses([tmp_path] * 3, 120.0) == ["good"] * 3
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_rank_that_reaches_another_place_is_named(tmp_path: Path) -> None:
+    assert statuses([tmp_path / "a", tmp_path / "b"], 0.2) == ["bad", "bad"]
