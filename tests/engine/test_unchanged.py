@@ -18,6 +18,7 @@ from remesh.checkpoint import unchanged
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.maintenance import repair
+from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from remesh.testing import InjectedError, run_ranks, run_ranks_outcomes
 
@@ -260,6 +261,42 @@ def test_what_cannot_be_copied_is_written(tmp_path: Path) -> None:
             saver.save(state, place)
             assert remesh.Checkpoint(place).verify().ok
     assert seen.kept == [0, 0, 0]
+
+
+class SlowCopies(LocalStorage):
+    """A storage whose copies take time, as those of object stores do; not all of them succeed."""
+
+    refuses = False
+
+    @property
+    def copies_at_once(self) -> bool:
+        return False
+
+    def copy_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
+        return not self.refuses and super().copy_from(source, path, new, num_bytes)
+
+
+@pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE])
+def test_copies_that_take_time_are_made_in_the_background(
+    arena_bytes: int | None, tmp_path: Path
+) -> None:
+    model, state, _ = training()
+    seen = Bytes()
+    with remesh.Saver(on_event=seen, arena_bytes=arena_bytes) as saver:
+        for number in range(6):
+            place = SlowCopies(tmp_path / str(number))
+            place.refuses = number == 2
+            with torch.no_grad():
+                model.base.weight[WIDTH // 2, 0] += number == 4
+                expected = model.base.weight.clone()
+                handle = saver.save_async(state, place)
+                model.base.weight.zero_()  # it is staged
+                handle.result()
+                model.base.weight.copy_(expected)
+            assert handle.progress().kept_bytes == seen.kept[-1]
+            assert tensors_of(place)["model.base.weight"] == expected.numpy().tobytes()
+    fits = arena_bytes is None
+    assert [kept > 0 for kept in seen.kept] == [False, fits, False, fits, False, False]
 
 
 def fail_on_rank_1(exchange: Exchange, root: Path, way: Way) -> None:

@@ -288,8 +288,9 @@ class TestCheckpoints:
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)
 
+    @pytest.mark.parametrize("way", ["save", "thread", "process"])
     def test_the_server_copies_what_did_not_change(
-        self, root: str, monkeypatch: pytest.MonkeyPatch
+        self, way: str, root: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(unchanged, "MIN_BYTES", 1)
         frozen = torch.nn.Linear(300, 400).requires_grad_(requires_grad=False)
@@ -300,10 +301,14 @@ class TestCheckpoints:
             if event.point == "save.kept":
                 kept.append(event.num_bytes)
 
-        with remesh.Saver(on_event=hear) as saver:
+        writer: Any = "process" if way == "process" else "thread"
+        with remesh.Saver(writer=writer, on_event=hear) as saver:
             for number in range(3):
                 state["adapter"] += 1
-                saver.save(state, f"{root}/{number}")
+                if way == "save":
+                    saver.save(state, f"{root}/{number}")
+                else:
+                    saver.save_async(state, f"{root}/{number}").result(timeout=240)
                 if number:
                     before = open_storage(f"{root}/{number - 1}")
                     for path in before.list():

@@ -83,6 +83,7 @@ class SaveClient:
         self._lock = threading.Lock()
         self._staged_bytes = 0
         self._written_bytes = 0
+        self._kept_bytes = sum(part.num_bytes for part in task.kept)
         self._phase: Phase = "staging"
         self._is_cancelled = False
         self.handle = SaveHandle(url, self._progress, self._cancel)
@@ -131,6 +132,8 @@ class SaveClient:
             case Ended(error, parts):
                 if error is None:
                     self._on_commit(parts)
+                    with self._lock:
+                        self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
                 self._end(error)
 
     def _run(self) -> None:
@@ -158,7 +161,7 @@ class SaveClient:
                 self._staged_bytes,
                 self._written_bytes,
                 self._phase,
-                sum(part.num_bytes for part in self._task.kept),
+                self._kept_bytes,
             )
 
     def _cancel(self) -> None:

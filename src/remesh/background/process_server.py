@@ -124,7 +124,8 @@ class _Process:
                 self._log_end(task, message.error)
             self._send(number, task.rank, message)
 
-        server = SaveServer(task, open_storage(task.place), self._chunks.chunk, send)
+        last = open_storage(task.last_place) if task.sources else None
+        server = SaveServer(task, open_storage(task.place), last, self._chunks.chunk, send)
         thread = threading.Thread(target=server.run, name="remesh-save")
         self._saves[number] = _Save(task, server, thread)
         thread.start()

@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.save_plan import GlobalSavePlan
+from remesh.checkpoint.unchanged import FileSource
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.framing import Part
 from remesh.pipeline import StreamFiles
@@ -61,6 +62,8 @@ class WriteTask(_Message, frozen=True):
         num_bytes: Size of the stream that they are cut from.
         parts: What this rank will say of them, without digests.
         kept: What it says of files that did not change, which are there already.
+        last_place: Where the last checkpoint is, as another process opens it.
+        sources: Files of it that files of the stream may be; all chunks fit into the arena then.
         at_once: Whether writing begins with the first chunk, and not when all are staged.
         global_plan: On rank 0, what it knows of the save.
     """
@@ -76,6 +79,8 @@ class WriteTask(_Message, frozen=True):
     num_bytes: int
     parts: Sequence[Part]
     kept: Sequence[Part]
+    last_place: str
+    sources: Sequence[FileSource]
     at_once: bool
     global_plan: GlobalSavePlan | None
 

@@ -52,7 +52,7 @@ from remesh.host_memory import available_memory
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
-from remesh.storage import Storage, is_local, open_storage
+from remesh.storage import CopiedFiles, Storage, is_local, open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -317,7 +317,10 @@ class Saver:
         emit: Emit,
     ) -> SaveClient:
         """What does a save from here on."""
-        num_bytes = mine.stream.layout.num_bytes
+        num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
+        fits = self._arena.budget >= mine.stream.layout.num_chunks * CHUNK_SIZE
+        is_slow = isinstance(storage, CopiedFiles) and not storage.copies_at_once
+        may_copy = fits and last is not None and is_slow
         task = WriteTask(
             _place_for_process(path, storage) if self._has_process else storage.url,
             mine.save_id,
@@ -330,6 +333,8 @@ class Saver:
             num_bytes if mine.stream.files.paths else 0,
             mine.stream.parts,
             mine.kept,
+            "" if last is None else last.url,
+            mine.sources if may_copy and mine.files else [],
             self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
             mine.global_plan,
         )
@@ -343,7 +348,7 @@ class Saver:
         def connect(send: Callable[[ToClient], None]) -> Server:
             if self._has_process:
                 return RemoteServer(self._live_process(), task, storage, send)
-            return SaveServer(task, storage, self._arena.chunk, send)
+            return SaveServer(task, storage, last, self._arena.chunk, send)
 
         return SaveClient(
             task,

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 
+import msgspec
+
 from remesh.background import polling
 from remesh.background.protocol import (
     Cancel,
@@ -58,6 +60,7 @@ class SaveServer:
     Args:
         task: What to do.
         storage: Where the save goes.
+        last: Where the last checkpoint is, if files may be copied from it.
         chunk: The chunk of the arena in a slot.
         send: Takes messages to the client. What it raises for an event fails the save.
     """
@@ -66,11 +69,13 @@ class SaveServer:
         self,
         task: WriteTask,
         storage: Storage,
+        last: Storage | None,
         chunk: Callable[[int], Chunk],
         send: Callable[[ToClient], None],
     ) -> None:
         self._task = task
         self._storage = storage
+        self._last = last
         self._chunk = chunk
         self._send = send
         self._status = StatusFiles(storage, task.format, task.save_id, task.rank)
@@ -82,6 +87,7 @@ class SaveServer:
         self._given_up: BaseException | None = None
         self._may_count = False  # whether rank 0 may commit this rank's files
         self._parts: list[Part] = []
+        self._copied: set[int] = set()
         self._wake = threading.Event()
 
     @property
@@ -168,7 +174,12 @@ class SaveServer:
         if digests is not None:
             self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
-            self._parts.extend(map(with_digests, task.parts, digests))
+            told = zip(task.parts, digests, strict=True)
+            for number, (part, found) in enumerate(told):
+                is_kept = number in self._copied
+                self._parts.append(
+                    msgspec.structs.replace(with_digests(part, found), is_kept=is_kept)
+                )
         if task.rank > 0:
             # Rank 0 may have removed all files before this rank had written its own.
             failure = self._status.failure_of_save()
@@ -180,7 +191,16 @@ class SaveServer:
     def _create(self) -> ChunkWriter:
         task = self._task
         self._emit("save.file_created", task.num_bytes)
-        return ChunkWriter(self._storage, task.files, task.num_bytes)
+        copies = {
+            source.number: source.copy_of(
+                self._last, self._storage, task.files.paths[source.number]
+            )
+            for source in task.sources
+            if self._last is not None
+        }
+        writer = ChunkWriter(self._storage, task.files, task.num_bytes, copies)
+        self._copied = writer.copied
+        return writer
 
     def _write_beside(self) -> None:
         write_beside(self._storage, self._task.global_plan, self._emit)

@@ -35,7 +35,15 @@ from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.checkpoint.space import check_space
 from remesh.checkpoint.stream_layout import RankStream, lay_out
-from remesh.checkpoint.unchanged import History, OwnFile, drop_files, keep_files, own_files
+from remesh.checkpoint.unchanged import (
+    FileSource,
+    History,
+    OwnFile,
+    drop_files,
+    keep_files,
+    own_files,
+    sources_of,
+)
 from remesh.errors import StateError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
@@ -149,6 +157,12 @@ class RankSavePlan:
     def paths(self) -> tuple[str, ...]:
         """All data files of this rank."""
         return (*(part.path for part in self.kept), *self.stream.files.paths)
+
+    @property
+    def sources(self) -> list[FileSource]:
+        """Files of the last checkpoint that files of the stream may be."""
+        of_path = {file.frame.path: file for file in self.files}
+        return sources_of(self.history, [of_path[path] for path in self.stream.files.paths])
 
     def committed(self, storage: Storage, parts: Sequence[Part]) -> History:
         """What is known of this save once it is committed, given what this rank said of it."""

@@ -15,6 +15,10 @@ none does, the storage is asked to copy the file from the last checkpoint (`Copi
 link or a copy on the server. Where that cannot be done (another file system, a checkpoint that was
 removed, a store without copies) the file is written. So a checkpoint always has all of its files.
 
+A copy on the server takes time that a trainer does not have to wait for. So for a background save
+to an object store such files are staged like others, as long as the arena can hold everything, and
+the background compares and copies them (`remesh.pipeline.write.FileCopy`).
+
 Digests decide, and not versions of tensors or what a framework says, because memory may be changed
 in many ways. Whether the stored file still has these digests is not read again: damage to a file
 that several checkpoints share is damage to all of them, and every load finds it. A process has no
@@ -41,6 +45,7 @@ from remesh.formats.native import data_path
 from remesh.geometry import IntArray
 from remesh.integrity import BLOCK_SIZE, Digests, raw_digest
 from remesh.pipeline import has_digests
+from remesh.pipeline.write import FileCopy
 from remesh.storage import CopiedFiles, Storage
 
 MIN_BYTES = 4 << 20
@@ -188,6 +193,47 @@ def own_files(
             frame = replace(frame, path=data_path(save_id, rank, len(files) + first))
             files.append(OwnFile(frame, numbers, number, raw_digest(frame.fillers[0][1])))
     return files
+
+
+class FileSource(msgspec.Struct, frozen=True):
+    """A file of the last checkpoint that may be one of this save.
+
+    Attributes:
+        number: Number of the file in the save's stream.
+        path: The file in the last checkpoint.
+        num_bytes: Its size.
+        digests: uint64 digests of its blocks, as bytes.
+    """
+
+    number: int
+    path: str
+    num_bytes: int
+    digests: bytes
+
+    def copy_of(self, last: Storage, storage: Storage, new: str) -> FileCopy:
+        """How a new file comes to be a copy of it."""
+
+        def make() -> bool:
+            copies = storage if isinstance(storage, CopiedFiles) else None
+            return copies is not None and copies.copy_from(last, self.path, new, self.num_bytes)
+
+        return FileCopy(np.frombuffer(self.digests, np.uint64).reshape(-1, 2), make)
+
+
+def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
+    """The files of the last checkpoint that some files of a save may be.
+
+    Args:
+        history: What is known of the last save.
+        files: The files that the save writes.
+    """
+    before = {file.key: (file.frame, digests) for file, digests in history.files}
+    return [
+        FileSource(number, frame.path, frame.num_bytes, digests.tobytes())
+        for number, file in enumerate(files)
+        if file.group and file.key in before
+        for frame, digests in [before[file.key]]
+    ]
 
 
 def keep_files(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remesh.integrity import Digests
@@ -219,21 +219,35 @@ class StagedWriter:
             self._give_back()
             raise
 
+        held: list[Filled] = []
+
         def write_some() -> None:
             while (item := self._filled.get()) is not None:
+                is_held = False
                 try:
                     if not self._stop.is_set():
-                        writer.write(item.number, item.chunk.buffer[: item.num_bytes])
-                        on_chunk(item.num_bytes)
+                        data = item.chunk.buffer[: item.num_bytes]
+                        is_held = writer.holds(item.number, data)
+                        if is_held:
+                            held.append(item)
+                        else:
+                            writer.write(item.number, data)
+                            on_chunk(item.num_bytes)
                 except BaseException:
                     fail()
                     self._give_back()
                     raise
                 finally:
-                    self._give(item.chunk)
+                    if not is_held:
+                        self._give(item.chunk)
 
         try:
-            run_threads(NUM_WRITERS, write_some, fail, meanwhile)
+            try:
+                run_threads(NUM_WRITERS, write_some, fail, meanwhile)
+                self._settle(writer, held, on_chunk)
+            finally:
+                for item in held:
+                    self._give(item.chunk)
             if self._stop.is_set():
                 writer.abort()
                 return None
@@ -241,6 +255,17 @@ class StagedWriter:
         except BaseException:
             writer.abort()
             raise
+
+    def _settle(
+        self, writer: ChunkWriter, held: Sequence[Filled], on_chunk: Callable[[int], None]
+    ) -> None:
+        """Make the copies of files whose chunks are held, and write the chunks of the others."""
+        if held and not self._stop.is_set():
+            writer.copy_held()
+        for item in held:
+            if not self._stop.is_set() and not writer.is_copied(item.number):
+                writer.write(item.number, item.chunk.buffer[: item.num_bytes])
+                on_chunk(item.num_bytes)
 
     def _give_back(self) -> None:
         """Take a writer's place until the stager has ended, giving back all that it stages."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,6 +162,19 @@ def one_file(path: str, num_bytes: int) -> StreamFiles:
     return whole_files((path,), (num_bytes,), (0,))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FileCopy:
+    """How a file may come to be without being written.
+
+    Attributes:
+        digests: Those of its blocks, if it does.
+        make: Makes it; returns whether that was done.
+    """
+
+    digests: Digests
+    make: Callable[[], bool]
+
+
 class ChunkWriter:
     """The files of a stream, which is written chunk by chunk.
 
@@ -169,17 +182,32 @@ class ChunkWriter:
     that a lack of room is seen before bytes are moved; several are created when the first bytes of
     each arrive, and finished with the last.
 
+    A file that may be a copy of another one is not written while its chunks have the digests of the
+    copy: `holds` says so of a chunk, and `copy_held` makes the copies when all chunks were seen.
+
     Args:
         storage: Where to.
         files: The files.
         num_bytes: Bytes of the stream.
+        copies: Which of them may be copies, by their numbers; all files begin with a chunk then.
+
+    Attributes:
+        copied: Numbers of the files that are copies.
 
     Raises:
         NoSpaceError: If there is no room.
         StorageError: If the storage fails.
     """
 
-    def __init__(self, storage: Storage, files: StreamFiles, num_bytes: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        files: StreamFiles,
+        num_bytes: int,
+        copies: Mapping[int, FileCopy] | None = None,
+    ) -> None:
+        self.copied: set[int] = set()
+        self._copies = dict(copies or {})
         self._storage = storage
         self._files = files
         self._has_digests = files.has_digests
@@ -188,15 +216,42 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
-        self._is_single = self._has_digests and len(files.paths) == 1
+        self._is_single = self._has_digests and len(files.paths) == 1 and not self._copies
         if self._is_single:
             self._writer_of(0)
+
+    def holds(self, number: int, chunk: Buffer) -> bool:
+        """Whether a chunk need not be written yet, because its file may be a copy."""
+        file = self._file_of(number) if self._copies else -1
+        copy = self._copies.get(file)
+        if copy is None:
+            return False
+        position = number * CHUNK_SIZE - int(self._files.start[file])
+        found = block_digests(chunk[: int(self._files.num_bytes[file]) - position])
+        first = position // BLOCK_SIZE
+        is_same = np.array_equal(found, copy.digests[first : first + len(found)])
+        if not is_same:
+            self._copies.pop(file, None)
+        return is_same
+
+    def copy_held(self) -> None:
+        """Make the copies of files of which all chunks are held."""
+        for file, copy in self._copies.items():
+            if copy.make():
+                first = int(self._files.start[file]) // BLOCK_SIZE
+                self._digests[first : first + len(copy.digests)] = copy.digests
+                self._left[file] = 0
+                self.copied.add(file)
+
+    def is_copied(self, number: int) -> bool:
+        """Whether a chunk is of a file that is a copy."""
+        return bool(self.copied) and self._file_of(number) in self.copied
 
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
         start, files = number * CHUNK_SIZE, self._files
         if self._has_digests:
-            self._write_digested(start, chunk)
+            self._write_digested(self._file_of(number), start, chunk)
             return
         begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
         end = int(np.searchsorted(files.start, start + len(chunk), "left"))
@@ -223,11 +278,15 @@ class ChunkWriter:
 
     def abort(self) -> None:
         """Remove what was written."""
-        for file in self._created:
+        for file in [*self._created, *self.copied]:
             if file in self._open:
                 self._open[file].abort()
             elif not self._files.is_shared:
                 self._storage.delete(self._files.paths[file])
+
+    def _file_of(self, number: int) -> int:
+        """The file of a chunk, if files begin with chunks."""
+        return int(np.searchsorted(self._files.start, number * CHUNK_SIZE, "right")) - 1
 
     def _writer_of(self, file: int) -> Writer:
         with self._lock:
@@ -241,10 +300,9 @@ class ChunkWriter:
                 self._created.append(file)
             return self._open[file]
 
-    def _write_digested(self, start: int, chunk: Buffer) -> None:
+    def _write_digested(self, file: int, start: int, chunk: Buffer) -> None:
         """Write a chunk of a file that begins with a chunk."""
         files = self._files
-        file = int(np.searchsorted(files.start, start, "right")) - 1
         position = start - int(files.start[file])
         part = chunk[: int(files.num_bytes[file]) - position]
         found = block_digests(part)
