@@ -25,7 +25,10 @@ from remesh.exchange import Exchange
 from remesh.testing import run_ranks
 from tests.compat.test_atorch_files import write, write_optimizer
 from tests.compat.test_flex_paddle import DATA
+from tests.formats.test_megatron_legacy import whole_model
+from tests.formats.test_megatron_legacy import write as write_megatron_legacy
 from tests.fuzz.files import Files, files_in
+from tests.matrix.writers import DEEPSPEED
 
 COMMON = {
     "iteration": 7,
@@ -207,11 +210,16 @@ def _safetensors(folder: Path) -> None:
         )
 
 
-def _paddle(name: str) -> Callable[[Path], None]:
+def _recorded(source: Path) -> Callable[[Path], None]:
     def copy(folder: Path) -> None:
-        shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
 
     return copy
+
+
+def _megatron_legacy(folder: Path) -> None:
+    write_megatron_legacy(folder / "iter_0000010", whole_model(), ranks=2, stages=1)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
@@ -227,8 +235,12 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "huggingface": _huggingface,
     "diffusers": _diffusers,
     "safetensors": _safetensors,
-    "paddle": _paddle("two_rank"),
-    "paddle flattened": _paddle("flat3d"),
+    "paddle": _recorded(DATA / "two_rank"),
+    "paddle flattened": _recorded(DATA / "flat3d"),
+    "deepspeed zero 2": _recorded(DEEPSPEED / "rich2"),
+    "deepspeed zero 3": _recorded(DEEPSPEED / "zero3"),
+    "deepspeed universal": _recorded(DEEPSPEED / "universal"),
+    "megatron legacy": _megatron_legacy,
     "atorch": _flat_param,
     "atorch by remesh": _flat_param_json,
 }

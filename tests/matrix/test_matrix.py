@@ -6,6 +6,7 @@ those of the run that was not interrupted.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import remesh
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
 from tests.matrix.model import Model, optimizer_of, steps
-from tests.matrix.writers import WRITERS
+from tests.matrix.writers import DEEPSPEED, RECORDED, WRITERS
 
 # Lightning says so where Slurm is installed.
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
@@ -58,6 +59,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         groups = [group["weight_decay"] for group in optimizer.param_groups]
         losses = steps(model, optimizer, NEXT)
         expected[name] = {"state": state, "losses": losses, "groups": groups}
+    recorded = torch.load(DEEPSPEED / "expected.pt")
+    for name, kind in RECORDED.items():
+        shutil.copytree(DEEPSPEED / kind, root / kind)
+        expected[name] = recorded[kind]
+        names = [key for key in recorded[kind]["state"] if "/" not in key]
+        expected[name]["state"] |= {f"{key}/step": torch.tensor(2.0) for key in names}
     torch.save(expected, root / "expected.pt")
     return root
 
@@ -81,7 +88,8 @@ def load_all(_exchange: Exchange, root: Path, layout: str, size: int) -> None:
     """Load what each program saved, and go on."""
     expected: Expected = torch.load(root / "expected.pt")
     mesh = init_device_mesh("cpu", (size,))
-    for name, (file, _) in WRITERS.items():
+    files = {name: file for name, (file, _) in WRITERS.items()}
+    for name, file in (files | RECORDED).items():
         model = Model(seed=1)
         if layout == "tp":
             parallelize_module(model.net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -184,3 +184,12 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Trained]]] = {
     "Trainer": ("trainer", trainer),
 }
 """Name → name of the file or folder, and the program."""
+
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
+RECORDED = {
+    "DeepSpeed ZeRO 1": "zero1",
+    "DeepSpeed ZeRO 2": "zero2",
+    "DeepSpeed ZeRO 3": "zero3",
+    "DeepSpeed universal": "universal",
+}
+"""Name → folder below `DEEPSPEED` that `make.py` there has written."""

@@ -20,9 +20,11 @@ from typing import Any
 from remesh._repr import short_repr
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import (
+    deepspeed,
     flat_param,
     huggingface,
     huggingface_writer,
+    megatron_legacy,
     native,
     native_writer,
     paddle,
@@ -189,6 +191,20 @@ FORMATS: tuple[Format, ...] = (
         flat_param.LOOKS_FOR,
         lambda place: not place.file and flat_param.recognise(place.listing),
         lambda place: flat_param.read(place.storage, place.listing, allow=place.allow),
+        lists=True,
+    ),
+    Format(
+        deepspeed.NAME,
+        deepspeed.LOOKS_FOR,
+        lambda place: not place.file and deepspeed.recognise(place.listing),
+        lambda place: deepspeed.read(place.storage, place.listing, allow=place.allow),
+        lists=True,
+    ),
+    Format(
+        megatron_legacy.NAME,
+        megatron_legacy.LOOKS_FOR,
+        lambda place: not place.file and megatron_legacy.recognise(place.listing),
+        lambda place: megatron_legacy.read(place.storage, place.listing, allow=place.allow),
         lists=True,
     ),
 )

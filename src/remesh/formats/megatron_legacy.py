@@ -1,0 +1,293 @@
+"""Megatron's checkpoints of before `torch_dist`: a folder for each model-parallel rank.
+
+::
+
+    latest_checkpointed_iteration.txt           which folder to read: a number, or `release`
+    iter_0000010/mp_rank_01_002/model_optim_rng.pt    tensor-parallel rank 1 of stage 2
+    iter_0000010/mp_rank_01/model_optim_rng.pt        the same where there is one stage
+
+Each file is an archive of torch.save with the model (`model`, or `model0`, `model1`, ... of the
+chunks of an interleaved pipeline), the optimizer, and values. A single one is read as it is. Of
+several the models are joined by what Megatron's own layers say of themselves (the sharded state
+dicts of `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the gated MLP):
+
+* Layers are numbered on from stage to stage; with several chunks, chunk by chunk.
+* Columns (`linear_qkv`, `linear_fc1`, ...) and vocabularies are cut along dim 0, rows
+  (`linear_proj`, `linear_fc2`, ...) along dim 1; norms and biases of rows are alike on all ranks.
+* A gated `linear_fc1` has the rank's part of the gate, and then that of the other half.
+
+Where a name has no rule (experts, modules of the script), nothing is joined: then each part opens
+under its own folder, as `mp_rank_01_002.model...`, and a warning says why. Optimizers and
+generators of several ranks always do; an optimizer counts its parameters rank by rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from remesh._repr import shown
+from remesh.dtypes import BY_NAME
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
+from remesh.formats.archive import Archive
+from remesh.formats.building import IndexBuilder, Listing
+from remesh.formats.checks import damaged
+from remesh.formats.contents import Contents
+from remesh.formats.nested import Nested, take_apart
+from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.torch_file import open_archive
+from remesh.geometry import Box
+from remesh.storage import Storage
+
+NAME = "megatron_legacy"
+LOOKS_FOR = "mp_rank_XX/model_optim_rng.pt (Megatron before torch_dist)"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+MAX_TRACKER_BYTES = 64
+
+_FILE = re.compile(
+    r"(?P<folder>mp_rank_(?P<tp>[0-9]{2,6})(?:_(?P<pp>[0-9]{3,6}))?(?:_(?P<ep>[0-9]{3,6}))?)/"
+    r"model(?:_optim)?_rng\.pt"
+)
+_MODEL = re.compile(r"model[0-9]{0,4}")
+_LAYER = re.compile(r"(?P<head>(?:.*\.)?layers\.)(?P<number>[0-9]{1,9})(?P<tail>\..*)", re.DOTALL)
+_OF_RANKS = frozenset({"optimizer", "rng_state"})
+"""Entries that each rank has of its own, beside the model."""
+
+_COLUMNS = "linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h"
+_ROWS = "linear_proj|linear_fc2|dense|dense_4h_to_h"
+_RULES: tuple[tuple[re.Pattern[str], int | None], ...] = (
+    (re.compile(r".*norm[^.]*(?:\.|_)(?:weight|bias)"), None),
+    (re.compile(rf".*\.(?:{_COLUMNS})\.(?:weight|bias)"), 0),
+    (re.compile(r"(?:.*\.)?(?:word_embeddings|output_layer)\.(?:weight|bias)"), 0),
+    (re.compile(rf".*\.(?:{_ROWS})\.weight"), 1),
+    (re.compile(rf".*\.(?:{_ROWS})\.bias"), None),
+    (re.compile(r"(?:.*\.)?position_embeddings\.weight"), None),
+)
+"""Name in the model → the dim along which ranks cut it; None if all have the whole."""
+_GATED = re.compile(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
+
+_log = logging.getLogger("remesh")
+
+
+def recognise(paths: Collection[str]) -> bool:
+    """Whether a place with these files is such a checkpoint, or names one by its iteration."""
+    return any(map(_FILE.fullmatch, paths)) or (
+        TRACKER_NAME in paths and any(_FILE.fullmatch(path.partition("/")[2]) for path in paths)
+    )
+
+
+def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Contents:
+    """Read what such a checkpoint holds; its tensors stay where they are.
+
+    Args:
+        storage: The folder of the checkpoint, or the one with the tracker file.
+        files: The files in it.
+        allow: See `remesh.formats.table.Source`.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        CorruptCheckpointError: If a file is missing or damaged.
+    """
+    base = _folder(storage, files)
+    builder = IndexBuilder(storage, files)
+    parts = []
+    for path in files:
+        found = _FILE.fullmatch(path.removeprefix(base)) if path.startswith(base) else None
+        if found is not None:
+            archive = open_archive(storage, path, files, allow=allow)
+            content = archive.value()
+            if not isinstance(content, Mapping):
+                raise damaged(archive.where, f"{shown(content)} is no dict")
+            place = int(found["pp"] or 0), int(found["tp"])
+            parts.append(_Part(found["folder"], place, path, archive, content))
+    if len(parts) == 1:
+        builder.add_nested((), parts[0].archive, parts[0].path)
+        return Contents(NAME, builder.build(), builder.document)
+    parts.sort(key=lambda part: part.place)
+    try:
+        joined = _Joined.of(parts)
+    except _CannotJoinError as reason:
+        _log.warning(
+            "%s: the models of its %d parts are not joined, because %s; names begin with the "
+            "folders of the parts, such as %s",
+            storage.url, len(parts), reason, parts[0].folder,
+        )  # fmt: skip
+        for part in parts:
+            builder.add_nested((part.folder,), part.archive, part.path)
+        return Contents(NAME, builder.build(), builder.document)
+    joined.add_to(builder)
+    for part in parts:
+        for key, value in part.content.items():
+            if key in _OF_RANKS:
+                builder.add_tree((part.folder, key), value, part.archive, part.path)
+            elif part is parts[0] and not _is_model(key):
+                builder.add_tree((key,), value, part.archive, part.path)
+    return Contents(NAME, builder.build(), builder.document)
+
+
+def _folder(storage: Storage, files: Listing) -> str:
+    """The folder of the checkpoint, with a slash at its end; empty for the place itself."""
+    if any(map(_FILE.fullmatch, files)):
+        return ""
+    if TRACKER_NAME not in files:
+        raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
+    text = storage.read(TRACKER_NAME, 0, MAX_TRACKER_BYTES).decode(errors="replace").strip()
+    base = f"iter_{int(text):07d}/" if re.fullmatch("[0-9]{1,18}", text) else f"{text}/"
+    if not any(path.startswith(base) and _FILE.fullmatch(path[len(base) :]) for path in files):
+        raise CorruptCheckpointError(
+            f"{storage.url}/{TRACKER_NAME}: names {shown(text)}, and there is no such checkpoint; "
+            "name the folder of another one"
+        )
+    return base
+
+
+def _is_model(key: object) -> bool:
+    return isinstance(key, str) and _MODEL.fullmatch(key) is not None
+
+
+# ---------------------------------------------------------------------------------------------
+# Joining
+# ---------------------------------------------------------------------------------------------
+
+
+class _CannotJoinError(Exception):
+    """Why parts are not joined."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one rank has stored; `place` is its stage and its tensor-parallel rank."""
+
+    folder: str
+    place: tuple[int, int]
+    path: str
+    archive: Archive
+    content: Mapping[Any, Any]
+
+
+Held = tuple[_Part, ArchivedTensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """A joined model.
+
+    Attributes:
+        tensors: For each name what the tensor-parallel ranks have of it.
+        leaves: What is no tensor.
+        is_gated: Whether the first linear layer of an MLP has two halves.
+    """
+
+    tensors: dict[str, list[Held]]
+    leaves: dict[str, object]
+    is_gated: bool
+
+    @classmethod
+    def of(cls, parts: list[_Part]) -> _Joined:
+        """Join the models of all ranks.
+
+        Raises:
+            _CannotJoinError: If there is no rule for something.
+        """
+        places = [part.place for part in parts]
+        num_stages, num_ranks = max(s for s, _ in places) + 1, max(t for _, t in places) + 1
+        if len(set(places)) != len(parts) or len(parts) != num_stages * num_ranks:
+            raise _CannotJoinError(
+                "their ranks are no full grid, or experts have ranks of their own"
+            )
+        args = parts[0].content.get("args")
+        is_gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
+        joined = cls({}, {}, is_gated)
+        chunks = [key for key in parts[0].content if _is_model(key)]
+        first_layer = 0
+        for chunk in chunks:
+            for stage in range(num_stages):
+                ranks = parts[stage * num_ranks : (stage + 1) * num_ranks]
+                models = [
+                    take_apart(
+                        part.content.get(chunk, {}), ("model",), part.archive.where,
+                        part.archive.pickled.num_bytes,
+                    )
+                    for part in ranks
+                ]  # fmt: skip
+                first_layer += joined._add_stage(ranks, models, first_layer)
+        return joined
+
+    def _add_stage(self, ranks: list[_Part], models: list[Nested], first_layer: int) -> int:
+        """Add what the ranks of a stage have; returns how many layers these are."""
+        first = models[0]
+        if any(model.tensors.keys() != first.tensors.keys() for model in models):
+            raise _CannotJoinError(f"ranks of {ranks[0].folder} have different names")
+        last = -1
+        for name in (*first.tensors, *first.leaves):
+            found = _LAYER.fullmatch(name)
+            new = name
+            if found is not None:
+                last = max(last, int(found["number"]))
+                new = f"{found['head']}{first_layer + int(found['number'])}{found['tail']}"
+            if new in self.tensors or new in self.leaves:
+                raise _CannotJoinError(f"two stages have {name}")
+            if name in first.tensors:
+                held = [model.tensors[name] for model in models]
+                if len(ranks) > 1:
+                    _dim_of(new, held)
+                self.tensors[new] = list(zip(ranks, held, strict=True))
+            else:
+                self.leaves[new] = first.leaves[name]
+        return last + 1
+
+    def add_to(self, builder: IndexBuilder) -> None:
+        """Add the model to what is built."""
+        for name, held in self.tensors.items():
+            path = ("model", name.removeprefix("model."))
+            self._add_tensor(builder, name, held)
+            builder.set_path(name, path)
+        for name, value in self.leaves.items():
+            path = ("model", name.removeprefix("model."))
+            builder.add_leaf(name, path, value)
+            builder.set_path(name, path)
+
+    def _add_tensor(self, builder: IndexBuilder, name: str, held: list[Held]) -> None:
+        part, first = held[0]
+        dim = None if len(held) == 1 else _dim_of(name, [tensor for _, tensor in held])
+        if dim is None:
+            builder.add_archived(name, first, part.archive, part.path)
+            return
+        whole = list(first.shape)
+        whole[dim] *= len(held)
+        row = builder.add_tensor(name, first.dtype, whole)
+        is_cut_twice = self.is_gated and _GATED.fullmatch(name) is not None
+        num_blocks = 2 if is_cut_twice and first.shape[dim] % 2 == 0 else 1
+        extent = first.shape[dim] // num_blocks
+        block = [*first.shape[:dim], extent, *first.shape[dim + 1 :]]
+        itemsize = BY_NAME[first.dtype].itemsize
+        for rank, (part, tensor) in enumerate(held):
+            for number in range(num_blocks):
+                offset = [0] * len(block)
+                offset[dim] = (number * len(held) + rank) * extent
+                position = part.archive.position(tensor)
+                position += number * extent * tensor.strides[dim] * itemsize
+                builder.add_strided(
+                    row, Box(tuple(offset), tuple(block)), part.path, position, tensor.strides
+                )
+
+
+def _dim_of(name: str, held: Iterable[ArchivedTensor]) -> int | None:
+    """The dim along which ranks cut a tensor; None if all have the whole.
+
+    Raises:
+        _CannotJoinError: If there is no rule for it.
+    """
+    first, *others = held
+    if "experts." in name:
+        raise _CannotJoinError(f"{name} is of an expert")
+    for pattern, dim in _RULES:
+        if pattern.fullmatch(name):
+            is_alike = all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others)
+            if not is_alike or (dim is not None and dim >= len(first.shape)):
+                raise _CannotJoinError(f"parts of {name} differ in shape")
+            return dim
+    raise _CannotJoinError(f"no rule says how {name} was cut")

@@ -1,0 +1,105 @@
+"""Checkpoints that DeepSpeed wrote on two ranks (`tests/data/deepspeed/make.py`), read in place.
+
+That they load into other layouts and train on is in `tests/matrix`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remesh
+from remesh.errors import CorruptCheckpointError, FormatVersionError
+from tests.data.deepspeed.make import KINDS, Rich
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed"
+ALL = (*KINDS, "universal", "universal3")
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return torch.load(DATA / "expected.pt")
+
+
+def folder(name: str) -> Path:
+    """The folder itself, which `latest` beside it names."""
+    return next(path for path in (DATA / name).iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_and_moments(name: str, expected: Any) -> None:
+    found = remesh.Checkpoint(folder(name))
+    assert found.format == "deepspeed"
+    for key, tensor in expected[name]["state"].items():
+        parameter, _, kind = key.partition("/")
+        stored = f"optimizer.state.{parameter}.{kind}" if kind else f"model.{parameter}"
+        assert torch.equal(found[stored], tensor), stored
+        assert float(found[f"optimizer.state.{parameter}.step"]) == 2
+    assert found.values["epoch"] == 1
+    assert found.values["global_steps"] == 2
+    decay = [
+        found.values[f"optimizer.param_groups.{number}.weight_decay"]
+        for number in range(len(expected[name]["groups"]))
+    ]
+    assert decay == expected[name]["groups"]
+    assert found.verify().ok
+
+
+def test_the_folder_that_latest_names() -> None:
+    assert [*remesh.Checkpoint(DATA / "zero1")] == [*remesh.Checkpoint(folder("zero1"))]
+
+
+@pytest.mark.parametrize("name", ["rich2", "rich3"])
+def test_tied_and_frozen_parameters_and_buffers(name: str) -> None:
+    model, fresh = Rich(), Rich()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(3)
+    remesh.load({"model": model}, DATA / name)
+    assert torch.equal(model.frozen.weight, fresh.frozen.weight)
+    assert torch.equal(model.frozen.bias, fresh.frozen.bias)
+    assert model.norm.num_batches_tracked == 2
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.any()
+    assert model.head.weight is model.embed.weight
+    found = remesh.Checkpoint(DATA / name)
+    assert torch.equal(found["model.head.weight"], found["model.embed.weight"])
+
+
+def copied(name: str, target: Path) -> Path:
+    shutil.copytree(folder(name), target, dirs_exist_ok=True)
+    return target
+
+
+def test_tensor_parallel_parts_have_names_of_their_own(tmp_path: Path) -> None:
+    for path in copied("zero1", tmp_path).iterdir():
+        shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+    found = remesh.Checkpoint(tmp_path)
+    assert found["mp_rank_00.model.net.0.weight"].shape == (6, 4)
+    assert found["mp_rank_01.optimizer.state.net.0.weight.exp_avg"].shape == (6, 4)
+
+
+def test_a_missing_rank(tmp_path: Path) -> None:
+    next(copied("zero2", tmp_path).glob("*zero_pp_rank_1*")).unlink()
+    with pytest.raises(CorruptCheckpointError, match="some are missing"):
+        remesh.Checkpoint(tmp_path)
+
+
+def test_latest_that_names_nothing(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zero1", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(CorruptCheckpointError, match="global_step7"):
+        remesh.Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_0_expert_1_mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"]
+)
+def test_experts_and_pipeline_stages_are_refused(name: str, tmp_path: Path) -> None:
+    shutil.copy(next(copied("zero1", tmp_path).glob("*model_states.pt")), tmp_path / name)
+    with pytest.raises(FormatVersionError, match="universal"):
+        remesh.Checkpoint(tmp_path)
