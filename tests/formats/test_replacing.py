@@ -12,10 +12,10 @@ import remesh
 from remesh.errors import CheckpointExistsError, StateError
 from remesh.formats.table import WRITERS
 from tests.compat.test_flex_paddle import DATA
+from tests.formats.test_writers import FIXED
 
 OLD = {"w": np.arange(6.0).reshape(2, 3), "left": np.ones(2)}
 NEW = {"w": np.zeros((2, 3))}
-FIXED = ("zarr",)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

@@ -57,7 +57,8 @@ def save(
             tensors, arrays, plain values or remesh's descriptions; or one module or object.
         path: Directory of the checkpoint, the same on every rank; it need not exist.
         format: The format of the files: `remesh`, or that of another system which shall load them
-            (`huggingface`, `safetensors`, `torch_file`, `torch_dcp`, `torch_dist`, `zarr`).
+            (`huggingface`, `safetensors`, `torch_file`, `torch_dcp`, `torch_dist`, `zarr`,
+            `paddle_safetensors`).
         format_options: Options of the format: of `huggingface`, `max_shard_bytes`.
         overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
             the new one is committed; its files are removed afterwards. Small files with fixed names

@@ -38,7 +38,7 @@ CONFIG_NAME = "config.json"
 
 def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | None) -> Grid:
     tensors = tables.tensors
-    _check_is_weights(document)
+    check_is_weights(document)
     weights = [
         FileTensor((name,), name, tensors.dtype(number).name, tensors.shape(number))
         for number, name in enumerate(tensors.names)
@@ -58,7 +58,7 @@ def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | Non
     return WholeFiles(files, places).encode()
 
 
-def _check_is_weights(document: ValuesDocument) -> None:
+def check_is_weights(document: ValuesDocument) -> None:
     """Check that there is nothing but tensors.
 
     Raises:

@@ -7,7 +7,8 @@ of them are pickles:
   data file each of them lies (`LocalTensorIndex` → file). A box may be flattened: then only a range
   of its elements, in row-major order, is stored, in one dim.
 * A data file is a dict of numpy arrays by name. Which rank wrote it says nothing: copies of a
-  tensor are stored once, in any of the files.
+  tensor are stored once, in any of the files. With `safetensors=True` Paddle writes a safetensors
+  file instead, under the same name; the beginning of a file tells which it is.
 
 Reading a data file only to find out where its arrays begin would read everything. So its pickle is
 walked opcode by opcode, skipping over the bytes of arrays, and copied on the way with each byte
@@ -20,6 +21,7 @@ bfloat16 is stored as uint16; the metadata says what it is.
 from __future__ import annotations
 
 import codecs
+import math
 import pickletools
 import re
 import struct
@@ -36,12 +38,13 @@ from remesh.errors import (
     PickleRefusedError,
     RemeshError,
 )
-from remesh.formats import restricted_pickle
+from remesh.formats import restricted_pickle, safetensors
 from remesh.formats.building import IndexBuilder, Listing, file_size
 from remesh.formats.checks import check_name, check_path, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Record
 from remesh.formats.pickle_values import numbers, numpy_dtype
+from remesh.formats.safetensors import read_arrays
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.storage import Storage
 
@@ -241,6 +244,9 @@ def find_arrays(
         CorruptCheckpointError: If it is no such file.
     """
     where = f"{storage.url}/{path}"
+    if storage.read(path, 8, 9) == b"{":  # behind the length of a header
+        arrays = read_arrays(storage, [path], files)[path]
+        return {name: _of_safetensors(array) for name, array in arrays.items()}
     found = restricted_pickle.loads(_skeleton(storage, files, path), where, allow=allow).root
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
         raise damaged(where, "not a data file of Paddle: it holds no dict of names")
@@ -249,6 +255,11 @@ def find_arrays(
         for name, array in found.items()
         if name not in _NOT_TENSORS
     }
+
+
+def _of_safetensors(array: safetensors.StoredArray) -> StoredArray:
+    itemsize = BY_NAME[array.dtype].itemsize
+    return StoredArray(array.position, math.prod(array.shape) * itemsize, itemsize)
 
 
 def _stored_array(array: Any, where: str) -> StoredArray:

@@ -28,6 +28,7 @@ from remesh.formats import (
     native,
     native_writer,
     paddle,
+    paddle_writer,
     safetensors,
     torch_dcp,
     torch_dcp_writer,
@@ -185,6 +186,7 @@ FORMATS: tuple[Format, ...] = (
             place.storage, place.listing_beside, place.file, allow=place.allow
         ),
         lists=True,
+        writers=(paddle_writer.PADDLE_SAFETENSORS,),
     ),
     Format(
         flat_param.NAME,
