@@ -136,7 +136,12 @@ def match(
     fitting = fitting_patterns(entries, options.resize)
     found.unfitting += [pattern for pattern in options.resize if pattern not in fitting]
     for entry, own in entries:
-        if isinstance(names, TransformedState) and not names.is_untouched(own):
+        resized = names.resized_from(own) if isinstance(names, TransformedState) else None
+        if resized is not None:
+            tensor = stored.index[resized]
+            if _fits(entry, tensor, policies.get(entry.name), options.cast, found):
+                plain.append((entry, tensor))
+        elif isinstance(names, TransformedState) and not names.is_untouched(own):
             target = match_made(names, entry, own, found)
             made += [] if target is None else [(entry, target)]
         elif sources := [name for name in own if name in stored.index]:

@@ -107,7 +107,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
             are, "zeros" fills them with zeros, "mean" fills new rows with the mean of the stored
             ones. Of a smaller tensor, what lies beyond it is not loaded. State of a resized
             parameter follows in its optimizer, with zeros for what is new. Tensors that `transform`
-            renames or makes are not resized.
+            makes of others are not resized, those that it only renames are.
         share_reads: Whether one rank reads what several need and passes it on, so that storage
             serves every byte once. None decides: shared if that spares more reading than it costs
             to move bytes between ranks, which is little where storage is a network away.
@@ -245,7 +245,10 @@ def _match_on_all(
     """
     transform, cast = options.transform, options.cast
     if transform is not None:
-        target, made, tables = describe_transformed(exchange, state, stored, transform, cast=cast)
+        resizes = bool(options.resize)
+        target, made, tables = describe_transformed(
+            exchange, state, stored, transform, cast=cast, resizes=resizes
+        )
     plans: list[RankLoadPlan] = []
 
     def plan() -> bytes:
@@ -254,7 +257,7 @@ def _match_on_all(
             if transform is None:
                 description = _describe_target(state, stored)
             else:
-                description, names = target, made.among(tables, cast=cast)
+                description, names = target, made.among(tables, cast=cast, resizes=resizes)
             plans.append(match(description, names, options, reserved))
         return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked, plans[0].fitting))
 

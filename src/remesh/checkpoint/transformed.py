@@ -17,7 +17,7 @@ statement touches are treated as without a transformation.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +90,9 @@ class TransformedState:
         info = self.outputs.targets.get(name)
         if info is None:
             return None
-        # A target that no statement touches may have another shape than what is stored.
-        found = self.stored.tensor(name) if name in self.outputs.untouched else None
+        # A target that no statement touches, or only renames, may have another shape than stored.
+        source = name if name in self.outputs.untouched else self.outputs.resized.get(name)
+        found = None if source is None else self.stored.tensor(source)
         return info.dtype, info.shape if found is None else found[1]
 
     def has_value(self, name: str) -> bool:
@@ -111,22 +112,29 @@ class TransformedState:
             raise MismatchError(f"{name}: {', '.join(sources)} must hold one value, but differ")
         return found[0]
 
-    def among(self, tables: list[bytes], *, cast: bool) -> TransformedState:
+    def among(self, tables: list[bytes], *, cast: bool, resizes: bool) -> TransformedState:
         """The same, resolved against the targets of all ranks.
 
         Args:
             tables: The targets, as `describe_transformed` gives them.
             cast: See `Transform.resolve`.
+            resizes: See `Transform.resolve`.
 
         Raises:
             TransformError: If a statement does not fit the targets.
         """
-        resolved = _resolve(self.stored, self.transform, tables, cast=cast)
+        resolved = _resolve(self.stored, self.transform, tables, cast=cast, resizes=resizes)
         return TransformedState(self.stored, self.transform, self.outputs, resolved)
 
     def is_untouched(self, names: Iterable[str]) -> bool:
         """Whether no statement touches any of the names."""
         return self.resolved.untouched.issuperset(names)
+
+    def resized_from(self, names: Sequence[str]) -> str | None:
+        """The stored tensor that is renamed to one of the names, if it has another size."""
+        if self.is_untouched(names):
+            return None
+        return next(filter(None, map(self.resolved.resized.get, names)), None)
 
     def read_for(self, names: Iterable[str]) -> set[str]:
         """The stored names that some names of a state are made of, and those that are deleted."""
@@ -231,7 +239,13 @@ class RegionMemory:
 
 
 def describe_transformed(
-    exchange: Exchange, state: Any, stored: StoredState, transform: Transform, *, cast: bool
+    exchange: Exchange,
+    state: Any,
+    stored: StoredState,
+    transform: Transform,
+    *,
+    cast: bool,
+    resizes: bool,
 ) -> tuple[Description, TransformedState, list[bytes]]:
     """Describe the state of this rank as the target of a load through a transformation. Collective.
 
@@ -241,6 +255,7 @@ def describe_transformed(
         stored: What is stored.
         transform: What it becomes.
         cast: See `Transform.resolve`.
+        resizes: See `Transform.resolve`.
 
     Returns:
         The description, what the transformation makes, and the targets of all ranks, among which it
@@ -257,7 +272,7 @@ def describe_transformed(
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
         bound = transform.bind([*stored.index, *stored.document.values])
-        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True)
+        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True, resizes=resizes)
         names = TransformedState(stored, bound, outputs, outputs)
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
@@ -273,6 +288,7 @@ def _resolve(
     tables: list[bytes],
     *,
     cast: bool,
+    resizes: bool,
     with_outputs: bool = False,
 ) -> Resolved:
     """Resolve a transformation against the targets of all ranks."""
@@ -282,6 +298,7 @@ def _resolve(
         aliases=stored.index.aliases,
         cast=cast,
         with_outputs=with_outputs,
+        resizes=resizes,
     )
 
 

@@ -60,6 +60,7 @@ def resolve(
     original: Sequence[Statement] | None = None,
     cast: bool = False,
     with_outputs: bool = False,
+    resizes: bool = False,
 ) -> Resolved:
     """See `Transform.resolve`.
 
@@ -70,7 +71,9 @@ def resolve(
         if original is None or targets is None
         else lambda: _Resolver(original, targets, sources, owners, {}, _Undone(None)).execute()
     )
-    resolver = _Resolver(statements, sources, targets, owners, aliases, undone, cast=cast)
+    resolver = _Resolver(
+        statements, sources, targets, owners, aliases, undone, cast=cast, resizes=resizes
+    )
     return resolver.run(with_outputs=with_outputs)
 
 
@@ -128,10 +131,13 @@ class _Resolver:
         undone: _Undone,
         *,
         cast: bool = False,
+        resizes: bool = False,
     ) -> None:
         self.statements = statements
         self.undone = undone
         self.cast = cast
+        self.resizes = resizes
+        self.resized: dict[str, str] = {}
         self.owners = owners
         literal = _literal_names(name for s in statements for name in s.left)
         states = find_states(sources, literal, owners)
@@ -162,6 +168,7 @@ class _Resolver:
             self.sources.infos,
             self.targets,
             plans=self.plans,
+            resized=self.resized,
             kept=self.kept,
             untouched=frozenset(self.untouched),
             missing=self.missing_with_hints(),
@@ -254,7 +261,9 @@ class _Resolver:
         if lacking is not None:
             self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
-        if info is not None:
+        if self.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
+            self.resized[name] = node.name
+        elif info is not None:
             self.check_shape(step, name, node, info)
             if node.dtype != info.dtype and self.cast and node.dtype is not None:
                 node = convert(node, info.dtype)
@@ -293,6 +302,8 @@ class _Resolver:
             else:
                 same_dtype = self.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
+                if self.resizes and len(sources) == 1 and info.shape != found.shape:
+                    self.resized[name], agree = source, True
             if not agree:
                 self.conflicts[name] = (
                     f"is {_described(info)}, but {source!r} is {_described(found)}"

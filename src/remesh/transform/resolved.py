@@ -93,6 +93,7 @@ class Resolved:
         deleted: Sources that statements deleted, with their optimizer states.
         unused_results: Names that statements assigned, which are no targets and were not read.
         plans: What the methods below answer from.
+        resized: Targets that are one source in another size, where this is allowed, and the source.
         unused: Sources that no target reads and no statement deleted.
     """
 
@@ -105,6 +106,7 @@ class Resolved:
     deleted: tuple[str, ...]
     unused_results: tuple[str, ...]
     plans: Mapping[str, Plan] = field(repr=False)
+    resized: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = field(init=False)
 
     __repr__ = short_repr

@@ -135,6 +135,7 @@ class Transform:
         aliases: Mapping[str, str] | None = None,
         cast: bool = False,
         with_outputs: bool = False,
+        resizes: bool = False,
     ) -> Resolved:
         """Find out where every target comes from, without reading anything.
 
@@ -151,6 +152,8 @@ class Transform:
                 where otherwise a statement would have to say so.
             with_outputs: Include all outputs: what statements make and do not read again, and the
                 optimizer states of it and of the targets.
+            resizes: List targets that are one source under another name, but have another shape,
+                in `Resolved.resized`, and do not refuse them.
 
         Returns:
             The answers. Targets that are missing, and untouched ones that do not fit, are listed
@@ -171,6 +174,7 @@ class Transform:
             original=self.undone,
             cast=cast,
             with_outputs=with_outputs,
+            resizes=resizes,
         )
 
     def shapes(
