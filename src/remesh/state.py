@@ -162,6 +162,7 @@ class Description:
         sequences: Paths of lists and tuples on the way to leaves.
         optional: Names that may be absent from the checkpoint without being missed.
         fixed: Names of values that must be stored as they are; a load does not replace them.
+        unchecked: Names whose values no digest proves, where the state is a repaired checkpoint.
         dropped: Entries of plain dicts that the checkpoint lacks, and that go with the old content.
         rebuild: Puts loaded values back; set by `describe`.
     """
@@ -174,6 +175,7 @@ class Description:
     sequences: dict[Path, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
+    unchecked: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     rebuild: Rebuild = field(default=lambda _loaded: None)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from remesh.exchange import Exchange
 from remesh.formats import native, native_writer
@@ -346,6 +347,16 @@ def test_what_is_unchecked_is_told_by_loads_and_verifications(
     # A repair of the repaired one proves no more.
     again = repair(report.target, damaged.with_name("again"))
     assert again.unchecked == report.unchecked
+    # And a conversion keeps the marks where they have a place.
+    caplog.clear()
+    native_copy, foreign = damaged.with_name("native"), damaged.with_name("foreign")
+    rules = {name: f"new.{name}"}
+    done = convert(report.target, native_copy, format="remesh", transform=rules)
+    assert f"new.{name}" in done.unchecked
+    assert remesh.Checkpoint(native_copy).verify().unchecked == tuple(sorted(done.unchecked))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    convert(report.target, foreign, format="torch_dcp")
+    assert f"no digest proves {name}" in caplog.text
 
 
 @pytest.mark.parametrize("small", [(), (native.RECORD_NAME,), ("index.safetensors",)])

@@ -9,6 +9,7 @@ source are checked while it is read. A conversion that is cut short leaves no ch
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import is_place
+from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
 from remesh.checkpoint.save_plan import PlanCache
 from remesh.checkpoint.saving import options_of, save_agreed
@@ -35,6 +37,8 @@ from remesh.state import Description, Path, Role, TensorEntry
 from remesh.storage import open_storage
 from remesh.transform import Program, Resolved, Transform, as_transform
 
+_log = logging.getLogger("remesh")
+
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
@@ -47,8 +51,8 @@ class ConversionReport:
         num_values: Plain values, lists and elements of sharded objects.
         num_bytes: Bytes of the tensors.
         verified: What reading the new checkpoint again has found.
-        unchecked: Names of what a repair had put into the source without a digest that proves it.
-            The new checkpoint does not mark them.
+        unchecked: Names in the new checkpoint of what a repair had put into the source without a
+            digest that proves it, or is made of that. Only remesh's own format marks them.
     """
 
     source_format: str
@@ -119,6 +123,14 @@ def convert(
     identity = "" if record is None else native.identity_of(record)
     stored = StoredSource(place.storage, contents.index, identity, resolved)
     description = describe_stored(contents, stored)
+    if description.unchecked and format != native.FORMAT_NAME:
+        _log.warning(
+            "%s: no digest proves %s, which a repair has taken over, and the format %r has no mark "
+            "for that; convert to 'remesh' to keep it",
+            place.storage.url,
+            listed(description.unchecked),
+            format,
+        )
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
     options = options_of(overwrite, metadata, None, False, format, format_options)
@@ -138,7 +150,7 @@ def convert(
         len(description.values) + len(description.merged_lists) + len(description.objects),
         sum(entry.num_bytes for entry in map(written.index.__getitem__, written.index)),
         verified,
-        contents.document.unchecked_names,
+        tuple(description.unchecked),
     )
 
 
@@ -208,6 +220,13 @@ def describe_stored(contents: Contents, source: StoredSource) -> Description:
         description.tensors.append(TensorEntry(name, dtype, shape, parts, Role.MAIN, alias_key=key))
     for name, old in plain.items():
         _add_plain(description, document, name, old)
+    unchecked = {*document.unchecked_names}
+    if unchecked:
+        made_of = {
+            name: {name} if resolved is None else {*resolved.sources_of(name)}
+            for name in (*tensors, *plain)
+        }
+        description.unchecked = [name for name, read in made_of.items() if read & unchecked]
     description.paths = {name: document.path_of(name) for name in (*tensors, *plain)}
     description.sequences = _sequences_around(description.paths.values(), document)
     return description

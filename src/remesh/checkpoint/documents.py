@@ -26,6 +26,7 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
         lists=dict(description.merged_lists),
         sequences=[(list(path), kind) for path, kind in description.sequences.items()],
         aliases=dict(aliases),
+        unchecked=list(description.unchecked) or msgspec.UNSET,
     )
     for element in description.objects:
         if element.is_main_replica:

@@ -256,6 +256,9 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
         NameCollisionError: If ranks give one name different paths.
     """
     merged = ValuesDocument()
+    unchecked = dict.fromkeys(name for one in documents for name in one.unchecked_names)
+    if unchecked:
+        merged.unchecked = list(unchecked)
     origin: dict[str, int] = {}
     sequences: dict[Path, str] = {}
     for rank, document in enumerate(documents):
