@@ -29,6 +29,7 @@ from remesh.events import OnEvent, ignore
 from remesh.exchange import Alone
 from remesh.formats import native
 from remesh.formats.contents import Contents
+from remesh.formats.decoding import decoded
 from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
 from remesh.index import Index
@@ -121,7 +122,9 @@ def convert(
         metadata = record.metadata
     resolved = None if program is None else _resolve(contents, program)
     identity = "" if record is None else native.identity_of(record)
-    stored = StoredSource(place.storage, contents.index, identity, resolved)
+    stored = StoredSource(
+        decoded(place.storage, contents.index), contents.index, identity, resolved
+    )
     description = describe_stored(contents, stored)
     if description.unchecked and format != native.FORMAT_NAME:
         _log.warning(

@@ -48,6 +48,7 @@ from remesh.checkpoint.transformed import describe_transformed
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one
+from remesh.formats.decoding import decoded
 from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.geometry import BoolArray, Box
@@ -157,9 +158,10 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
 
         def read(reads: RankReads, on_read: OnRead) -> bool:
             todo = reads.index, reads.plan, reads.destinations
+            source = decoded(storage, stored.index)
             with unless_replaced(storage, stored.identity):
                 return read_together(
-                    exchange, storage, *todo, assign=assign, on_read=on_read, timeout=timeout
+                    exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
                 )
 
         return load_into(state, stored, exchange, options, read=read, emit=emit)

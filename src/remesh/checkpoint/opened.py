@@ -21,6 +21,7 @@ from remesh.dtypes import BY_NAME
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
 from remesh.formats.building import exists
+from remesh.formats.decoding import decoded
 from remesh.formats.table import place_of, read_contents
 from remesh.geometry import Box
 from remesh.index import Index, StoredTensor
@@ -163,9 +164,9 @@ class Checkpoint:
             raise StateError(f'framework must be "torch", "numpy" or None, not {framework!r}')
         self._framework = framework
         place = place_of(path)
-        self._storage = place.storage
         with explained_absence(place):
             self._contents = read_contents(place)
+        self._storage = decoded(place.storage, self._contents.index)
         record = self._contents.record
         self._stored = StoredState(
             self._storage.url,
