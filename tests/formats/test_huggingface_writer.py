@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.errors import CheckpointExistsError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage, MemoryStorage
@@ -115,12 +116,67 @@ def test_columns_are_written_in_place_and_replaced(limit: int, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_ranks_write_files_of_their_own_in_an_object_store(in_background: bool) -> None:
+    """A bucket has no files of several writers: each rank writes what it has whole."""
+    storage = MemoryStorage()
+    options = {"max_shard_bytes": 30}
+
+    def one(exchange: Exchange) -> None:
+        for fill in (0.0, 1.0):
+            state: dict[str, Any] = {f"w{n}": torch.full((2, 3), n + fill) for n in range(4)}
+            state |= {"empty": torch.zeros(0, 2)}
+            if exchange.rank == 1:
+                state["alone"] = torch.arange(3.0) + fill
+            if in_background:
+                with remesh.Saver(
+                    group=exchange, format="huggingface", format_options=options
+                ) as saver:
+                    saver.save_async(state, storage, overwrite=fill > 0).result()
+            else:
+                remesh.save(
+                    state, storage, format="huggingface", format_options=options,
+                    overwrite=fill > 0, metadata={"model_type": "mine"}, group=exchange,
+                )  # fmt: skip
+
+    run_ranks(2, one)
+    places = json.loads(storage.read("model.safetensors.index.json"))["weight_map"]
+    others = {"model.safetensors.index.json"} | (set() if in_background else {"config.json"})
+    assert {*storage.list()} == {*places.values()} | others, "files of the first save are left"
+    assert len({*places.values()}) > 3
+    found = {k: v for path in {*places.values()} for k, v in load(storage.read(path)).items()}
+    expected = {f"w{n}": torch.full((2, 3), n + 1.0) for n in range(4)}
+    expected |= {"empty": torch.zeros(0, 2), "alone": torch.arange(3.0) + 1}
+    assert found.keys() == expected.keys() == places.keys()
+    stored = remesh.Checkpoint(storage)
+    assert stored.format == "huggingface"
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor)
+        assert torch.equal(stored[name], tensor)
+
+    def cut(exchange: Exchange) -> None:
+        part = remesh.ShardedTensor.at_offset("w", torch.ones(2), (4,), (2 * exchange.rank,))
+        with pytest.raises(StateError, match=r"w: is cut over ranks.*export_weights"):
+            remesh.save({"w": part}, other, format="huggingface", group=exchange)
+
+    other = MemoryStorage()
+    run_ranks(2, cut)
+    assert other.list() == []
+
+
+def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:
+    remesh.save({"w": torch.arange(6.0)}, tmp_path)
+    storage = MemoryStorage()
+    convert(tmp_path, storage, format="huggingface")
+    assert remesh.Checkpoint(storage)["w"].tolist() == list(range(6))
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
     with pytest.raises(StateError, match=r"tensors alone, and the state has 1 other .*: step"):
         remesh.save({**weights, "step": 3}, tmp_path, format="huggingface")
     with pytest.raises(StateError, match=r"needs a directory.*export_weights"):
-        remesh.save(weights, MemoryStorage(), format="huggingface")
+        remesh.save(weights, MemoryStorage(), format="safetensors")
     with pytest.raises(StateError, match="has no option 'dtype'; it has max_shard_bytes"):
         remesh.save(weights, tmp_path, format="huggingface", format_options={"dtype": "int8"})
     with pytest.raises(StateError, match="must be a number of bytes"):

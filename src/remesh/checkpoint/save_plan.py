@@ -432,13 +432,16 @@ class _Rank:
     def grid(self, boxes: BoxTable, document: native.ValuesDocument) -> Grid:
         """Rank 0: what the writer of the format makes of what is stored."""
         writer = writer_of(self.options.format)
+        grid = writer.grid
         if writer.has_shared_files and not isinstance(self.storage, SharedFiles):
-            raise StateError(
-                f"{self.storage.url}: format {writer.name!r} needs a directory, because all ranks "
-                "write parts of each file; to an object store, remesh.training.export_weights "
-                "writes the same files, each by one rank"
-            )
-        return writer.grid(boxes, document, self.options.format_options)
+            if writer.own_grid is None:
+                raise StateError(
+                    f"{self.storage.url}: format {writer.name!r} needs a directory, because it is "
+                    "one file that all ranks write; to an object store, save in another format, or "
+                    "use remesh.training.export_weights"
+                )
+            grid = writer.own_grid
+        return grid(boxes, document, self.options.format_options)
 
     def comparison(self, looks: bool) -> Comparison:
         """What is compared; of options, those of rank 0 and of the others are the same."""

@@ -166,6 +166,8 @@ class Writer:
         has_shared_files: Whether ranks write parts of the same files.
         has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
             several files.
+        own_grid: With shared files, `grid` for a storage in which each file has one writer; None if
+            there the format cannot be written.
         options: Names of the options that a caller may give.
     """
 
@@ -180,6 +182,7 @@ class Writer:
     has_metadata: bool = False
     has_shared_files: bool = False
     has_digests: bool = False
+    own_grid: Callable[[BoxTable, ValuesDocument, Mapping[str, object]], Grid] | None = None
     options: tuple[str, ...] = ()
 
 
