@@ -29,6 +29,7 @@ from remesh.errors import (
 )
 from remesh.formats.archive import Archive, is_row_major, row_major_pieces
 from remesh.formats.checks import check_name, check_path, check_shape, damaged
+from remesh.formats.decoding import EncodedFile
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
@@ -128,6 +129,7 @@ class IndexBuilder:
     _aliases: dict[str, str] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
+    _encoded: dict[str, int] = field(default_factory=dict)
     _tensor: list[int] = field(default_factory=list)
     _offsets: list[Sequence[int]] = field(default_factory=list)
     _extents: list[Sequence[int]] = field(default_factory=list)
@@ -177,7 +179,10 @@ class IndexBuilder:
         row = self._files.get(path)
         if row is None:
             try:
-                self._sizes.append(file_size(self.storage, self.listing, path))
+                size = self._encoded.get(path)
+                self._sizes.append(
+                    file_size(self.storage, self.listing, path) if size is None else size
+                )
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
                     f"{self.storage.url}/{path}: missing, though the checkpoint names it. Load "
@@ -248,6 +253,11 @@ class IndexBuilder:
                 f"{self.storage.url}/{path}: {name} and others lie in {num_pieces} pieces, more "
                 "than the files have bytes (expanded tensors?); save it again after contiguous()"
             )
+
+    def add_encoded(self, file: EncodedFile) -> str:
+        """Add a file that is decoded when it is read; returns its name."""
+        self._encoded[file.name] = file.num_bytes
+        return file.name
 
     def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive, path: str) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""

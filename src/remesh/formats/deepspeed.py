@@ -37,15 +37,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from remesh._repr import shown
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from remesh.formats.archive import Archive
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, integers
 from remesh.formats.contents import Contents
+from remesh.formats.decoding import EncodedFile, fill_codec
 from remesh.formats.flat_parts import FlatPart, add_flat_parts
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
+from remesh.geometry import Box
 from remesh.state import Path, name_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
@@ -389,11 +393,22 @@ class _Reader:
             self._add_leaf(self._at("optimizer", "state", name, key), value, file)
 
     def _add_leaf(self, place: Path, value: object, file: _File) -> None:
+        is_step = place[-1] == "step" and "state" in place and type(value) in {int, float}
         if isinstance(value, ArchivedTensor):
             self.builder.add_archived(name_of(place), value, file.archive, file.path)
+        elif is_step:
+            # Optimizers of DeepSpeed count in numbers, those of torch in tensors.
+            self._add_number(name_of(place), value)
         else:
             self.builder.add_value(name_of(place), value)
         self.builder.set_path(name_of(place), place)
+
+    def _add_number(self, name: str, value: Any) -> None:
+        """Add a number as a tensor without dims, of the type in which torch counts steps."""
+        element = np.array(value, "<f4").tobytes()
+        file = EncodedFile("", 0, 0, len(element), (fill_codec(element),))
+        row = self.builder.add_tensor(name, "float32", ())
+        self.builder.add_piece(row, Box((), ()), self.builder.add_encoded(file), 0)
 
     def _add_groups(self, groups: Sequence[Any], file: _File) -> None:
         """Add the options of the groups, and the steps that are counted there."""

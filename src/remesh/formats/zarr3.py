@@ -87,8 +87,7 @@ def read(storage: Storage, files: Listing) -> Contents:
     """
     if NODE_NAME not in files:
         raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
-    # Files that are decoded are added as they are found.
-    reader = _Reader(IndexBuilder(storage, dict(files)))
+    reader = _Reader(IndexBuilder(storage, files))
     nodes = [path for path in files if path.rpartition("/")[2] == NODE_NAME]
     texts = read_ranges(storage, [(path, 0, MAX_NODE_BYTES) for path in nodes])
     for path, text in zip(nodes, texts, strict=True):
@@ -257,10 +256,7 @@ class _Reader:
         else:
             codecs = array.codecs if path else (fill_codec(array.fill),)
             file = EncodedFile(path, start, length, num_bytes, codecs)
-            listing = self.builder.listing
-            assert isinstance(listing, dict)
-            listing[file.name] = num_bytes
-            path, start = file.name, 0
+            path, start = self.builder.add_encoded(file), 0
         self.builder.add_strided(array.row, box, path, start, strides_of(shape))
 
 
