@@ -4,7 +4,8 @@ The process writes its `Heartbeat` to a file that the agent named (`RunInfo.hear
 agent reads it whenever it likes: the file is replaced in one step, so it is never half written. If
 the agent wants the state saved (the node is about to leave, say), it puts a request beside it, in
 `<heartbeat file>.request`. The training reads that between two steps, saves, and removes it. After
-a `save-and-hold` it waits instead until the agent removes the request.
+a `save-and-hold` it waits instead until the agent removes the request. After a `hold` it waits
+without a save, if its state in memory is good enough for what comes.
 
 When a job hangs, the agent wants to know where its processes are. A process that called
 `answer_stack_requests` writes the stacks of its threads to a third file, `<heartbeat file>.stacks`,
@@ -41,9 +42,12 @@ __all__ = ["Heartbeat", "read_heartbeat", "request", "write_heartbeat"]
 
 StrPath = str | os.PathLike[str]
 
-Request = Literal["save", "save-and-stop", "save-and-hold"]
-"""What an agent may ask for: a save, a save after which the training ends, or a save after which
-the training waits until the request is removed."""
+Request = Literal["save", "save-and-stop", "save-and-hold", "hold"]
+"""What an agent may ask for: a save, a save after which the training ends, a save after which the
+training waits until the request is removed, or that it waits without a save."""
+
+HOLDS = ("save-and-hold", "hold")
+"""Requests after which the training waits."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """Asks a process for the stacks of its threads."""
@@ -59,7 +63,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
         time: When this was written, in seconds since the epoch.
         step_seconds: How long this process's own work of the last step took, or the whole step if
             that is not measured; None if neither is known yet.
-        waits: Whether all work is saved and the process waits, as `save-and-hold` asks it to.
+        waits: Whether the process waits, as `save-and-hold` (then all work is saved) or `hold`
+            asks it to.
     """
 
     step: int

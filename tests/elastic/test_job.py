@@ -57,6 +57,7 @@ class Agent:
     node: Node
     round: int = 0
     runs: bool = False
+    waits: bool = False
 
 
 class Jobs(RuleBasedStateMachine):
@@ -109,11 +110,12 @@ class Jobs(RuleBasedStateMachine):
 
     def beat(self, agent: Agent, *, answered: bool) -> None:
         node = agent.node
+        report = RankReport(step=int(self.now), age=0.0, waits=agent.waits)
         request = Beat(
             node_id=node.id,
             incarnation=node.incarnation,
             round=agent.round,
-            ranks={node.id: RankReport(step=int(self.now), age=0.0)} if agent.runs else {},
+            ranks={node.id: report} if agent.runs else {},
         )
         hear(self.live, node.id, node.incarnation, self.now)
         for event in hear_beat(self.live, self.state, request, self.now):
@@ -122,6 +124,7 @@ class Jobs(RuleBasedStateMachine):
         assert reply.outcome is None
         if answered and agent.runs and reply.restart is not None:
             agent.runs = False
+        agent.waits = answered and reply.grow
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -348,6 +351,27 @@ def test_rounds_that_only_the_nodes_remember_are_counted() -> None:
         "round 1: nodes 0, 1",
         "round 6: nodes 0, 1",
     ]
+
+
+def test_a_world_whose_ranks_all_wait_grows_without_a_checkpoint() -> None:
+    state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
+    live = Live.after_start(state, 200.0)
+    replies = []
+    for now, waits in ((201.0, [False, False]), (202.0, [True, False]), (203.0, [True, True])):
+        for number in (0, 1):
+            ranks = {number: RankReport(step=5, age=0.0, waits=waits[number])}
+            beat = Beat(node_id=number, incarnation="a", round=1, ranks=ranks)
+            for event in hear_beat(live, state, beat, now):
+                state = apply(state, event, now)
+            replies.append(beat_reply(state, beat, now))
+    assert [(reply.save, reply.grow) for reply in replies[:5]] == [(True, True)] * 5
+    assert (replies[5].save, replies[5].restart) == (False, Change.GROW)
+    # A node that has to leave takes its memory along.
+    state = apply(apply(run(num_nodes=2), joining(node(2)), 200.0), joining(node(3)), 200.0)
+    drain = Drain(node_id=0, incarnation="a", round=1, seconds=60.0, reason="SIGTERM")
+    state = apply(apply(state, drain, 201.0), events.RanksWait(1), 202.0)
+    reply = beat_reply(state, Beat(node_id=1, incarnation="a", round=1), 203.0)
+    assert (reply.save, reply.grow) == (True, False)
 
 
 class TestRestartBudget:

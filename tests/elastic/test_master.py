@@ -304,6 +304,7 @@ def test_growing_waits_for_a_checkpoint(server: ServerThread) -> None:
     progress = {"step": 5, "age": 0.0, "saved_step": 4}
     assert beat(server.url, 0, 1, **{"0": progress}) == {"reason": "", "restart": None} | {
         "save": False,
+        "grow": False,
         "dump": 0,
         "outcome": None,
     }

@@ -110,7 +110,14 @@ def test_a_part_that_is_lost_comes_from_the_snapshot_of_the_same_step(tmp_path: 
 
 @slow
 def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:3", job="ddp", silence=SILENCE_OF_THE_DEAD, agent=PATIENT) as cluster:
+    with Cluster(
+        tmp_path,
+        "2:3",
+        job="ddp",
+        silence=SILENCE_OF_THE_DEAD,
+        agent=PATIENT,
+        saving=("1000000", "0", "0"),
+    ) as cluster:
         cluster.start(0, 1, 2)
         before = cluster.until_trained(0, 1, 2)
         pids = [cluster.pid_of(rank) for rank in (1, 2)]
@@ -120,6 +127,7 @@ def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path) -> None:
         cluster.start(0)
         cluster.until_trained(0, 1, 2, round_after=before)
         assert [cluster.pid_of(rank) for rank in (1, 2)] == pids
+        assert not list((tmp_path / "checkpoints").glob("step_*"))  # nothing was saved for it
         cluster.stop(0, 1, 2)
         assert sorted({one["size"] for one in entries(cluster)}) == [2, 3]
         assert_no_step_lost(cluster)

@@ -80,3 +80,14 @@ def test_a_request_to_wait_is_removed_by_its_sender(ask: Path) -> None:
     assert watch.is_held()
     ask.unlink()
     assert not watch.is_held()
+
+
+def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(ask: Path) -> None:
+    watch = Watch([OnRequest(str(ask))], "")
+    ask.write_text("hold")
+    assert watch.asked() == (f"request in {ask}", "save-and-hold")
+    watch.holds_state, watch.is_saving = (lambda: True), (lambda: True)
+    assert watch.asked() == ("", None)  # the save in flight goes on
+    watch.is_saving = lambda: False
+    assert watch.asked() == ("", "hold")
+    assert watch.is_held()

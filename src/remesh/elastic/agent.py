@@ -48,7 +48,7 @@ from remesh.elastic.rendezvous import Change, Outcome
 from remesh.elastic.stacks import stacks_of
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
-from remesh.heartbeat import Heartbeat, clear_request, read_heartbeat, request
+from remesh.heartbeat import Heartbeat, Request, clear_request, read_heartbeat, request
 
 log = logging.getLogger(__name__)
 
@@ -341,6 +341,8 @@ class Agent(LocalElasticAgent):
         """
         self._exits_on_sigterm = True
         try:
+            if self._node.assignment is None:
+                self._warm.wait()  # a node that joins keeps no world waiting for its imports
             self._initialize_workers(group)
         except RendezvousClosedError as closed:
             log.error("%s", closed)
@@ -393,9 +395,13 @@ class Agent(LocalElasticAgent):
             self._send_stacks(reply.dump)
         if reply.restart is None and any(report.error for report in self._reports().values()):
             self._node.beat_now()  # a peer is lost: the master may know more
-        if self._draining_since is None and reply.restart in {None, Change.GROW}:
-            self._hold(reply.save or reply.restart is not None)
-        if reply.restart is Change.GROW and not self._is_saved():
+        grows = reply.restart is Change.GROW
+        if self._draining_since is None and (grows or reply.restart is None):
+            in_memory = (reply.grow or grows) and len(self._reports()) == len(self._files)
+            self._hold(reply.save or grows, "hold" if in_memory else "save-and-hold")
+            if reply.grow and self._is_saved():
+                self._node.beat_now()  # the other ranks wait as well, or will soon
+        if grows and not self._is_saved():
             return  # the other nodes wait as well
         if reply.restart is not None:
             log.info("the processes start again: %s", reply.reason)
@@ -429,15 +435,20 @@ class Agent(LocalElasticAgent):
         state = f"SIGTERM, no checkpoint within {time.monotonic() - since:.0f} s"
         self._go(Outcome.DRAINED, state, EXIT_UNSAVED)
 
-    def _hold(self, wanted: bool) -> None:
-        """Have the ranks save and wait, so that no step is repeated later; or let them continue."""
+    def _hold(self, wanted: bool, what: Request = "save-and-hold") -> None:
+        """Have the ranks save and wait, so that no step is repeated later; or let them continue.
+
+        Args:
+            wanted: Whether they are to wait.
+            what: How they are asked to.
+        """
         if wanted is self._holds:
             return
         self._holds = wanted
         self._held_since = time.monotonic()
         for file in self._files.values():
             if wanted:
-                request(file, "save-and-hold")
+                request(file, what)
             else:
                 clear_request(file)
 

@@ -44,6 +44,12 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class RanksWait(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of the world wait for it to change; there is nothing to save."""
+
+    round: int
+
+
 class HangDetected(msgspec.Struct, frozen=True, tag=True):
     """No rank has finished a step for too long; the stacks are requested."""
 
@@ -73,6 +79,7 @@ Event: TypeAlias = (
     NodeEvent
     | NodeLost
     | CheckpointSaved
+    | RanksWait
     | HangDetected
     | StacksCollected
     | ProgressRecorded

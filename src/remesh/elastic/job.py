@@ -11,7 +11,8 @@ a new world.
 
 Before a world grows, or when one of its nodes has to leave, the job makes a *save request*. The
 world grows when the checkpoint is saved or a grace time has passed, so scripts that report no
-checkpoints delay it by that time at most.
+checkpoints delay it by that time at most. It grows without a checkpoint as soon as all ranks wait:
+then their processes go on, and have the state in memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from remesh.elastic.events import (
     HangDetected,
     NodeLost,
     ProgressRecorded,
+    RanksWait,
     StacksCollected,
 )
 from remesh.elastic.failures import (
@@ -278,6 +280,8 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
             return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
             return _replace(job, saved_step=step)
+        case RanksWait(number) if number == nodes.round and is_for_growth(job):
+            job = _replace(job, save_request=_ended(job.save_request, now))
         case HangDetected(number, reason) if number == nodes.round and job.hanging is None:
             job = _replace(job, hanging=(number, reason), dump=job.dump + 1)
             return _note(job, now, f"the job hangs: {reason}")
@@ -464,6 +468,16 @@ def _settle(job: Job, now: float) -> Job:
             text = f"the world can grow to {size} nodes: {len(nodes.ready)} more are ready"
             job = _note(_replace(job, save_request=request), now, text)
     return job
+
+
+def is_for_growth(job: Job) -> bool:
+    """Whether a checkpoint is requested only because the world can grow."""
+    return job.save_request is not None and not job.save_request.draining
+
+
+def _ended(request: SaveRequest | None, now: float) -> SaveRequest | None:
+    """A request that is not waited for any longer."""
+    return None if request is None else msgspec.structs.replace(request, deadline=now)
 
 
 def awaits_checkpoint(job: Job, now: float) -> bool:

@@ -17,9 +17,10 @@ from remesh.elastic.events import (
     HangDetected,
     NodeLost,
     ProgressRecorded,
+    RanksWait,
     StacksCollected,
 )
-from remesh.elastic.job import Job
+from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
 from remesh.elastic.presence import Presence
 from remesh.elastic.progress import (
     RankProgress,
@@ -48,6 +49,7 @@ class Live:
         heard: Incarnation and time of the last message, by node id.
         progress: How far the training is.
         ranks: How far each rank is that has reported in `round`.
+        waiting: Ranks that wait for the world to change.
         round: The round of the last heartbeat that counted.
         recorded_at: When the progress was recorded last.
         hung_at: When the stacks were requested.
@@ -60,6 +62,7 @@ class Live:
     heard: dict[int, tuple[str, float]]
     progress: TrainingProgress
     ranks: dict[int, RankProgress] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
     round: int = 0
     recorded_at: float = 0.0
     hung_at: float = 0.0
@@ -149,7 +152,7 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
     if live.round != nodes.round:
         live.round = nodes.round
         live.progress = begin_round(live.progress, now)
-        live.ranks = {}
+        live.ranks, live.waiting = {}, set()
     events: list[Event] = []
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)
@@ -166,6 +169,11 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
             job.saved_step is None or heard.saved_step > job.saved_step
         ):
             events.append(CheckpointSaved(heard.saved_step))
+        (live.waiting.add if heard.waits else live.waiting.discard)(rank)
+    if awaits_checkpoint(job, now) and is_for_growth(job):
+        num_ranks = sum(node.num_processes for node in nodes.world)
+        if len(live.waiting) == num_ranks:
+            return [*events[-1:], RanksWait(nodes.round)]
     return events[-1:]
 
 

@@ -307,5 +307,6 @@ def _reports_of(files: Mapping[int, str]) -> dict[int, RankReport]:
                 age=max(time.time() - heartbeat.time, 0.0),
                 step_seconds=heartbeat.step_seconds,
                 saved_step=heartbeat.saved_step,
+                waits=heartbeat.waits,
             )
     return reports

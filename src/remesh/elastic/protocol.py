@@ -121,6 +121,8 @@ class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
         restart: Stop the processes and join again, because of this.
         reason: Why, in a sentence; also for `outcome`.
         save: Have the ranks save a checkpoint now.
+        grow: That is only because the world can grow: it is enough that they wait, if all of them
+            go on in the next world.
         dump: Send the stacks of all processes; a new request for stacks has a higher number.
         outcome: The job has ended so: stop.
     """
@@ -128,6 +130,7 @@ class BeatReply(msgspec.Struct, frozen=True, kw_only=True):
     restart: Change | None = None
     reason: str = ""
     save: bool = False
+    grow: bool = False
     dump: int = 0
     outcome: Outcome | None = None
 
@@ -205,12 +208,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         age: Seconds since it reported that.
         step_seconds: How long its own work of a step takes, if it measures that.
         saved_step: The step of the newest checkpoint that it knows to be committed.
+        waits: Whether it waits for the world to change.
     """
 
     step: int
     age: float
     step_seconds: float | None = None
     saved_step: int | None = None
+    waits: bool = False
 
 
 class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from remesh.elastic.job import Job, awaits_checkpoint
+from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -120,4 +120,4 @@ def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
     awaits = awaits_checkpoint(job, now)
     if change is not None and (change[0] is not Change.GROW or not awaits):
         return BeatReply(restart=change[0], reason=change[1], dump=dump)
-    return BeatReply(save=awaits, dump=dump)
+    return BeatReply(save=awaits, grow=awaits and is_for_growth(job), dump=dump)

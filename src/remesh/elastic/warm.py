@@ -201,6 +201,11 @@ class Warm:
             self._give_up(str(error))
             return None
 
+    def wait(self) -> None:
+        """Wait until processes start warm, or it is clear that they will not."""
+        self.look_after()
+        self._wait_ready()
+
     def _wait_ready(self) -> socket.socket | None:
         channel = self._channel
         if channel is None or self._is_ready:

@@ -114,13 +114,16 @@ class LiveMemory:
         job: The job; it holds the boundary.
         exchange: The ranks.
         buffers: See `remesh.save`.
+
+    Attributes:
+        is_on: Whether the state can be relied on; it cannot if its changes are not seen.
     """
 
     def __init__(self, job: TrainingJob, exchange: Exchange, buffers: Buffers | None) -> None:
         self._job = job
         self._exchange = exchange
         self._buffers = buffers
-        self._is_on = True
+        self.is_on = True
         self._optimizers: set[int] = set()  # ids of those in the state
         self._parts: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         self._hook = register_optimizer_step_pre_hook(self._before_change)
@@ -146,7 +149,7 @@ class LiveMemory:
         Raises:
             WorldChangedError: If the training function has to be left.
         """
-        if not self._is_on:
+        if not self.is_on:
             self._job.end_change()
             return
         try:
@@ -158,7 +161,7 @@ class LiveMemory:
                 step, note(), parent, keeper.roll_back(rebuild), rows, role
             )
         except NotWatchedError as problem:
-            self._is_on, self._job.boundary = False, None
+            self.is_on, self._job.boundary = False, None
             _LOGGER.warning("the state is not taken from live memory: %s", problem)
         self._job.end_change()
 
@@ -166,7 +169,7 @@ class LiveMemory:
         """What the ranks hold, the newest first. Collective."""
         boundary = self._job.boundary
         state: Any = None
-        if boundary is not None and boundary.is_clean and self._is_on:
+        if boundary is not None and boundary.is_clean and self.is_on:
             try:
                 state = boundary.roll_back()
             except ChangedError as problem:

@@ -44,6 +44,7 @@ from remesh.checkpoint.local import exchange_of
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
+from remesh.heartbeat import HOLDS
 from remesh.run_info import run_info
 from remesh.storage import is_local, open_storage
 from remesh.training import last_step, policies, resuming, retention, rng
@@ -160,6 +161,7 @@ class Manager:
         self._last_save = time.monotonic()
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
+        self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
         self._live = open_live_memory(job, self._exchange, buffers, self._watch)
         self._memory = open_memory(
             self._exchange,
@@ -392,7 +394,7 @@ class Manager:
             reason, request = self._watch.asked()
             if not reason and self._exchange.rank == 0:
                 reason = policies.due_by_time(self._every, time.monotonic() - self._last_save)
-            stop, hold = request == "save-and-stop", request == "save-and-hold"
+            stop, hold = request == "save-and-stop", request in HOLDS
             own = Note(reason, stop, hold, failed=self._has_failed(), next_look=next_look)
             return msgspec.msgpack.encode(own)
 

@@ -216,6 +216,7 @@ def open_live_memory(
 
     live = LiveMemory(job, exchange, buffers)
     watch.at_close.append(live.close)
+    watch.holds_state = lambda: live.is_on
     return live
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from remesh.errors import AgentLostError, StorageError
 from remesh.heartbeat import (
+    HOLDS,
     AgentLock,
     Heartbeat,
     Request,
@@ -75,6 +76,10 @@ class Watch:
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
+        # Set by the manager: whether the state in memory is as good as a save, and whether a save
+        # is being written, which a request to wait without one waits for.
+        self.holds_state: Callable[[], bool] = lambda: False
+        self.is_saving: Callable[[], bool] = lambda: False
         self.at_close: list[Callable[[], None]] = []
         # After the signals that count: one of them may be that by which stacks are asked for.
         self._end_answering = self._answer_stack_requests()
@@ -136,6 +141,8 @@ class Watch:
     def asked(self) -> tuple[str, Request | None]:
         """The source of a request for a save, and the request; ("", None) if there is none.
 
+        A request to wait without a save has no source, since nothing is to be saved.
+
         An empty file counts when it is read for the second time: it may be one that is still being
         written, as by `echo save-and-stop > file`.
         """
@@ -144,6 +151,11 @@ class Watch:
             return f"signal {self._signal}", "save-and-stop"
         for file, source in self._sources.items():
             asked = self._read(file)
+            if asked == "hold" and self.holds_state():
+                if self.is_saving():
+                    continue
+                return "", "hold"
+            asked = "save-and-hold" if asked == "hold" else asked
             was_empty = file in self._empty
             self._empty.discard(file)
             if asked == "" and not was_empty:
@@ -155,7 +167,7 @@ class Watch:
 
     def is_held(self) -> bool:
         """Whether a request to wait is there."""
-        return any(self._read(file) == "save-and-hold" for file in self._sources)
+        return any(self._read(file) in HOLDS for file in self._sources)
 
     def answered(self) -> None:
         """Remove the requests that `asked` returned: the save has begun.
@@ -166,7 +178,7 @@ class Watch:
             source, asked = self._heard.popitem()
             if source == _SIGNAL:
                 self._signal = ""
-            elif asked != "save-and-hold" and self._read(source) == asked:
+            elif asked not in HOLDS and self._read(source) == asked:
                 clear_request_file(source)
 
     def _read(self, file: str) -> Request | Literal[""] | None:
