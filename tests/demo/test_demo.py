@@ -34,7 +34,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result == json.loads((out / "result.json").read_text())
 
-    reference, killed, *resumed = result["runs"]
+    reference, killed, *resumed, recovered = result["runs"]
     assert result["passed"] is True
     assert result["max_difference"] <= 1e-5
     assert [run["layout"] for run in resumed] == ["FSDP2 x 2", "tensor parallel x 2"]
@@ -45,6 +45,12 @@ def test_the_whole_demo(tmp_path: Path) -> None:
             abs(loss - reference["losses"][step]) for step, loss in run["losses"].items()
         ]
         assert max(differences) == run["max_difference"] <= 1e-5
+    # The others went on where they were: every step is there, and none was made twice.
+    assert (recovered["first_step"], recovered["num_compared"]) == (0, 40)
+    assert recovered["max_difference"] <= 1e-5
+    recovery = result["recovery"]
+    assert (recovery["step"], recovery["num_went_on"], recovery["num_repeated"]) == (20, 3, 0)
+
     assert reference["losses"]["40"] < reference["losses"]["1"] - 1
 
     assert killed["commits"] == [10, 20]

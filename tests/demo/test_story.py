@@ -13,12 +13,20 @@ from click.testing import CliRunner
 
 from remesh.checkpoint import save
 from remesh.cli.demo import demo
-from remesh.demo import story
+from remesh.demo import recovery, report, story
 from remesh.demo.config import Kind, Layout, RunSpec, TrainConfig
 from remesh.demo.launch import Ended, RunEnd
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
-from remesh.demo.result import DemoResult, HalfWritten, RunResult, StoredResult, compare
-from remesh.demo.story import DemoError, Told
+from remesh.demo.result import (
+    DemoError,
+    DemoResult,
+    HalfWritten,
+    RecoveryResult,
+    RunResult,
+    StoredResult,
+    compare,
+)
+from remesh.demo.story import Told
 
 
 def spec(name: str = "B", num_ranks: int = 3) -> RunSpec:
@@ -165,9 +173,27 @@ def result_with(*, difference: float) -> DemoResult:
         resumed_from=StoredResult(
             path=Path("/x/z"), step=1, num_tensors=1, num_bytes=1, num_file_bytes=1
         ),
+        recovery=RecoveryResult(rank=2, step=20, seconds=0.5, num_went_on=3, num_repeated=0),
         picture=Path("/x/p.html"),
         seconds=3.0,
     )
+
+
+def test_how_the_others_went_on() -> None:
+    def entry(at: float, pid: int, step: int) -> recovery.Entry:
+        return {"time": at, "rank": pid - 10, "pid": pid, "step": step, "loss": float(step)}
+
+    dies = {"time": 2.5, "rank": 2, "pid": 12, "dies": 2}
+    entries = [entry(float(step), pid, step) for step in (1, 2) for pid in (10, 11, 12)]
+    with pytest.raises(DemoError, match="rank 2 was not killed"):
+        recovery.summarise(entries)
+    with pytest.raises(DemoError, match="no step came after the kill"):
+        recovery.summarise([*entries, dies])
+    entries += [dies, *(entry(3.25, pid, 3) for pid in (10, 11, 13))]
+    found = recovery.summarise(entries)
+    assert found == RecoveryResult(rank=2, step=2, seconds=0.75, num_went_on=2, num_repeated=0)
+    assert recovery.losses_of(entries) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert "2 others went on" in report.recovery_text(found)
 
 
 def test_result_as_json() -> None:

@@ -31,12 +31,14 @@ def demo(*, out: Path, as_json: bool) -> None:
 
     Trains a small transformer on the CPU with FSDP2 on 4 processes, kills one of them while it
     saves, and resumes from the newest committed checkpoint with FSDP2 on 2 processes and with
-    tensor parallelism on 2. Takes a minute or two. The exit code is 0 if the losses after the
-    resume are those of a run that nobody disturbed, 1 if not, 2 if the directory cannot be used.
+    tensor parallelism on 2. At last a rank is killed under `remesh run`, and the others go on.
+    Takes a minute or two. The exit code is 0 if all losses are those of a run that nobody
+    disturbed, 1 if not, 2 if the directory cannot be used.
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("the demo trains with torch: pip install 'remesh[torch]'")
     from remesh.demo import report, story
+    from remesh.demo.result import DemoError
 
     console = Console(stderr=as_json, highlight=False)
     context = click.get_current_context()
@@ -54,7 +56,7 @@ def demo(*, out: Path, as_json: bool) -> None:
 
     try:
         result = story.tell(out, console, list_path)
-    except story.DemoError as error:
+    except DemoError as error:
         print_error(str(error))
         refused = isinstance(error, story.DirectoryRefusedError)
         context.exit(EXIT_USAGE if refused else EXIT_FAILED)

@@ -12,6 +12,7 @@ class Kind(enum.StrEnum):
 
     FSDP2 = "FSDP2"
     TENSOR_PARALLEL = "tensor parallel"
+    DATA_PARALLEL = "DDP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Layout:
     @property
     def num_data_parts(self) -> int:
         """How many slices the global batch is cut into."""
-        return self.num_ranks if self.kind is Kind.FSDP2 else 1
+        return 1 if self.kind is Kind.TENSOR_PARALLEL else self.num_ranks
 
     def __str__(self) -> str:
         return f"{self.kind} x {self.num_ranks}"

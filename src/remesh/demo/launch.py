@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -76,6 +77,11 @@ def _enter(spec: RunSpec, rank: int, rendezvous: Path, log: Path, connection: Co
     from remesh.demo.worker import work
 
     work(spec, rank, rendezvous, log, connection)
+
+
+def loopback() -> str:
+    """The name of the loopback interface: `lo`, or `lo0` on some systems."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def log_path(logs: Path, spec: RunSpec, rank: int) -> Path:

@@ -33,6 +33,8 @@ from remesh.geometry import Box
 
 def apply_layout(model: Transformer, layout: Layout) -> None:
     """Spread a model, of which every rank holds an equal copy, over the default group."""
+    if layout.kind is Kind.DATA_PARALLEL:
+        return  # every rank keeps its copy
     mesh = init_device_mesh("cpu", (layout.num_ranks,))
     if layout.kind is Kind.FSDP2:
         _apply_fsdp(model, mesh)

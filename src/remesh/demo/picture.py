@@ -355,9 +355,11 @@ def _mark(mark: Mark, last: int) -> list[str]:
 
 
 def _dot(style: str, x: float, y: float) -> str:
-    """A filled circle, an open circle or a cross: styles differ by more than colour."""
+    """A circle, an open circle, a cross or a diamond: styles differ by more than colour."""
     if style == "c":
         return f'<circle class="dot c" cx="{x:.2f}" cy="{y:.2f}" r="4"/>'
+    if style == "e":
+        return f'<path class="dot e" d="M{x:.2f} {y - 3:.2f}l3 3l-3 3l-3 -3z"/>'
     if style == "d":
         return f'<path class="dot d" d="M{x - 3.5:.2f} {y - 3.5:.2f}l7 7m0 -7l-7 7"/>'
     return f'<circle class="dot {style}" cx="{x:.2f}" cy="{y:.2f}" r="2.2"/>'
@@ -423,12 +425,12 @@ _STYLE = """
   --page: #ffffff; --ink: #1c2128; --soft: #5b6570; --grid: #e3e7ec; --edge: #3b434d;
   --r0: #9ccbff; --r1: #ffc078; --r2: #a3dfac; --r3: #dfb3f2;
   --r4: #f5e08a; --r5: #f4a9a3; --r6: #9fe0de; --r7: #cfd4da;
-  --a: #a9b2bd; --b: #b86a00; --c: #0b62c4; --d: #b3167f; --kill: #c2261d; }
+  --a: #a9b2bd; --b: #b86a00; --c: #0b62c4; --d: #b3167f; --e: #2a8a3e; --kill: #c2261d; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #14181d; --ink: #e8ecf1; --soft: #9aa5b1; --grid: #2b323a; --edge: #0c0f13;
   --r0: #22609f; --r1: #965012; --r2: #2a7241; --r3: #74408c;
   --r4: #726312; --r5: #93383a; --r6: #1a6f72; --r7: #535b64;
-  --a: #77828e; --b: #f0a440; --c: #62aeff; --d: #ff7cc8; --kill: #ff7b72; } }
+  --a: #77828e; --b: #f0a440; --c: #62aeff; --d: #ff7cc8; --e: #6fd487; --kill: #ff7b72; } }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1000px; margin: 0 auto; padding: 28px 20px 48px; }
@@ -459,6 +461,7 @@ text { font-size: 11px; fill: var(--ink); }
 .dot.b { fill: var(--b); }
 .dot.c { fill: none; stroke: var(--c); stroke-width: 1.6; }
 .dot.d { fill: none; stroke: var(--d); stroke-width: 1.6; }
+.dot.e { fill: none; stroke: var(--e); stroke-width: 1.6; }
 .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
 .mark.kill, .limit { stroke: var(--kill); stroke-width: 1.4; }
 .limit { stroke-dasharray: 6 4; }

@@ -30,6 +30,7 @@ from remesh.demo.result import (
     DemoResult,
     HalfWritten,
     KillResult,
+    RecoveryResult,
     RunResult,
 )
 
@@ -137,6 +138,11 @@ def show_result(console: Console, result: DemoResult, out: Path) -> None:
     for run in result.runs:
         if run.kill is not None:
             console.print(kill_text(run.kill), soft_wrap=True)
+    if result.recovery is None:
+        hint = r"pip install 'remesh\[elastic]'"
+        console.print(f"Run E was left out: it needs {hint}.", soft_wrap=True)
+    else:
+        console.print(recovery_text(result.recovery), soft_wrap=True)
     stored = result.resumed_from
     console.print(
         f"The others resumed from step {stored.step}: {stored.num_tensors} tensors, "
@@ -178,6 +184,21 @@ def kill_text(kill: KillResult) -> str:
     )
 
 
+def show_recovery(console: Console, recovery: RecoveryResult) -> None:
+    """Say how the others went on."""
+    console.print(f"  [dim]{recovery_text(recovery)}[/dim]", soft_wrap=True)
+
+
+def recovery_text(recovery: RecoveryResult) -> str:
+    """How a run with a killed rank went on, in a sentence."""
+    repeated = f"{recovery.num_repeated} steps were" if recovery.num_repeated else "no step was"
+    return (
+        f"Rank {recovery.rank} was killed after step {recovery.step}; {recovery.num_went_on} "
+        "others went on in their processes, and the next step was done "
+        f"{recovery.seconds:.2f} s after the kill; {repeated} made again."
+    )
+
+
 def verdict_text(result: DemoResult) -> str:
     """The outcome in a sentence."""
     num_compared = min(run.num_compared for run in result.runs if run.first_step)
@@ -201,9 +222,9 @@ def draw(result: DemoResult, ready: Sequence[Mapping[int, Ready]]) -> str:
 
     Args:
         result: What happened.
-        ready: What each rank said when it was ready, for every run but the first.
+        ready: What each rank said when it was ready, for the runs that saved or loaded.
     """
-    reference, *later = result.runs
+    later = result.runs[1 : 1 + len(ready)]
     titles = [f"{'saved' if run.kill else 'loaded'} by {run.layout}" for run in later]
     columns = [
         picture.Column(title, f"run {run.name}, {run.num_ranks} processes", _placed(of_run))
@@ -246,7 +267,7 @@ def draw(result: DemoResult, ready: Sequence[Mapping[int, Ready]]) -> str:
             (
                 "The runs",
                 [
-                    picture.table(RUN_HEADINGS, [run_row(run) for run in (reference, *later)]),
+                    picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs]),
                     *(picture.paragraph(text) for text in _closing_words(result)),
                 ],
             ),
@@ -276,6 +297,9 @@ def _marks(result: DemoResult) -> list[picture.Mark]:
     resumed = [run for run in result.runs if run.first_step]
     names = " and ".join(run.name for run in resumed)
     marks = []
+    if result.recovery is not None:
+        text = f"E: rank {result.recovery.rank} killed, the others go on"
+        marks.append(picture.Mark(result.recovery.step, text, "kill"))
     for run in result.runs:
         for step in run.commits:
             here = step == result.resumed_from.step
@@ -290,7 +314,8 @@ def _marks(result: DemoResult) -> list[picture.Mark]:
 def _closing_words(result: DemoResult) -> list[str]:
     verdict = verdict_text(result)
     kills = [kill_text(run.kill) for run in result.runs if run.kill is not None]
-    return [*kills, f"{verdict[0].upper()}{verdict[1:]}."]
+    recovered = [] if result.recovery is None else [f"Run E: {recovery_text(result.recovery)}"]
+    return [*kills, *recovered, f"{verdict[0].upper()}{verdict[1:]}."]
 
 
 def _introduction(result: DemoResult) -> str:

@@ -23,6 +23,10 @@ REFERENCE = "reference"
 """The purpose of the run that the others are compared to."""
 
 
+class DemoError(RuntimeError):
+    """Something in the demo is not as it must be; the message says what and where to look."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillResult:
     """The death of a rank, and what became of the others.
@@ -123,16 +127,37 @@ class StoredResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryResult:
+    """The death of a rank whose peers went on.
+
+    Attributes:
+        rank: Which rank was killed.
+        step: Steps that were done then.
+        seconds: Time from the kill to the end of the next step that is new.
+        num_went_on: Processes that trained before and after it.
+        num_repeated: Steps that a process made a second time.
+    """
+
+    rank: int
+    step: int
+    seconds: float
+    num_went_on: int
+    num_repeated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
     """Everything.
 
     Attributes:
-        passed: Whether every run that resumed has the losses of the reference.
+        passed: Whether every run that resumed or went on has the losses of the reference.
         tolerance: What counts as the same loss.
         max_difference: Largest difference of the runs that resumed.
         runs: The runs in order; the first is the reference.
         half_written: What the interrupted save left.
         resumed_from: The newest committed checkpoint.
+        recovery: How the others went on in the last run; None if that was not played, for want of
+            what `remesh run` needs.
         picture: The page with the layouts and the losses.
         seconds: Time that all took.
     """
@@ -143,6 +168,7 @@ class DemoResult:
     runs: tuple[RunResult, ...]
     half_written: HalfWritten
     resumed_from: StoredResult
+    recovery: RecoveryResult | None
     picture: Path
     seconds: float
 

@@ -1,4 +1,4 @@
-"""The demo from its beginning to its end: four runs, and what must be true of them.
+"""The demo from its beginning to its end: five runs, and what must be true of them.
 
 Nothing here knows how processes, checkpoints or drawings work. Whatever is not as it must be
 raises `DemoError`, except that losses differ: then the result says so, because the numbers are
@@ -20,7 +20,7 @@ from rich.console import Console
 from remesh import catalog
 from remesh.catalog import step_name
 from remesh.checkpoint import Checkpoint
-from remesh.demo import launch, report
+from remesh.demo import launch, recovery, report
 from remesh.demo.config import Kill, Kind, Layout, RunSpec, TrainConfig
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
 from remesh.demo.result import (
@@ -28,9 +28,11 @@ from remesh.demo.result import (
     REFERENCE,
     RESULT_NAME,
     TOLERANCE,
+    DemoError,
     DemoResult,
     HalfWritten,
     KillResult,
+    RecoveryResult,
     RunResult,
     StoredResult,
     compare,
@@ -43,10 +45,6 @@ PICTURE_NAME = "layout.html"
 
 SAVE_EVERY = 10
 KILL = Kill(rank=2, step=30)
-
-
-class DemoError(RuntimeError):
-    """Something in the demo is not as it must be; the message says what and where to look."""
 
 
 class DirectoryRefusedError(DemoError):
@@ -121,7 +119,8 @@ def tell(
         _require_success(told[-1], logs)
 
     losses = losses_of(reference)
-    runs = tuple(summarise(of_run, losses) for of_run in told)
+    played, recovered = _play_recovery(logs, console, train, losses)
+    runs = (*(summarise(of_run, losses) for of_run in told), *played)
     result = DemoResult(
         passed=all(run.agrees for run in runs[1:]),
         tolerance=TOLERANCE,
@@ -129,6 +128,7 @@ def tell(
         runs=runs,
         half_written=half_written,
         resumed_from=stored,
+        recovery=recovered,
         picture=out / PICTURE_NAME,
         seconds=time.monotonic() - begin,
     )
@@ -178,6 +178,43 @@ def _play(context: ForkServerContext, spec: RunSpec, logs: Path, console: Consol
 
         end = launch.run(context, spec, logs, hear)
     return Told(spec, tuple(messages), end)
+
+
+def _play_recovery(
+    logs: Path, console: Console, train: TrainConfig, reference: dict[int, float]
+) -> tuple[tuple[RunResult, ...], RecoveryResult | None]:
+    """Run E: a rank is killed, and the others go on. Nothing without what `remesh run` needs."""
+    if not recovery.is_possible():
+        return (), None
+    layout = Layout(Kind.DATA_PARALLEL, 4)
+    spec = RunSpec(name="E", purpose="goes on", layout=layout, train=train)
+    begin = time.monotonic()
+    with report.following(console, spec) as show:
+        entries = recovery.play(
+            layout.num_ranks,
+            logs / "run-e.log",
+            lambda step, loss: show(0, StepDone(step, loss)),
+        )
+    found = recovery.summarise(entries)
+    report.show_recovery(console, found)
+    losses = recovery.losses_of(entries)
+    num_compared, max_difference = compare(losses, reference)
+    run = RunResult(
+        name=spec.name,
+        purpose=spec.purpose,
+        layout=str(layout),
+        num_ranks=layout.num_ranks,
+        first_step=0,
+        last_step=max(losses),
+        losses=losses,
+        commits=(),
+        kill=None,
+        num_compared=num_compared,
+        max_difference=max_difference,
+        load_seconds=None,
+        seconds=time.monotonic() - begin,
+    )
+    return (run,), found
 
 
 # ---------------------------------------------------------------------------------------------

@@ -66,10 +66,12 @@ def train_step(trainee: Trainee, config: TrainConfig, tokens: Tensor, step: int)
     logits = trainee.model(own.inputs)
     loss = F.cross_entropy(logits.flatten(0, 1), own.targets.flatten())
     loss.backward()  # type: ignore[no-untyped-call]
+    # Before the optimizer: from there to the end of the step no rank waits for another.
+    mean = _mean_over_parts(loss.detach(), num_parts)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
     trainee.scheduler.step()
-    return _mean_over_parts(loss.detach(), num_parts)
+    return mean
 
 
 def _mean_over_parts(loss: Tensor, num_parts: int) -> float:

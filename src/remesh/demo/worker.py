@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from remesh.demo.config import Kill, RunSpec
 from remesh.demo.data import read_tokens
+from remesh.demo.launch import loopback
 from remesh.demo.layouts import held_tensors
 from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveBegun, SaveDone, StepDone
 from remesh.demo.train import Trainee, build, train_step
@@ -87,7 +87,7 @@ def _end_with_starter() -> None:
 
 def _run(spec: RunSpec, rank: int, rendezvous: Path, tell: Callable[[Message], None]) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     dist.init_process_group(
         "gloo",
         init_method=rendezvous.as_uri(),
@@ -117,11 +117,6 @@ def _manager(
     if spec.root is None:
         return nullcontext()
     return Manager(spec.root, background=False, on_event=on_event)
-
-
-def _loopback() -> str:
-    """The name of the loopback interface: `lo`, or `lo0` on some systems."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _state(trainee: Trainee, num_steps_done: int) -> dict[str, object]:
