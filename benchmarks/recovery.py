@@ -1,10 +1,16 @@
 """From a kill to the next step that is new: processes that go on, processes that start again.
 
-Four ranks of one node train a small model with DDP and save every 50 steps; after some steps one of
-them is killed with SIGKILL. Measured is the time until any rank finishes a step that none had
-finished before, and how many steps were made a second time. The same training runs under
-`remesh run` as a function that is entered again, under `remesh run` as an ordinary script, and as
-the same script under torchrun with its c10d rendezvous, in turn.
+Four ranks train a small model with DDP and save every 50 steps; after some steps a process is
+killed with SIGKILL. Measured is the time until any rank finishes a step that none had finished
+before, and how many steps were made a second time. What is killed is a worker of one node, or one
+of two agents with its workers. The same training runs under `remesh run` as a function that is
+entered again, under `remesh run` as an ordinary script, and, where a worker is killed, as the same
+script under torchrun with its c10d rendezvous, in turn. At last a node joins two others, and the
+longest time between two steps is measured.
+
+For processes that go on it is shown where the time goes: until the last process that lives has left
+the function, until all have entered it, have made their groups, their model and manager, have
+resumed, and until the first step.
 """
 
 from __future__ import annotations
@@ -12,41 +18,57 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.elastic import BIN, Job, free_port
 from benchmarks.report import median, print_table, write_json
 
 NUM_RANKS = 4
 KILL_AFTER = 70
+NUM_NODES_GROWN = 3
+STAGES = ("left", "entered", "group", "made", "resumed")
 SCRIPT = """
 import json, os, sys, time
 import torch, torch.distributed as dist
 import remesh, remesh.elastic
 
 def train(job):
-    dist.init_process_group("gloo")
     log = open(f"{sys.argv[1]}/{os.getpid()}.jsonl", "a", buffering=1)
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer, "step": 0}
-    with remesh.Manager(sys.argv[1] + "/checkpoints", every=50, job=job) as manager:
-        manager.resume(state)
-        while True:
-            model(torch.randn(32, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            state["step"] += 1
-            manager.step(state["step"], state)
-            log.write(json.dumps({"time": time.time(), "rank": dist.get_rank(),
-                                  "step": state["step"]}) + "\\n")
-            time.sleep(0.05)
+    def say(what, step=-1):
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        said = {"time": time.time(), "what": what, "rank": rank, "step": step, "size": size}
+        log.write(json.dumps(said | {"parent": os.getppid()}) + "\\n")
+    say("entered")
+    try:
+        dist.init_process_group("gloo")
+        say("group")
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        with remesh.Manager(sys.argv[1] + "/checkpoints", every=50, job=job) as manager:
+            say("made")
+            manager.resume(state)
+            say("resumed")
+            while True:
+                model(torch.randn(32, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state["step"] += 1
+                manager.step(state["step"], state)
+                say("step", state["step"])
+                time.sleep(0.05)
+    finally:
+        say("left")
 
 if sys.argv[2] == "again":
     remesh.elastic.run(train)
@@ -55,66 +77,147 @@ else:
 """
 
 
-def measure(command: Sequence[str], how: str, limit: float) -> tuple[float, int] | None:
-    """Seconds to the next new step, and steps that rank 0 made again; None if it does not come."""
+def steps_of(job: Job) -> list[dict[str, Any]]:
+    """The steps that were made."""
+    return [entry for entry in job.steps() if entry["what"] == "step"]
+
+
+@contextmanager
+def running(directory: Path, commands: Sequence[Sequence[str]], how: str) -> Iterator[Job]:
+    """A job that trains, in a directory."""
+    script = directory / "train.py"
+    script.write_text(SCRIPT)
+    job = Job(directory)
+    try:
+        job.start([[*command, str(script), str(directory), how] for command in commands])
+        yield job
+    finally:
+        job.close()
+
+
+@contextmanager
+def master_of(num_processes: int, nodes: str) -> Iterator[list[str]]:
+    """A master; the command of its nodes."""
+    command = [str(BIN / "remesh"), "master", "--port", "0"]
+    master = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert master.stdout is not None
+        url = master.stdout.readline().strip()
+        node = [str(BIN / "remesh"), "run", "--master", url, "--nnodes", nodes]
+        yield [*node, "--nproc-per-node", str(num_processes), "--local-addr", "127.0.0.1"]
+    finally:
+        master.terminate()
+        master.communicate()
+
+
+def after_kill(job: Job, victim: str, limit: float) -> dict[str, float] | None:
+    """Kill a process; seconds to the next new step, and where they go. None if it does not come."""
+    if not job.until(lambda: any(one["step"] >= KILL_AFTER for one in steps_of(job)), limit):
+        raise SystemExit("the training did not begin")
+    workers = {one["pid"]: one for one in steps_of(job)}
+    killed_one = max(workers.values(), key=lambda one: one["rank"])
+    pids = [killed_one["pid"]]
+    if victim == "agent":
+        pids = [pid for pid, one in workers.items() if one["parent"] == killed_one["parent"]]
+        pids = [killed_one["parent"], *pids]
+    before = max(one["step"] for one in steps_of(job))
+    killed = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+    def new() -> list[float]:
+        # A step may have been on its way.
+        return [one["time"] for one in steps_of(job) if one["step"] > before + 1]
+
+    if not job.until(new, limit):
+        return None
+    found = {"seconds": min(new()) - killed}
+    later = [one for one in job.steps() if killed < one["time"] <= min(new())]
+    last = killed
+    for stage in STAGES:
+        reached = [one["time"] for one in later if one["what"] == stage]
+        if reached:
+            found[stage], last = max(reached) - last, max(reached)
+    found["step"] = min(new()) - last
+    own = [one["step"] for one in steps_of(job) if one["rank"] == 0]
+    return found | {"again": len(own) - len(set(own))}
+
+
+def measure(side: str, victim: str, limit: float) -> dict[str, float] | None:
+    """What `after_kill` says of a job of its own."""
+    how = "again" if side == "go on" else "ordinary"
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        script = directory / "train.py"
-        script.write_text(SCRIPT)
-        job = Job(directory)
-        try:
-            job.start([[*command, str(script), name, how]])
+        if side == "torchrun":
+            endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+            command = [str(BIN / "torchrun"), "--rdzv-backend=c10d", endpoint, "--max-restarts=3"]
+            command += [f"--nproc-per-node={NUM_RANKS}"]
+            with running(Path(name), [command], how) as job:
+                return after_kill(job, victim, limit)
+        num_nodes = 2 if victim == "agent" else 1
+        with (
+            master_of(NUM_RANKS // num_nodes, f"1:{num_nodes}") as node,
+            running(Path(name), [node] * num_nodes, how) as job,
+        ):
+            return after_kill(job, victim, limit)
 
-            def victims() -> list[int]:
-                reached = [one for one in job.steps() if one["step"] >= KILL_AFTER]
-                return [one["pid"] for one in reached if one["rank"] == NUM_RANKS - 1]
 
-            if not job.until(victims, limit):
-                raise SystemExit("the training did not begin")
-            before = max(one["step"] for one in job.steps())
-            killed = time.time()
-            os.kill(victims()[0], signal.SIGKILL)
+def measure_growth(side: str, limit: float) -> dict[str, float] | None:
+    """How long training stands still when a third node joins two, of one rank each."""
+    how = "again" if side == "go on" else "ordinary"
+    with (
+        tempfile.TemporaryDirectory() as name,
+        master_of(1, "2:3") as node,
+        running(Path(name), [node] * 2, how) as job,
+    ):
+        script = [str(Path(name) / "train.py"), name, how]
+        if not job.until(lambda: any(one["step"] >= KILL_AFTER for one in steps_of(job)), limit):
+            raise SystemExit("the training did not begin")
+        job.start([[*node, *script]])
 
-            def new() -> list[float]:
-                # A step may have been on its way.
-                return [one["time"] for one in job.steps() if one["step"] > before + 1]
+        def grown() -> list[float]:
+            return [one["time"] for one in steps_of(job) if one["size"] == NUM_NODES_GROWN]
 
-            if not job.until(new, limit):
-                return None
-            own = [one["step"] for one in job.steps() if one["rank"] == 0]
-            return min(new()) - killed, len(own) - len(set(own))
-        finally:
-            job.close()
+        if not job.until(grown, limit):
+            return None
+        first = min(grown())
+        last = max(one["time"] for one in steps_of(job) if one["time"] < first and one["size"] == 2)
+        own = [one["step"] for one in steps_of(job) if one["rank"] == 0]
+        return {"seconds": first - last, "again": len(own) - len(set(own))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to come back")
     options = parser.parse_args(arguments)
-    ranks = f"--nproc-per-node={NUM_RANKS}"
-    results: dict[str, list[tuple[float, int] | None]] = {}
+    load = os.getloadavg()[0]
+    results: dict[str, list[dict[str, float] | None]] = {}
+    cases = [(side, "worker") for side in ("go on", "start again", "torchrun")]
+    cases += [(side, "agent") for side in ("go on", "start again")]
+    cases += [(side, "join") for side in ("go on", "start again")]
     for _ in range(options.repeats):
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-        torchrun = [str(BIN / "torchrun"), "--rdzv-backend=c10d", endpoint, "--max-restarts=3"]
-        sides = {
-            "remesh run, processes go on": ([str(BIN / "remesh"), "run"], "again"),
-            "remesh run, all start again": ([str(BIN / "remesh"), "run"], "ordinary"),
-            "torchrun, all start again": (torchrun, "ordinary"),
-        }
-        for side, (command, how) in sides.items():
-            found = measure([*command, ranks], how, options.limit)
-            results.setdefault(side, []).append(found)
-            sys.stderr.write(f"{side}: {found}\n")
+        for side, victim in cases:
+            if victim == "join":
+                found = measure_growth(side, options.limit)
+            else:
+                found = measure(side, victim, options.limit)
+            name = "a node joins" if victim == "join" else f"{victim} killed"
+            results.setdefault(f"{name}, {side}", []).append(found)
+            sys.stderr.write(f"{name}, {side}: {found}\n")
+    columns = ["seconds", *STAGES, "step", "again"]
     rows = []
-    for side, measured in results.items():
+    for name, measured in results.items():
         back = [one for one in measured if one is not None]
-        seconds = f"{median([one[0] for one in back]):.2f}" if back else "-"
-        again = f"{median([float(one[1]) for one in back]):.0f}" if back else "-"
-        rows.append([side, f"{len(back)} of {len(measured)}", seconds, again])
-    head = ["", "came back", "median, s", "steps made again"]
-    print_table("From the kill of a process to the next new step", head, rows)
-    write_json("recovery", results)
+        cells = []
+        for column in columns:
+            values = [one[column] for one in back if column in one]
+            cells.append(f"{median(values):.2f}" if values else "-")
+        rows.append([name, f"{len(back)} of {len(measured)}", *cells])
+    head = ["", "came back", "seconds, median", *STAGES, "step", "steps made again"]
+    title = "From the kill of a process, or the last step before a join, to the next new step"
+    print_table(title, head, rows)
+    sys.stdout.write(f"load of the machine before: {load:.1f}\n")
+    write_json("recovery", {"load": load, "results": results})
 
 
 if __name__ == "__main__":
