@@ -17,9 +17,13 @@ def lengths(name: str, short: int, whole: int) -> pytest.MarkDecorator:
         whole: Of `make test-nightly`; `REMESH_CAMPAIGN` is the percentage of it that is played, 100
             by default.
     """
-    share = int(os.environ.get("REMESH_CAMPAIGN", "100"))
-    nightly = pytest.param(max(short, whole * share // 100), marks=pytest.mark.nightly)
+    nightly = pytest.param(max(short, whole * share() // 100), marks=pytest.mark.nightly)
     return pytest.mark.parametrize(name, [short, nightly])
+
+
+def share() -> int:
+    """The percentage of the long form that is played."""
+    return int(os.environ.get("REMESH_CAMPAIGN", "100"))
 
 
 def seed() -> int:

@@ -81,7 +81,7 @@ class Cluster:
         silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
-        job: Literal["numpy", "fsdp", "ddp", "hsdp", "shards"] = "numpy",
+        job: Literal["numpy", "fsdp", "ddp", "hsdp", "shards", "variants"] = "numpy",
         saving: tuple[str, ...] = (),
         processes: int = 1,
     ) -> None:

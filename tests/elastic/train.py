@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 WAS_WARM = "torch" in sys.modules
 """Whether torch was there before this script, which imports it later."""
-REENTRANT = {"ddp", "hsdp", "shards"}
+REENTRANT = {"ddp", "hsdp", "shards", "variants"}
 """Jobs whose processes go on in the next world."""
 
 

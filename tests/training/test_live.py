@@ -37,6 +37,7 @@ class World:
                 values = torch.arange(parameter.numel()) + number
                 parameter.copy_(values.reshape(parameter.shape).sin())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         rank, size = exchange.rank, exchange.world_size
         sampler = ResumableSampler(1000, rank=rank, world_size=size)
@@ -44,6 +45,7 @@ class World:
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
+            "average": self.average,
             "scheduler": self.scheduler,
             "batches": self.batches,
             "seen": [0],
@@ -69,6 +71,7 @@ class World:
         """A step that ends at a boundary."""
         self.forward().backward()  # type: ignore[no-untyped-call] # of torch
         self.optimizer.step()
+        self.average.update_parameters(self.model)
         self.scheduler.step()
         self.batches.advance()
         self.state["step"] += 1
@@ -82,6 +85,7 @@ class World:
         moments = self.optimizer.state_dict()["state"]
         return {
             "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "average": {name: value.clone() for name, value in self.average.state_dict().items()},
             "moments": {key: value["exp_avg"].clone() for key, value in moments.items()},
             "rate": self.optimizer.param_groups[0]["lr"],
             "schedule": self.scheduler.last_epoch,
