@@ -55,6 +55,11 @@ class TrainingJob:
         value: T = self._kept[key]
         return value
 
+    def make_room(self) -> None:
+        """See to it that the state of the last entry leaves room for that of the next one."""
+        if self.boundary is not None and not self.boundary.make_room():
+            self.boundary = None
+
     def end_change(self) -> None:
         """No tensor is being changed.
 

@@ -161,6 +161,7 @@ class _Entrance:
         _clear_frames(error)
         leave_groups()
         gc.collect()
+        self._job.make_room()
         text = "" if self._is_called_out() else f"{type(error).__name__}: {error}"
         self._say(is_out=True, error=text[:500])
         log.info(

@@ -160,7 +160,7 @@ def preload(modules: Sequence[str]) -> list[str]:
         RuntimeError: If a process could not be forked any more.
     """
     found = []
-    num_threads = 1
+    num_threads = _num_threads()  # an allocator may have some from the beginning
     for name in modules:
         try:
             importlib.import_module(name)

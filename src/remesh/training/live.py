@@ -11,7 +11,7 @@ When the function is entered again, each rank offers the step of its boundary. T
 which the ranks that offer it hold everything is brought into the new layout by live resharding; a
 rank that offers nothing, or another step, takes part with an empty source. Before that, each rank
 rolls its old state back to the boundary. The old tensors are held until all ranks have filled the
-new ones, so both need room at the same time.
+new ones, so both need room at the same time: `room` sees to that before the function is entered.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from remesh.resharding import reshard
 from remesh.sharded import ShardedTensor
 from remesh.training import resuming, rng
 from remesh.training.resuming import Source
+from remesh.training.room import bytes_by_device, make_room, tensors_of
 from remesh.training_job import TrainingJob
 
 _LOGGER = logging.getLogger("remesh")
@@ -73,6 +74,17 @@ class Boundary:
     rows: Callable[[], Mapping[str, ShardedTensor]]
     role: list[int]
     is_clean: bool = True
+
+    def make_room(self) -> bool:
+        """Leave room for the next state; False if this one has to be given up for it."""
+        try:
+            is_kept = not self.is_clean or make_room(self.roll_back())
+        except Exception as error:  # noqa: BLE001 - a device may be in any state after an abort
+            _LOGGER.warning("step %d is given up in memory: %s", self.step, error)
+            return False
+        if not is_kept:
+            _LOGGER.warning("step %d is given up in memory: there is no room for both", self.step)
+        return is_kept
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -230,7 +242,8 @@ class LiveMemory:
                     f"the memory of {len(ranks)} ranks does not give step {step}: {error}"
                 ) from error
 
-        return Source(info, load, kind="live", parent=first.parent)
+        held = sum(bytes_by_device(list(tensors_of(source))).values())
+        return Source(info, load, kind="live", parent=first.parent, held_bytes=held)
 
     def close(self) -> None:
         """Watch no optimizer any more. The boundary stays."""

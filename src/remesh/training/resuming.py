@@ -54,6 +54,8 @@ class Resumed:
         report: What the load did on this rank.
         from_memory: Whether the checkpoint was a snapshot in the nodes' memory.
         live: Whether the state came from the memory of the processes that went on.
+        held_bytes: If it did, the memory that the old tensors of this rank took until the new ones
+            were filled: what the resume needed besides the state, with a few buffers.
     """
 
     info: CheckpointInfo
@@ -64,6 +66,7 @@ class Resumed:
     report: RestoreReport
     from_memory: bool = False
     live: bool = False
+    held_bytes: int = 0
 
     __repr__ = short_repr
 
@@ -78,6 +81,7 @@ class Source:
         kind: Where it is: in storage, a snapshot in the nodes' memory, or in the memory of the
             processes themselves.
         parent: Of a live state, what the next saves name as their parent.
+        held_bytes: Of a live state, what the tensors of this rank take.
         random: Where random numbers are taken from if this lacks them: another source of the same
             step.
     """
@@ -87,6 +91,7 @@ class Source:
     kind: Literal["stored", "snapshot", "live"] = "stored"
     parent: str = ""
     random: Source | None = None
+    held_bytes: int = 0
 
 
 def in_order(sources: Sequence[Source]) -> list[Source]:
@@ -330,6 +335,7 @@ def resumed_from(
         restored.report,
         from_memory=source.kind == "snapshot",
         live=source.kind == "live",
+        held_bytes=source.held_bytes,
     )
 
 
