@@ -388,6 +388,22 @@ def _decode_enum(payload: tuple[str, str]) -> object:
     return UnresolvedValue("enum", type_name, member)
 
 
+def enum_member(type_name: str, value: object) -> object:
+    """The member with a value of an enum that this program has imported; None if there is none.
+
+    Args:
+        type_name: Qualified name of the enum.
+        value: An integer or a text.
+    """
+    found = _known_type(type_name)
+    if isinstance(found, type) and issubclass(found, enum.Enum) and type(value) in {int, str}:
+        for member in found.__members__.values():
+            known = member.__dict__.get("_value_")
+            if type(known) is type(value) and known == value:
+                return member
+    return None
+
+
 def _decode_namedtuple(payload: tuple[str, list[object]]) -> object:
     type_name, items = payload
     found = _known_type(type_name)

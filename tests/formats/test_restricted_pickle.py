@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime as dt
+import enum
 import os
 import pathlib
 import pickle
@@ -70,6 +71,25 @@ def test_plain_values_come_as_they_were(protocol: int) -> None:
     assert type(found["ordered"]) is collections.OrderedDict
     assert type(found["defaultdict"]) is dict  # what makes its missing items is code
     assert type(found["namespace"]) is argparse.Namespace
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def test_members_of_enums_that_the_program_has_imported() -> None:
+    data = pickle.dumps([Level.LOW, Level.LOW], 2)
+    assert read(data, lenient=True) == [Level.LOW, Level.LOW]
+    assert type(read(data, lenient=True)[0]) is Level
+    # Values that it does not have, and what is no enum, are refused.
+    for other in (data.replace(b"K\x01", b"K\x02"), pickle.dumps(_Reduced(Other, 1), 2)):
+        found = read(other, lenient=True)
+        refused = found[0] if isinstance(found, list) else found
+        assert isinstance(refused, UnresolvedValue), found
+
+
+class Other(int):
+    """Not an enum."""
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

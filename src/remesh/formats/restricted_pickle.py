@@ -5,7 +5,8 @@ become values. The name of a record is looked up in one closed table (`pickle_va
 functions of our own, each of which builds one kind of value from arguments that are values
 themselves. No name of a file is imported, or looked up in a module, and what a file names is never
 called. What a maker gives is checked against the closed set of types of values. A name that is not
-in the table gives an `UnresolvedValue` that says why.
+in the table gives an `UnresolvedValue` that says why, unless it is that of an enum in a module that
+the program has imported already: then it is the member of the value that the pickle has.
 
 A user may allow further names. Those are imported and called as the pickle says: that is running
 code by the user's decision, so the checkpoint must be as trustworthy as the user's own code.
@@ -39,7 +40,7 @@ from remesh.formats.pickle_values import (
     constant,
     is_value,
 )
-from remesh.values import UnresolvedValue
+from remesh.values import UnresolvedValue, enum_member
 
 MAX_DEPTH = 100
 """How deep a value may be nested, calls and their arguments counted as levels."""
@@ -242,8 +243,10 @@ class _Resolver:
     def _make_record(self, node: Record) -> object:
         maker = MAKERS.get(node.name)
         if maker is None:
-            allowed = node.name in self.allow
-            return called(self._with_values(node)) if allowed else self._unknown(node.name)
+            if node.name in self.allow:
+                return called(self._with_values(node))
+            member = enum_member(node.name, node.args[0]) if len(node.args) == 1 else None
+            return self._unknown(node.name) if member is None else member
         record = self._with_values(node)
         try:
             made = maker(record)

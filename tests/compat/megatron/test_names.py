@@ -6,8 +6,11 @@ import gc
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,12 +32,17 @@ from remesh.compat.megatron.gpt_checkpoint_interop import (
     retarget_fsdp_state_dict_to_gpt_checkpoint,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from remesh.compat.megatron.strategies.async_utils import _disable_gc
+from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, _disable_gc
 from remesh.compat.megatron.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from remesh.compat.megatron.strategies.torch import get_async_strategy
+from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from remesh.compat.megatron.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    get_async_strategy,
+)
 from remesh.compat.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from remesh.exchange import Exchange
 from remesh.testing import run_processes
@@ -102,8 +110,12 @@ def _tensor_aware(exchange: Exchange) -> None:
         assert cached is distribution
         assert again.common_state_dict == {"step": 7}
     other = ShardedTensor.from_rank_offsets("own", torch.zeros(1), (0, 2 * rank + 1, 4))
-    with pytest.raises(CheckpointingException, match="own"):
-        taken.to_state_dict({"own": other}, validate_access_integrity=False)
+    for strict, error in (
+        ("assume_ok_unexpected", CheckpointingException),
+        ("log_all", AssertionError),
+    ):
+        with pytest.raises(error, match="own"):
+            taken.to_state_dict({"own": other}, validate_access_integrity=False, strict=strict)
 
 
 def test_local_checkpoints_take_tensors_apart_and_put_them_together() -> None:
@@ -198,6 +210,45 @@ def test_states_of_torch_are_saved_beside_the_training(tmp_path: Path) -> None:
         get_async_strategy()
     with pytest.raises(TypeError, match="other"):
         get_async_strategy("other")
+
+
+class ForeignRequest(NamedTuple):
+    """A request as nvidia-resiliency-ext has them."""
+
+    async_fn: Any
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Any]
+    async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
+    preload_fn: Any = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+
+def test_requests_of_other_libraries_are_scheduled() -> None:
+    done: list[str] = []
+    queue = AsyncCallsQueue()
+    request: Any = ForeignRequest(done.append, ("written",), [lambda: done.append("finalized")])
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert done == ["written", "finalized"]
+
+
+def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) -> None:
+    def state(num_rows: int) -> dict[str, object]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4).reshape(num_rows, -1))}
+
+    saving = TorchDistSaveShardedStrategy(cached_metadata=True)
+    copied = deepcopy(saving)  # an application may copy a strategy, also one that has saved
+    save(state(2), tmp_path / "a", saving)
+    loading = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    load(state(2), tmp_path / "a", loading)
+    for strategy in (copied, deepcopy(saving)):
+        assert not strategy.validated_loaded_metadata_reuse
+        strategy.cached_global_metadata = loading.cached_global_metadata
+        save(state(2), tmp_path / "b", strategy)
+        assert strategy.validated_loaded_metadata_reuse
+        save({"v": ShardedObject("v", 1, (1,), (0,))}, tmp_path / "c", strategy)
+        assert not strategy.validated_loaded_metadata_reuse
 
 
 def test_digests_of_files_are_checked(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ except ImportError:
     TensorAwareStateDict = object
 
 
+class LocalStateError(CheckpointingException, AssertionError):
+    """A part that a local checkpoint does not hold; Megatron asserts that it does."""
+
+
 @dataclass
 class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
     """A sharded state dict whose tensors can be taken out and put in again.
@@ -209,11 +213,14 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
             exchange_algo: See `exchange_by_distribution`.
             validate_access_integrity: See `load`.
             parallelization_group: The ranks that share; by default all.
-            strict: See `load`.
+            strict: What to log or return, see `load`, or to raise before anything else is done.
             return_mismatch_keys: Return missing and unexpected keys beside the state dict.
 
         Raises:
-            CheckpointingException: If something is asked for that is not here.
+            LocalStateError: If something is asked for that is not here, whatever `strict` says: a
+                local checkpoint holds one layout.
+            CheckpointingException: On every rank, if `strict` makes mismatches errors, or ranks do
+                not fit together.
         """
         self._require(hollow=False)
         fully_parallel = _is_fully_parallel(algo)
@@ -228,7 +235,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
             mine, everybody = determine_global_metadata(asked)
         stored = {leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)}
-        asked, missing, unexpected = validate_integrity_and_strict_load(
+        _, missing, unexpected = validate_integrity_and_strict_load(
             asked, handling, validate_access_integrity, mine, everybody, stored
         )
         tensors = self._tensors_for(asked, fully_parallel, parallelization_group, exchange_algo)
@@ -270,7 +277,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
                 assert isinstance(leaf, ShardedObject)
                 return objects[_sharded_object_id(leaf)]
             except KeyError as error:
-                raise CheckpointingException(
+                raise LocalStateError(
                     f"{leaf.key}: this part is not in the local checkpoint, which loads in the "
                     "layout that it was saved in; for another layout load a global checkpoint"
                 ) from error

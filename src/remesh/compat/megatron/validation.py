@@ -422,9 +422,9 @@ def verify_checkpoint_and_load_strategy(
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         raise CheckpointingException(
-            f"{checkpoint_dir} does not exist or is not a distributed checkpoint: there is no "
-            "metadata.json, which is written last; look for another checkpoint, or for the cause of"
-            " an unfinished save"
+            f"directory {checkpoint_dir} does not exist or is not a distributed checkpoint: there "
+            "is no metadata.json, which is written last; look for another checkpoint, or for the "
+            "cause of an unfinished save"
         )
     if sharded_strategy is None:
         sharded_strategy = (config.sharded_backend, config.sharded_backend_version)

@@ -19,6 +19,8 @@ import torch
 import remesh
 
 NUM_RANKS = 8
+LIMIT = 1800.0
+"""Seconds for a file of tests; the longest takes ten minutes on eight quiet processors."""
 FOLDER = Path("tests/unit_tests/dist_checkpointing")
 HERE = Path(__file__).parent
 SOURCE = Path(remesh.__file__).parents[1]
@@ -43,9 +45,17 @@ def files_of_tests(sources: Path) -> list[str]:
 
 
 def run_files(
-    sources: Path, names: list[str], package: str
+    sources: Path, names: list[str], package: str, *, only: str = "", limit: float = LIMIT
 ) -> Iterator[tuple[str, dict[str, Result]]]:
-    """Run files of tests on all ranks; what became of the tests of each file, as it is done."""
+    """Run files of tests on all ranks; what became of the tests of each file, as it is done.
+
+    Args:
+        sources: A checkout of Megatron-LM.
+        names: The files.
+        package: `remesh` or `own`.
+        only: Which tests of the files, as pytest's `-k` takes it; all if empty.
+        limit: Seconds for each file.
+    """
     distributed: Any = torch.distributed
     store = distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
@@ -61,8 +71,13 @@ def run_files(
             "OWN_TESTS_STORE": f"127.0.0.1:{store.port}",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
+            # Megatron makes dozens of groups for each test, and uses few of them.
+            "TORCH_GLOO_LAZY_INIT": "1",
         }
-        command = [sys.executable, str(HERE / "ranks.py"), package, scratch, *names]
+        command = [
+            *(sys.executable, str(HERE / "ranks.py")),
+            *(package, scratch, only, str(limit), *names),
+        ]
         with (folder / "log").open("w") as log:
             ranks = subprocess.Popen(
                 command, cwd=sources, env=environment, text=True, stdout=subprocess.PIPE, stderr=log

@@ -1,6 +1,6 @@
 """Run Megatron's own unit tests of `dist_checkpointing` against the drop-in, on the CPU.
 
-`python -m tests.compat.megatron.own_tests SOURCES [--package own] [FILE...]`
+`python -m tests.compat.megatron.own_tests SOURCES [--package own] [-k WHICH] [FILE...]`
 
 SOURCES is a checkout of Megatron-LM (https://github.com/NVIDIA/Megatron-LM, for example at tag
 `core_v0.15.0`); the tests are run from there, unchanged, by 8 ranks over gloo. `--package own` runs
@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.compat.megatron.own_tests import count, files_of_tests, report, run_files
+from tests.compat.megatron.own_tests import LIMIT, count, files_of_tests, report, run_files
 
 
 def main() -> None:
@@ -21,6 +21,8 @@ def main() -> None:
     parser.add_argument("sources", type=Path, help="a checkout of Megatron-LM")
     parser.add_argument("files", nargs="*", help="parts of names of files to run; default: all")
     parser.add_argument("--package", choices=["remesh", "own"], default="remesh")
+    parser.add_argument("-k", default="", dest="only", help="which tests, as pytest's -k")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each file")
     parser.add_argument("--verbose", action="store_true", help="print why each test failed")
     arguments = parser.parse_args()
     chosen = arguments.files or [""]
@@ -30,7 +32,9 @@ def main() -> None:
     if not files:
         sys.exit(f"{arguments.sources}: there are no such tests of dist_checkpointing")
     total: dict[str, int] = {}
-    for name, results in run_files(arguments.sources, files, arguments.package):
+    for name, results in run_files(
+        arguments.sources, files, arguments.package, only=arguments.only, limit=arguments.limit
+    ):
         print(report(name, results, verbose=arguments.verbose), flush=True)
         for outcome, number in count(results).items():
             total[outcome] = total.get(outcome, 0) + number

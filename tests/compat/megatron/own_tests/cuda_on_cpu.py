@@ -94,7 +94,7 @@ def install() -> None:
         get_device_properties=_gives(
             SimpleNamespace(major=8, minor=0, multi_processor_count=1, total_memory=1 << 34)
         ),
-        get_rng_state=lambda *_: torch.get_rng_state(),
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
         manual_seed=_gives(None),
         manual_seed_all=_gives(None),
         max_memory_allocated=_gives(0),
@@ -104,10 +104,12 @@ def install() -> None:
         memory_stats=_gives({}),
         reset_peak_memory_stats=_gives(None),
         set_device=_gives(None),
-        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         stream=_no_change(),
         synchronize=_gives(None),
     )
+    for name in ("get_rng_state", "set_rng_state"):
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     # Megatron sets the state of its generators through these.
     _put(torch.cuda, _lazy_call=lambda call, **_: call(), default_generators=_Generators())
     _put(torch.Tensor, cuda=lambda self, *_, **__: self, pin_memory=lambda self, *_: self)
@@ -144,6 +146,66 @@ def _gloo_for_nccl() -> None:
 
     _put(dist, init_process_group=init_process_group, new_group=new_gloo_group)
     _put(device_mesh.DeviceMesh, from_group=staticmethod(mesh_from_group))
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam as Apex has it: the step is kept in the group, the moments alone are state."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        assert adam_w_mode
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of AdamW."""
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            (beta, beta_sq), lr = group["betas"], group["lr"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(param))
+                state["exp_avg"].lerp_(param.grad, 1 - beta)
+                state["exp_avg_sq"].mul_(beta_sq).addcmul_(
+                    param.grad, param.grad, value=1 - beta_sq
+                )
+                scale = (state["exp_avg_sq"] / (1 - beta_sq**step)).sqrt_().add_(group["eps"])
+                param.mul_(1 - lr * group["weight_decay"])
+                param.addcdiv_(state["exp_avg"], scale, value=-lr / (1 - beta**step))
+
+
+def with_fused_adam() -> None:
+    """Megatron's optimizers on `FusedAdam`: those on torch's own Adam it can save, but not load."""
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    _put(optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    _put(distributed, Adam=FusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+
+
+def with_fused_norm() -> None:
+    """Layer norms as Apex has them, which take part in sequence parallelism."""
+    place: Any = importlib.import_module("megatron.core.transformer.torch_norm")
+
+    def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        made = torch.nn.LayerNorm(hidden_size, eps)
+        for param in made.parameters():
+            _put(param, sequence_parallel=config.sequence_parallel)
+        return made
+
+    place.WrappedTorchNorm.__new__ = norm
 
 
 def without_transformer_engine() -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,7 +29,7 @@ import torch
 dist: Any = torch.distributed
 WORLD_SIZE = 8
 PATIENCE = timedelta(minutes=10)
-COLLECTIVE = timedelta(seconds=40)
+COLLECTIVE = timedelta(seconds=30)
 
 
 class Rank:
@@ -62,22 +64,28 @@ class Rank:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._meet(f"before {item.nodeid}", "")
+        self._said[item.nodeid] = {"outcome": "ended", "why": "it was not over at the limit"}
+        self._write()
+        del self._said[item.nodeid]
         # Some tests expect that another one has been there before.
         _utils().initialize_distributed()
         result: Any = yield
-        outcome = self._said.get(item.nodeid, {"outcome": "passed"})["outcome"]
+        self._write()
+        # A rank that gives its groups up closes connections that others may still read from.
+        self._meet(f"over {item.nodeid}", "")
         _give_up_groups()
-        self._meet(f"after {item.nodeid}", outcome)
+        self._meet(f"after {item.nodeid}", self._said[item.nodeid]["outcome"])
         self._generation += 1
         return result  # type: ignore[no-any-return]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[Any]:
         report: Any = yield
         found = self._said.setdefault(item.nodeid, {"outcome": "passed", "why": ""})
-        if report.failed or (report.skipped and found["outcome"] == "passed"):
+        # What fails after the first failure is a consequence of it.
+        if found["outcome"] == "passed" and (report.failed or report.skipped):
             found["outcome"] = "failed" if report.failed else "skipped"
-            found["why"] = str(call.excinfo.getrepr(style="short")) if call.excinfo else ""
+            found["why"] = str(report.longrepr)
         return report  # type: ignore[no-any-return]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -86,6 +94,9 @@ class Rank:
             self._said[report.nodeid] = {"outcome": outcome, "why": str(report.longrepr)[-2000:]}
 
     def pytest_sessionfinish(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
         path = self._results / f"{self._rank}.json"
         path.write_text(json.dumps(self._said))
 
@@ -126,50 +137,74 @@ def prepare(package: str) -> None:
         # The tests replace what gives Megatron's default by what gives this.
         serialization: Any = importlib.import_module("remesh.compat.megatron.serialization")
         serialization.DEFAULT_BACKEND = ("torch_dist", 1)
+        # Some tests want that nothing is logged; the drop-in logs a line for each save and load.
+        logging.getLogger("remesh").setLevel(logging.WARNING)
     cuda_on_cpu.without_transformer_engine()
+    cuda_on_cpu.with_fused_adam()
     warnings.simplefilter("ignore")
     importlib.import_module("megatron.training.training")
 
 
-def run(rank: int, file: str, results: Path) -> int:
+def run(rank: int, file: str, results: Path, only: str) -> int:
     """Run a file of tests as one of the ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     with (results / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     arguments = [
-        *("-q", "-c", str(results.parent / "pytest.ini"), "--rootdir", str(Path.cwd())),
+        *(
+            "-q",
+            "--tb=short",
+            "-c",
+            str(results.parent / "pytest.ini"),
+            "--rootdir",
+            str(Path.cwd()),
+        ),
         *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-W", "ignore"),
+        *("-k", only),
         *(f"--basetemp={results}/tmp/{rank}", file),
     ]
     return int(pytest.main(arguments, plugins=[Rank(rank, file, results)]))
 
 
-def main() -> None:
-    """Fork the ranks, file by file, and print the name of each file when it is done.
+def run_together(file: str, folder: Path, only: str, limit: float) -> None:
+    """Fork the ranks for a file of tests, and wait until all have ended or the limit is over."""
+    (folder / "tmp").mkdir(parents=True)
+    ranks: set[int] = set()
+    for rank in range(WORLD_SIZE):
+        child = os.fork()
+        if child == 0:
+            os._exit(run(rank, file, folder, only))
+        ranks.add(child)
 
-    The arguments are the package, a folder for results and files of tests.
+    def end() -> None:
+        for child in list(ranks):
+            os.kill(child, signal.SIGKILL)
+
+    over = threading.Timer(limit, end)
+    over.start()
+    while ranks:
+        # A child that has ended is not known by its number once it is waited for.
+        info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert info is not None
+        ranks.discard(info.si_pid)
+        os.waitpid(info.si_pid, 0)
+        # The others would wait in vain for a rank that died.
+        if info.si_code != os.CLD_EXITED or info.si_status > pytest.ExitCode.NO_TESTS_COLLECTED:
+            end()
+    over.cancel()
+
+
+def main() -> None:
+    """Run files of tests one after the other, and print the name of each when it is done.
+
+    The arguments are the package, a folder for results, what of the files to run (see pytest's
+    `-k`), seconds for each file, and the files.
     """
-    package, results, *files = sys.argv[1:]
+    package, results, only, limit, *files = sys.argv[1:]
     prepare(package)
     for number, file in enumerate(files):
-        folder = Path(results, str(number))
-        (folder / "tmp").mkdir(parents=True)
-        ranks = {}
-        for rank in range(WORLD_SIZE):
-            child = os.fork()
-            if child == 0:
-                os._exit(run(rank, file, folder))
-            ranks[child] = rank
-        ended = 0
-        while ranks:
-            child, status = os.wait()
-            ranks.pop(child)
-            # The others would wait in vain for a rank that died.
-            if status not in (0, 256) and not ended:
-                ended = status
-                for other in ranks:
-                    os.kill(other, signal.SIGTERM)
+        run_together(file, Path(results, str(number)), only, float(limit))
         print(file, flush=True)
 
 

@@ -95,6 +95,11 @@ class AsyncRequest(NamedTuple):
     is_frozen: bool = False
     call_idx: int = 0
 
+    @classmethod
+    def of(cls, request: Any) -> AsyncRequest:
+        """A request of another library with these attributes, as nvidia-resiliency-ext makes."""
+        return cls(**{name: getattr(request, name) for name in cls._fields})
+
     def add_finalize_fn(self, fn: Callable[[], object]) -> None:
         """Add a function that is called after those that are there.
 
@@ -382,7 +387,7 @@ class AsyncCallsQueue:
         logger.debug("rank %d: no process for saves is started in advance", rank)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a request; returns its number, counted from 0.
+        """Start a request, this module's or one like it; returns its number, counted from 0.
 
         Returns when the state is copied out of the trainer's memory.
 
@@ -390,7 +395,7 @@ class AsyncCallsQueue:
             CheckpointingException: On all ranks, if that failed on one; nothing is started then.
         """
         self._call_idx += 1
-        request = async_request.freeze()._replace(call_idx=self._call_idx)
+        request = AsyncRequest.of(async_request).freeze()._replace(call_idx=self._call_idx)
         caller: AsyncCaller = TemporalAsyncCaller()
         if self._persistent is not None and request.async_fn is not run_here:
             caller = self._persistent

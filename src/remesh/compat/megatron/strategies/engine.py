@@ -9,7 +9,9 @@ allowed. What comes back has the structure of what was asked for, with tensors a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from copy import copy, deepcopy
+from functools import partial
+from typing import Any, Literal, Self
 
 from remesh.background import Saver
 from remesh.checkpoint import load
@@ -61,7 +63,15 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(backend, version)
         # The common state has a strategy of its own, or is one of the objects.
-        self._saver = Saver(writer=writer, format=file_format, without=(COMMON_NAME,))
+        self._make_saver = partial(Saver, writer=writer, format=file_format, without=(COMMON_NAME,))
+        self._saver = self._make_saver()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A strategy with the same settings, and with no plan and no memory of earlier saves."""
+        copied = copy(self)
+        for name, value in vars(self).items():
+            vars(copied)[name] = self._make_saver() if name == "_saver" else deepcopy(value, memo)
+        return copied
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -142,6 +142,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.cached_distribution: ShardDistribution | None = None
 
     @property
+    def cached_global_metadata(self) -> Any:
+        """As the wrapped strategy; None if it keeps none."""
+        return getattr(self.base_strategy, "cached_global_metadata", None)
+
+    @property
     def can_handle_sharded_objects(self) -> bool:
         """As the wrapped strategy."""
         return self.base_strategy.can_handle_sharded_objects

@@ -9,6 +9,7 @@ Megatron are read, though newer Megatron refuses them.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -23,11 +24,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from remesh.checkpoint.local import exchange_of
+from remesh.compat.megatron.boxes import boxes_of
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
     storage_of,
 )
+from remesh.compat.megatron.dict_utils import nested_values
+from remesh.compat.megatron.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.dcp import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
@@ -40,6 +51,7 @@ from remesh.compat.megatron.strategies.engine import (
     EngineSaveShardedStrategy,
 )
 from remesh.errors import CorruptCheckpointError
+from remesh.exchange import run_on_all
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
 from remesh.formats.torch_dcp import (
@@ -76,8 +88,10 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
 
     Attributes:
         use_cached_ckpt_structure: Whether saves have the structure of the ones before.
-        cached_global_metadata: The metadata of such a save, for code that hands it on.
-        validated_loaded_metadata_reuse: Megatron's: whether it spared planning. Always False.
+        cached_global_metadata: The metadata of a checkpoint that was loaded, which the application
+            takes from the load strategy and sets here.
+        validated_loaded_metadata_reuse: Whether the last save had the layout of that checkpoint:
+            each rank wrote the shards that it had written there.
     """
 
     def __init__(
@@ -99,6 +113,56 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self.separation_hint = separation_hint
         self.cached_global_metadata: Metadata | None = None
         self.validated_loaded_metadata_reuse = False
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See `EngineSaveShardedStrategy`."""
+        self._compare_with_loaded(sharded_state_dict)
+        super().save(sharded_state_dict, checkpoint_dir)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        """See `EngineSaveShardedStrategy`."""
+        self._compare_with_loaded(sharded_state_dict)
+        return super().async_save(sharded_state_dict, checkpoint_dir)
+
+    def _compare_with_loaded(self, sharded_state_dict: Any) -> None:
+        plans = getattr(self.cached_global_metadata, _PLANS, None)
+        if not self.use_cached_ckpt_structure or plans is None:
+            return
+        exchange = exchange_of(None)
+        written = {
+            place
+            for leaf in nested_values(sharded_state_dict)
+            if is_main_replica(leaf.replica_id)
+            for place in _places_of(leaf)
+        }
+        is_same = written == plans.get(exchange.rank, set())
+        replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
+        self.validated_loaded_metadata_reuse = all(replies)
+
+
+_PLANS = "all_local_plans"
+"""Name of the attribute of metadata that says what each rank has written."""
+
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+")
+
+
+def _places_of(leaf: ShardedBase) -> set[tuple[str, tuple[int, ...] | None]]:
+    """The keys and offsets by which the metadata know a shard."""
+    if isinstance(leaf, ShardedTensor):
+        return {(leaf.key, box.offset) for box in boxes_of(leaf)}
+    assert isinstance(leaf, ShardedObject)
+    return {(leaf.unique_key, None)}
+
+
+def _local_plans(found: Metadata) -> dict[int, set[tuple[str, tuple[int, ...] | None]]]:
+    """The keys and offsets that each rank has written, by the names of its files."""
+    plans: dict[int, set[tuple[str, tuple[int, ...] | None]]] = {}
+    for index, info in found.storage_data.items():
+        rank = _RANK_OF_FILE.search(info.relative_path)
+        if rank is not None:
+            offset = None if index.offset is None else tuple(index.offset)
+            plans.setdefault(int(rank[1]), set()).add((index.fqn, offset))
+    return plans
 
 
 class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
@@ -123,18 +187,20 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.cached_global_metadata: Metadata | None = None
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """See `LoadShardedStrategy`. Collective.
-
-        Raises:
-            CheckpointingException: On every rank; it is torch's `CheckpointException` as well.
-        """
+    def _load(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool
+    ) -> Any:
+        """As the class above, with errors that are torch's `CheckpointException` as well."""
         try:
-            loaded = super().load(sharded_state_dict, checkpoint_dir)
+            loaded = super()._load(
+                sharded_state_dict, checkpoint_dir, group=group, share_reads=share_reads
+            )
         except CheckpointingException as error:
             raise TorchDistException(str(error)) from error.__cause__
         with as_checkpointing_exception():
-            self.cached_global_metadata = _torch_metadata(storage_of(checkpoint_dir))
+            found = _torch_metadata(storage_of(checkpoint_dir))
+        vars(found)[_PLANS] = _local_plans(found)
+        self.cached_global_metadata = found
         return loaded
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
