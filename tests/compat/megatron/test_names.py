@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -231,6 +232,11 @@ def test_requests_of_other_libraries_are_scheduled() -> None:
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
     assert done == ["written", "finalized"]
+    # One that fails is finalized by its own library, which knows what to remove.
+    queue.schedule_async_request(request._replace(async_fn=os.fspath, async_fn_args=(1,)))
+    with pytest.raises(CheckpointingException, match="TypeError"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert done == ["written", "finalized", "finalized"]
 
 
 def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) -> None:
@@ -243,12 +249,13 @@ def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) ->
     loading = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
     load(state(2), tmp_path / "a", loading)
     for strategy in (copied, deepcopy(saving)):
-        assert not strategy.validated_loaded_metadata_reuse
+        said = [strategy.validated_loaded_metadata_reuse]
         strategy.cached_global_metadata = loading.cached_global_metadata
         save(state(2), tmp_path / "b", strategy)
-        assert strategy.validated_loaded_metadata_reuse
+        said.append(strategy.validated_loaded_metadata_reuse)
         save({"v": ShardedObject("v", 1, (1,), (0,))}, tmp_path / "c", strategy)
-        assert not strategy.validated_loaded_metadata_reuse
+        said.append(strategy.validated_loaded_metadata_reuse)
+        assert said == [False, True, False]
 
 
 def test_digests_of_files_are_checked(tmp_path: Path) -> None:

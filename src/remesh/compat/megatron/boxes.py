@@ -60,6 +60,26 @@ def engine_tensor(tensor: ShardedTensor) -> EngineTensor:
     )
 
 
+def is_grid_of_ranges(tensor: ShardedTensor) -> bool:
+    """Whether a shard is a flattened range of a part of a regular grid."""
+    return tensor.flattened_range is not None and tensor.axis_fragmentations is not None
+
+
+def engine_range(tensor: ShardedTensor) -> EngineTensor:
+    """A flattened range as Megatron stores it: the number of its part, and its place in that part.
+
+    The stored tensor has the shape of the grid and, as one more dim, the size of a part.
+    """
+    assert tensor.data is not None
+    assert tensor.flattened_range is not None
+    assert tensor.axis_fragmentations is not None
+    grid, size = tuple(tensor.axis_fragmentations), math.prod(tensor.local_shape)
+    start, stop, _ = tensor.flattened_range.indices(size)
+    box = Box((*tensor.local_chunk_offset_in_global(), start), (1,) * len(grid) + (stop - start,))
+    part = Part(box, tensor.data.detach().view(box.shape))
+    return EngineTensor(tensor.key, (*grid, size), (part,), tensor.replica_id)
+
+
 def engine_object(item: ShardedObject) -> EngineObject:
     """A sharded object as the engine's."""
     return EngineObject(

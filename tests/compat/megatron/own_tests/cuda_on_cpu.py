@@ -92,7 +92,7 @@ def install() -> None:
         empty_cache=_gives(None),
         get_device_capability=_gives((8, 0)),
         get_device_properties=_gives(
-            SimpleNamespace(major=8, minor=0, multi_processor_count=1, total_memory=1 << 34)
+            SimpleNamespace(major=8, minor=0, multi_processor_count=1, total_memory=1 << 26)
         ),
         get_rng_state=lambda *_, **__: torch.get_rng_state(),
         manual_seed=_gives(None),
@@ -114,6 +114,7 @@ def install() -> None:
     _put(torch.cuda, _lazy_call=lambda call, **_: call(), default_generators=_Generators())
     _put(torch.Tensor, cuda=lambda self, *_, **__: self, pin_memory=lambda self, *_: self)
     _put(torch.nn.Module, cuda=lambda self, *_: self)
+    np.product = np.prod  # type: ignore[attr-defined]  # older Megatron calls it
     _gloo_for_nccl()
     mode: Any = _CpuForCuda()
     mode.__enter__()
@@ -210,7 +211,6 @@ def with_fused_norm() -> None:
 
 def without_transformer_engine() -> None:
     """Megatron's local layers where its tests ask for those of Transformer Engine."""
-    np.product = np.prod  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("megatron.core.utils")
     # Where it is not installed its version is None, which the tests compare.
     utils.get_te_version = lambda: Version("0")
@@ -222,6 +222,7 @@ def without_transformer_engine() -> None:
         taken = {name: value for name, value in kwargs.items() if name in known}
         return gpt.get_gpt_layer_local_spec(*args, **taken)
 
+    gpt.TENorm = gpt.LNImpl
     gpt.get_gpt_layer_with_transformer_engine_spec = get_gpt_layer_with_transformer_engine_spec
     bert: Any = importlib.import_module(f"{models}.bert.bert_layer_specs")
     bert.bert_layer_with_transformer_engine_spec = bert.bert_layer_local_spec

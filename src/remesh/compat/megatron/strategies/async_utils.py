@@ -365,6 +365,8 @@ def _serve(pipe: Connection) -> None:
 class _ActiveRequest(NamedTuple):
     caller: AsyncCaller
     request: AsyncRequest
+    is_foreign: bool
+    """Whether another library has made it, and finalizes also what has failed."""
 
 
 class AsyncCallsQueue:
@@ -410,7 +412,8 @@ class AsyncCallsQueue:
         with as_checkpointing_exception():
             run_on_all(exchange_of(None), preload)
         caller.schedule_async_call(preloaded[0])
-        self._active.append(_ActiveRequest(caller, request))
+        is_foreign = not isinstance(async_request, AsyncRequest)
+        self._active.append(_ActiveRequest(caller, request, is_foreign))
         return self._call_idx
 
     def maybe_finalize_async_calls(
@@ -426,17 +429,20 @@ class AsyncCallsQueue:
             The numbers of the requests that were finalized.
 
         Raises:
-            CheckpointingException: On all ranks, if a request failed on one. It is not finalized,
-                and no longer in the queue.
+            CheckpointingException: On all ranks, if a request failed on one. It is no longer in the
+                queue, and not finalized. Only requests of nvidia-resiliency-ext are: they clean up
+                and raise an error of their own.
         """
         finalized = []
         while self._active:
-            caller, request = self._active[0]
+            caller, request, is_foreign = self._active[0]
             try:
                 if not caller.is_current_async_call_done(blocking, no_dist):
                     break
             except CheckpointingException:
                 self._active.popleft()
+                for finalize in request.finalize_fns if is_foreign else ():
+                    finalize()
                 raise
             self._active.popleft()
             for finalize in request.finalize_fns:

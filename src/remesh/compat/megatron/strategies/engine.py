@@ -37,6 +37,10 @@ from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, Loa
 from remesh.exchange import Alone, run_on_all
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.torch_dcp import COMMON_NAME
+from remesh.sharded import ShardedTensor as EngineTensor
+
+Describe = Callable[[ShardedTensor], EngineTensor]
+"""What a shard with data is to the engine."""
 
 
 class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -83,14 +87,21 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         """How many saves used the plan of an earlier one."""
         return self._saver.num_plans_reused
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    def save(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
+    ) -> None:
         """Save; returns when the checkpoint is durable. Collective.
+
+        Args:
+            sharded_state_dict: What to save.
+            checkpoint_dir: The checkpoint.
+            describe: What a shard is to the engine.
 
         Raises:
             CheckpointingException: On every rank, if something cannot be stored.
         """
         with as_checkpointing_exception():
-            state = state_to_save(sharded_state_dict)
+            state = state_to_save(sharded_state_dict, describe)
             self._saver.save(state, checkpoint_dir, overwrite=True)
 
     def close(self) -> None:
@@ -102,13 +113,17 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         with as_checkpointing_exception():
             self._saver.close()
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
+    ) -> AsyncRequest:
         """Prepare a save: scheduling it stages the state and begins to write. Collective.
+
+        Args are those of `save`.
 
         Raises:
             CheckpointingException: On every rank, if one has nothing to save where it should.
         """
-        state = state_to_save(sharded_state_dict)
+        state = state_to_save(sharded_state_dict, describe)
 
         def stage() -> Callable[[], None]:
             with as_checkpointing_exception():
@@ -117,7 +132,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         return AsyncRequest(run_here, (None, None), [], preload_fn=stage)
 
 
-def state_to_save(sharded_state_dict: Any) -> dict[str, Any]:
+def state_to_save(sharded_state_dict: Any, describe: Describe = engine_tensor) -> dict[str, Any]:
     """The main replicas of a state dict as a state for the engine. Collective.
 
     Raises:
@@ -133,15 +148,15 @@ def state_to_save(sharded_state_dict: Any) -> dict[str, Any]:
 
     with as_checkpointing_exception():
         run_on_all(exchange_of(None), check)
-    return _engine_state(leaves)
+    return _engine_state(leaves, describe)
 
 
-def _engine_state(leaves: Sequence[Any]) -> dict[str, Any]:
+def _engine_state(leaves: Sequence[Any], describe: Describe = engine_tensor) -> dict[str, Any]:
     """Leaves as a state for the engine; its keys appear in errors only."""
     state: dict[str, Any] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, ShardedTensor):
-            state[f"{number} {leaf.key}"] = engine_tensor(leaf)
+            state[f"{number} {leaf.key}"] = describe(leaf)
         else:
             state[f"{number} {leaf.unique_key}"] = engine_object(leaf)
     return state

@@ -2,8 +2,8 @@
 
 Real Megatron and plain PyTorch load what is written here. Reading goes through the engine, which
 finds the bytes of each tensor in the files as they are, so a rank reads what it needs of a chunk
-and not the chunk. Flattened ranges are written as the boxes that they are, and those of older
-Megatron are read, though newer Megatron refuses them.
+and not the chunk. Flattened ranges are written and read as Megatron before 0.16 has them, though
+newer Megatron refuses them; those of irregular grids are written as the boxes that they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.boxes import boxes_of
+from remesh.compat.megatron.boxes import (
+    boxes_of,
+    engine_range,
+    engine_tensor,
+    is_grid_of_ranges,
+)
 from remesh.compat.megatron.core import (
     CheckpointingException,
     as_checkpointing_exception,
@@ -47,11 +53,12 @@ from remesh.compat.megatron.strategies.dcp import (
     get_reformulation_metadata,
 )
 from remesh.compat.megatron.strategies.engine import (
+    Describe,
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
 from remesh.errors import CorruptCheckpointError
-from remesh.exchange import run_on_all
+from remesh.exchange import run_on_all, run_on_one
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
 from remesh.formats.torch_dcp import (
@@ -114,15 +121,26 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self.cached_global_metadata: Metadata | None = None
         self.validated_loaded_metadata_reuse = False
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    def save(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
+    ) -> None:
         """See `EngineSaveShardedStrategy`."""
         self._compare_with_loaded(sharded_state_dict)
-        super().save(sharded_state_dict, checkpoint_dir)
+        ranges = _flat_shapes(sharded_state_dict)
+        super().save(sharded_state_dict, checkpoint_dir, _describe_as_megatron(ranges, describe))
+        _record_flat_shapes(checkpoint_dir, ranges)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
+    ) -> AsyncRequest:
         """See `EngineSaveShardedStrategy`."""
         self._compare_with_loaded(sharded_state_dict)
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        ranges = _flat_shapes(sharded_state_dict)
+        request = super().async_save(
+            sharded_state_dict, checkpoint_dir, _describe_as_megatron(ranges, describe)
+        )
+        request.add_finalize_fn(lambda: _record_flat_shapes(checkpoint_dir, ranges))
+        return request
 
     def _compare_with_loaded(self, sharded_state_dict: Any) -> None:
         plans = getattr(self.cached_global_metadata, _PLANS, None)
@@ -140,6 +158,53 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self.validated_loaded_metadata_reuse = all(replies)
 
 
+def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the tensors that all ranks describe by flattened ranges. Collective."""
+    mine: dict[str, tuple[int, ...] | None] = {}
+    for leaf in nested_values(sharded_state_dict):
+        if isinstance(leaf, ShardedTensor):
+            shape = tuple(leaf.global_shape) if is_grid_of_ranges(leaf) else None
+            mine[leaf.key] = shape if mine.get(leaf.key, shape) == shape else None
+    # Tensors that no rank describes so do not travel.
+    flat = {key for key, shape in mine.items() if shape is not None}
+    kinds = list[tuple[str, tuple[int, ...] | None]]
+
+    def say(keys: set[str]) -> list[tuple[str, tuple[int, ...] | None]]:
+        encoded = msgspec.msgpack.encode([(key, mine[key]) for key in mine if key in keys])
+        replies = run_on_all(exchange_of(None), lambda: encoded)
+        return [one for reply in replies for one in msgspec.msgpack.decode(reply, type=kinds)]
+
+    found = dict(say(flat))
+    if not found:
+        return {}
+    other = {key for key, shape in say(found.keys() & mine.keys()) if shape != found[key]}
+    return {key: shape for key, shape in found.items() if shape is not None and key not in other}
+
+
+def _describe_as_megatron(ranges: Mapping[str, Any], describe: Describe) -> Describe:
+    return lambda tensor: engine_range(tensor) if tensor.key in ranges else describe(tensor)
+
+
+def _record_flat_shapes(checkpoint_dir: Any, ranges: Mapping[str, tuple[int, ...]]) -> None:
+    """Put the true shapes of flattened tensors where Megatron looks for them. Collective."""
+
+    def write() -> bytes:
+        storage = storage_of(checkpoint_dir)
+        found = _torch_metadata(storage)
+        vars(found)[_FLAT_SHAPES] = {
+            key: {_FLAT_SHAPE: torch.Size(ranges[key])} if key in ranges else {}
+            for key, entry in found.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        storage.put(METADATA_NAME, pickle.dumps(found), overwrite=True)
+        return b""
+
+    if ranges:
+        with as_checkpointing_exception():
+            run_on_one(exchange_of(None), write)
+
+
+_FLAT_SHAPES, _FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 _PLANS = "all_local_plans"
 """Name of the attribute of metadata that says what each rank has written."""
 
@@ -219,9 +284,9 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
                 _without(found.planner_data or {}, key_prefix) or None,
                 {i: info for i, info in found.storage_data.items() if _stays(i.fqn, key_prefix)},
             )
-            flat_shapes = getattr(found, "mcore_data", None)
+            flat_shapes = getattr(found, _FLAT_SHAPES, None)
             if flat_shapes is not None:
-                vars(kept)["mcore_data"] = flat_shapes
+                vars(kept)[_FLAT_SHAPES] = flat_shapes
             storage.put(METADATA_NAME, pickle.dumps(kept), overwrite=True)
             before, after = (
                 {info.relative_path for info in metadata.storage_data.values()}
@@ -254,9 +319,9 @@ def _torch_metadata(storage: Storage) -> Metadata:
                 for key, info in record.field("storage_data").items()
             },
         )
-        flat_shapes = record.field("mcore_data")
+        flat_shapes = record.field(_FLAT_SHAPES)
         if flat_shapes is not None:
-            vars(found)["mcore_data"] = {
+            vars(found)[_FLAT_SHAPES] = {
                 name: {key: _optional_size(shape) for key, shape in shapes.items()}
                 for name, shapes in flat_shapes.items()
             }

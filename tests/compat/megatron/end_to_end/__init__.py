@@ -1,0 +1,100 @@
+"""Megatron's own layers, optimizer and schedules, saved and loaded through either package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+import remesh
+
+SOURCE = Path(remesh.__file__).parents[1]
+ROOT = Path(__file__).parents[4]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One start of the job.
+
+    Attributes:
+        model: `gpt` or `moe`.
+        tensor: Size of tensor parallelism.
+        pipeline: Size of pipeline parallelism.
+        expert: Size of expert parallelism.
+        world_size: Ranks; what the other axes leave is data parallelism.
+        optimizer_format: What Megatron calls `distrib_optim_sharding_type`.
+        source: The checkpoint to load, or nothing.
+        target: Where to save, or nothing.
+        steps: Steps before the save, and as many after it.
+    """
+
+    model: str
+    tensor: int
+    pipeline: int
+    expert: int
+    world_size: int
+    optimizer_format: str
+    source: str = ""
+    target: str = ""
+    steps: int = 2
+
+
+@dataclass
+class Job:
+    """The job with one of the packages, in a process that imports Megatron once.
+
+    Args:
+        package: `remesh` or `own`.
+        sources: A checkout of Megatron-LM, or None for the installed megatron-core.
+    """
+
+    package: str
+    sources: Path | None = None
+
+    def __enter__(self) -> Self:
+        paths = [ROOT, SOURCE, *([self.sources] if self.sources else [])]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.compat.megatron.end_to_end.job", self.package],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+    def run(self, run: Run) -> list[float]:
+        """The losses of a run.
+
+        Raises:
+            RuntimeError: If it failed; the process has written why to the standard error.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(run).decode() + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            # What else is printed is Megatron's.
+            name, *losses = line.split()
+            if name == "losses":
+                return [float(loss) for loss in losses]
+            if name == "failed":
+                break
+        raise RuntimeError(f"{run} failed with {self.package}")

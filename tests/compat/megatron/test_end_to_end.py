@@ -1,0 +1,33 @@
+"""Megatron Core trains, saved and loaded by the drop-in as by its own package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.compat.megatron.end_to_end import Job, Run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
+def test_megatron_trains_on_from_what_either_package_saved(tmp_path: Path) -> None:
+    """Experts over two ranks, then layers over two; the script has more layouts and formats."""
+    first = Run("moe", 1, 1, 2, 2, "fully_reshardable", steps=1)
+    other = msgspec.structs.replace(first, pipeline=2, expert=1)
+    by_own, by_remesh = str(tmp_path / "own"), str(tmp_path / "remesh")
+
+    def loading(run: Run, source: str) -> Run:
+        return msgspec.structs.replace(run, source=source)
+
+    with Job("own") as own, Job("remesh") as remesh:
+        losses = own.run(msgspec.structs.replace(first, target=by_own))
+        assert remesh.run(msgspec.structs.replace(first, target=by_remesh)) == losses
+        assert remesh.run(loading(first, by_own)) == losses[1:]
+        elsewhere = own.run(loading(other, by_remesh))
+        assert remesh.run(loading(other, by_own)) == elsewhere
+    assert elsewhere == pytest.approx(losses[1:], abs=1e-2)
