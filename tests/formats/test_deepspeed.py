@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import remesh
-from remesh.errors import CorruptCheckpointError, FormatVersionError
+from remesh.errors import CorruptCheckpointError, FormatVersionError, StateError
 from tests.data.deepspeed.make import KINDS, Rich
 from tests.matrix.model import Model, optimizer_of
 
@@ -110,6 +110,16 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     next(copied("zero2", tmp_path).glob("*zero_pp_rank_1*")).unlink()
     with pytest.raises(CorruptCheckpointError, match="some are missing"):
         remesh.Checkpoint(tmp_path)
+
+
+def test_a_folder_of_the_trainer_holds_weights_as_well(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zero1", tmp_path, dirs_exist_ok=True)
+    remesh.save({"net.0.weight": torch.ones(6, 4)}, tmp_path / "hf", format="huggingface")
+    shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path)
+    with pytest.raises(StateError, match="format='huggingface' or 'deepspeed'"):
+        remesh.Checkpoint(tmp_path)
+    found = remesh.Checkpoint(remesh.formats.Source(tmp_path, format="deepspeed"))
+    assert "optimizer.state.net.0.weight.exp_avg" in found
 
 
 def test_latest_that_names_nothing(tmp_path: Path) -> None:

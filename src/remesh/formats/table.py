@@ -289,7 +289,7 @@ def format_at(place: Place) -> Format:
         marks = " and ".join(row.looks_for for row in found)
         raise StateError(
             f"{place.storage.url}: holds {marks}; say which to read: "
-            f"remesh.formats.Source(path, format={found[0].name!r})"
+            f"remesh.formats.Source(path, format={' or '.join(repr(row.name) for row in found)})"
         )
     return found[0]
 
