@@ -68,10 +68,12 @@ def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: st
 
 
 def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
-    # Rank 1 gets a process group of its own, so that it has to notice by itself.
+    # Rank 1 gets a session of its own, so that it has to notice by itself. (Bash could give it a
+    # process group, but goes on when that is stopped, as if it had ended.)
     train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
     wrapper = tmp_path / "wrapper.sh"
-    wrapper.write_text(f'#!/bin/bash\n[ "$RANK" = 0 ] || set -m\n{train}\necho ended\n')
+    apart = '[ "$RANK" = 0 ] || apart="setsid --wait"'
+    wrapper.write_text(f"#!/bin/bash\n{apart}\n$apart {train}\necho ended\n")
     wrapper.chmod(0o755)
     command = [*REMESH, "run", "--nproc-per-node", "2", "--no-python", str(wrapper)]
     agent = Command(
