@@ -26,6 +26,7 @@ MODULES = {
     "remesh.index": "[guide](guide.md#looking-inside)",
     "remesh.resharding": "[guide](guide.md#live-resharding)",
     "remesh.transform": "[transformations](transform.md#for-those-who-move-bytes)",
+    "remesh.recipes": "[recipes](how-to/recipes.md)",
     "remesh.training": (
         "[manager](manager.md), [data position](data-position.md), [export](export.md)"
     ),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from remesh import formats as formats
     from remesh import heartbeat as heartbeat
     from remesh import index as index
+    from remesh import recipes as recipes
     from remesh import resharding as resharding
     from remesh import run_info as run_info
     from remesh import script as script
@@ -77,6 +78,7 @@ else:
             "formats",
             "heartbeat",
             "index",
+            "recipes",
             "resharding",
             "run_info",
             "script",

@@ -175,6 +175,13 @@ def test_statements_fuse_and_cast(tmp_path: Path) -> None:
     assert found.keys() == {"qk", "b"}
 
 
+def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "part", format="remesh", only=["model.1.*", "step"])
+    assert set(remesh.Checkpoint(tmp_path / "part")) == {"model.1.bias", "step"}
+    with pytest.raises(StateError, match=r"no stored name fits 'net\.\*'"):
+        convert(native, tmp_path / "none", format="remesh", only="net.*")
+
+
 def test_no_tensor_is_ever_whole_in_memory(tmp_path: Path) -> None:
     size = 24 << 20
     remesh.save({"w": np.arange(size, dtype=np.int32)}, tmp_path / "large")

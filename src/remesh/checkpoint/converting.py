@@ -8,12 +8,16 @@ source are checked while it is read. A conversion that is cut short leaves no ch
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from remesh import values
 from remesh._repr import short_repr
@@ -73,6 +77,7 @@ def convert(
     *,
     format: str,  # noqa: A002 - as in `save`
     transform: Transform | Program | None = None,
+    only: str | Sequence[str] = "*",
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     format_options: Mapping[str, object] | None = None,
@@ -90,6 +95,7 @@ def convert(
         path: Directory of the new checkpoint; it need not exist.
         format: As of `remesh.save`.
         transform: What becomes of the tensors and the names: a `Transform`, or what makes one.
+        only: Which stored names take part, as patterns of a shell; others are left out.
         overwrite: Replace a checkpoint of the format that is there.
         metadata: As of `remesh.save`. None for that of the source, if both are of remesh.
         format_options: As of `remesh.save`.
@@ -112,7 +118,7 @@ def convert(
     writer, program = writer_of(format), as_transform(transform)
     place = place_of(source)
     with explained_absence(place):
-        contents = read_contents(place)
+        contents = _chosen(read_contents(place), only)
     if place.storage.url == open_storage(path).url and not place.file:
         raise StateError(
             f"{place.storage.url}: source and destination are one place; convert to another"
@@ -155,6 +161,33 @@ def convert(
         verified,
         tuple(description.unchecked),
     )
+
+
+def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
+    """What is stored under names that one of some patterns fits.
+
+    Raises:
+        StateError: If a pattern fits no name.
+    """
+    patterns = [only] if isinstance(only, str) else list(only)
+    if "*" in patterns:
+        return contents
+    index, document = contents.index, contents.document
+    names = [*index, *document.values, *document.lists, *document.objects]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise StateError(f"no stored name fits {pattern!r}; remesh ls lists the names")
+        chosen.update(found)
+    own = replace(
+        document,
+        values={name: value for name, value in document.values.items() if name in chosen},
+        lists={name: names for name, names in document.lists.items() if name in chosen},
+        objects={name: one for name, one in document.objects.items() if name in chosen},
+    )
+    left = index.without(lambda name: name not in chosen)
+    return dataclasses.replace(contents, index=left, document=own)
 
 
 def _import_torch_for(description: Description) -> None:

@@ -43,6 +43,12 @@ from remesh.transform import Transform
     help="Statements (docs/transform.md); or *.json, old names or prefixes to new ones or null.",
 )
 @click.option(
+    "--only",
+    metavar="PATTERN",
+    multiple=True,
+    help="Convert what is stored under such names alone, such as 'model.*'; may be repeated.",
+)
+@click.option(
     "--metadata",
     "metadata_file",
     metavar="FILE",
@@ -57,6 +63,7 @@ def convert(
     target: str,
     name: str,
     program: Path | None,
+    only: tuple[str, ...],
     metadata_file: Path | None,
     overwrite: bool,
     as_json: bool,
@@ -81,6 +88,7 @@ def convert(
             target,
             format=name,
             transform=None if program is None else _transform(program),
+            only=only or "*",
             metadata=None if metadata_file is None else _json_object(metadata_file),
             overwrite=overwrite,
             on_event=on_event,

@@ -1,0 +1,11 @@
+"""Transformations that are ready made: between the names of systems that train the same models.
+
+Each function gives a `remesh.Transform` for the argument `transform=` of `remesh.load` and
+`remesh.checkpoint.convert`.
+"""
+
+from __future__ import annotations
+
+from remesh.recipes.hub import huggingface_to_module, module_to_huggingface
+
+__all__ = ["huggingface_to_module", "module_to_huggingface"]

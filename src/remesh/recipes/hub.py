@@ -1,0 +1,209 @@
+"""Between the names in Hugging Face files and those of the modules of transformers.
+
+Since transformers 5 some modules have other tensors than their files: experts lie in one tensor,
+gate and up projections in one. transformers has a table that says how, for each of its models, and
+applies it in `from_pretrained` and `save_pretrained`. Here an entry of that table becomes
+statements: patterns are matched with the names of the module's tensors, so each statement names the
+tensors that it joins, and a load reads those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from remesh.errors import TransformError
+from remesh.transform import Transform
+
+Shape = tuple[int, ...]
+
+
+def huggingface_to_module(model: Any, *, prefix: str = "") -> Transform:
+    """From the names in Hugging Face files to those of a module of transformers.
+
+    Args:
+        model: The module; it may be sharded, or on the meta device.
+        prefix: What the names of the module begin with in the state, such as `model.`.
+
+    Raises:
+        TransformError: If transformers converts a tensor of the model in a way that the
+            transformation language does not have.
+    """
+    return Transform(_statements(model, prefix))
+
+
+def module_to_huggingface(model: Any, *, prefix: str = "") -> Transform:
+    """From the names of a module of transformers to those in Hugging Face files.
+
+    Args:
+        model: See `huggingface_to_module`.
+        prefix: See `huggingface_to_module`; it is not part of the names in the files.
+
+    Raises:
+        TransformError: See `huggingface_to_module`.
+    """
+    return huggingface_to_module(model, prefix=prefix).reversed()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors of a module that are made together of tensors of the files.
+
+    Attributes:
+        converter: The entry of transformers' table.
+        sources: Names in the files, with a star for a number, in the order of the entry.
+        targets: Names in the module, by their number in the entry.
+    """
+
+    converter: Any
+    sources: list[str]
+    targets: dict[int, str] = field(default_factory=dict)
+
+
+def _statements(model: Any, prefix: str) -> list[str]:
+    """Statements that make the tensors of a module of those in its files."""
+    forward = _table_of(model)
+    pairs = [(one, one.reverse_transform()) for one in reversed(forward)]
+    renamings = [back for one, back in pairs if not hasattr(one, "operations")]
+    converters = [(one, back) for one, back in pairs if hasattr(one, "operations")]
+    shapes = _shapes_of(model)
+    statements: list[str] = []
+    groups: dict[str, _Group] = {}
+    for name in shapes:
+        for converter, back in converters:
+            renamed, pattern = back.rename_source_key(name)
+            if pattern is not None:
+                if renamed not in groups:
+                    groups[renamed] = _group_of(converter, back, renamed, renamings)
+                groups[renamed].targets[back.source_patterns.index(pattern)] = name
+                break
+        else:
+            stored = _renamed(name, renamings)
+            if stored != prefix + name:
+                statements.append(f"{_quoted(stored)} -> {_quoted(prefix + name)}")
+    for group in groups.values():
+        statements += _statements_of(group, shapes, prefix)
+    return statements
+
+
+def _table_of(model: Any) -> list[Any]:
+    """The entries of transformers' table for a model.
+
+    Raises:
+        TransformError: If this transformers has none.
+    """
+    try:
+        from transformers import conversion_mapping
+    except ImportError as error:
+        raise TransformError(
+            "the names of Hugging Face models are known by transformers 5; pip install "
+            "'transformers>=5'"
+        ) from error
+    entries = conversion_mapping.get_model_conversion_mapping(_unwrapped(model), add_legacy=False)
+    # Which prefix a file had is known only to who has loaded it.
+    return [entry for entry in entries if type(entry).__name__ != "PrefixChange"]
+
+
+def _unwrapped(module: Any) -> Any:
+    """The same module with the classes that it had before `fully_shard`, which the table names."""
+    kind = type(module)
+    if any(base.__module__.startswith("torch.distributed.") for base in kind.__bases__):
+        kind = kind.__bases__[-1]
+    plain = object.__new__(kind)
+    modules = {name: one and _unwrapped(one) for name, one in vars(module)["_modules"].items()}
+    vars(plain).update({**vars(module), "_modules": modules})
+    return plain
+
+
+def _shapes_of(model: Any) -> dict[str, Shape]:
+    """Name → shape of the tensors that a module has; of tied ones the first."""
+    parameters = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    rest = {
+        name: tuple(one.shape)
+        for name, one in model.state_dict().items()
+        if name not in tied and hasattr(one, "shape")
+    }
+    return parameters | rest
+
+
+def _group_of(converter: Any, back: Any, renamed: str, renamings: Sequence[Any]) -> _Group:
+    first, *others = back.target_patterns
+    if others and first not in renamed:
+        raise _unknown(converter, f"its patterns {back.target_patterns}")
+    names = [renamed, *(renamed.replace(first, other, 1) for other in others)]
+    return _Group(converter, [_renamed(name, renamings) for name in names])
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(_quoted, names))
+
+
+def _statements_of(group: _Group, shapes: Mapping[str, Shape], prefix: str) -> list[str]:
+    """The operations of an entry, one after the other, with names between them."""
+    targets = [group.targets[number] for number in sorted(group.targets)]
+    shape = shapes[targets[0]]
+    operations = list(group.converter.operations)
+    current = [_expanded(group, source, operations[0], shape) for source in group.sources]
+    targets = [prefix + target for target in targets]
+    statements = []
+    for number, operation in enumerate(operations):
+        is_last = number == len(operations) - 1
+        kind = type(operation).__name__
+        results = (
+            targets if is_last else [f"{targets[0]}._{number}_{n}" for n in range(len(current))]
+        )
+        if kind == "MergeModulelist" and len(results) == len(current):
+            statements += [
+                f"{_listed(names)} -> {_quoted(result)}, stack={operation.dim}"
+                for names, result in zip(current, results, strict=True)
+            ]
+            current = [[result] for result in results]
+            continue
+        names = [name for some in current for name in some]
+        if kind == "Concatenate":
+            attribute, results = f"axis={operation.dim}", results[:1]
+        elif kind in ("Chunk", "Split") and is_last and len(names) == 1:
+            sizes = ", sizes=targets" if kind == "Split" else ""
+            attribute = f"axis={operation.dim}{sizes}"
+        elif kind == "Transpose" and not operation.check_dims and len(names) == len(results) == 1:
+            attribute = f"permute={_order(operation, len(shape))}"
+        else:
+            raise _unknown(group.converter, kind)
+        statements.append(f"{_listed(names)} -> {_listed(results)}, {attribute}")
+        current = [[result] for result in results]
+    return statements
+
+
+def _expanded(group: _Group, source: str, operation: Any, shape: Shape) -> list[str]:
+    """The names in the files that a name with a star stands for."""
+    if "*" not in source:
+        return [source]
+    if type(operation).__name__ != "MergeModulelist":
+        raise _unknown(group.converter, f"its pattern {source}")
+    return [source.replace("*", str(number)) for number in range(shape[operation.dim])]
+
+
+def _order(operation: Any, ndim: int) -> list[int]:
+    order = list(range(ndim))
+    one, other = operation.dim0, operation.dim1
+    order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _unknown(converter: Any, what: str) -> TransformError:
+    return TransformError(
+        f"transformers makes {', '.join(converter.target_patterns)} with {what}, for which there "
+        "is no statement; load the model with from_pretrained and save it with remesh"
+    )
