@@ -26,7 +26,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", COMMON),
     "tied Llama": ("llama", {**COMMON, "tie_word_embeddings": True}),
     "Mixtral": ("mixtral", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Qwen3-MoE": ("qwen3_moe", {**COMMON, **MOE, "num_experts": 4, "head_dim": 6}),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        {**COMMON, **MOE, "num_experts": 4, "head_dim": 6, "norm_topk_prob": True},
+    ),
+    "Qwen2": ("qwen2", COMMON),
     "DeepSeek-V3": (
         "deepseek_v3",
         {

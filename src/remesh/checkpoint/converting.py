@@ -174,9 +174,10 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
         return contents
     index, document = contents.index, contents.document
     names = [*index, *document.values, *document.lists, *document.objects]
-    chosen: set[str] = set()
+    known, chosen = set(names), set[str]()
     for pattern in patterns:
-        found = fnmatch.filter(names, pattern)
+        is_name = pattern in known
+        found = [pattern] if is_name else fnmatch.filter(names, pattern)
         if not found:
             raise StateError(f"no stored name fits {pattern!r}; remesh ls lists the names")
         chosen.update(found)

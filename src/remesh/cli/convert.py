@@ -12,18 +12,24 @@ from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.checkpoint import convert as convert_checkpoint
 from remesh.cli import output
-from remesh.errors import StateError
+from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.events import Event
+from remesh.formats.huggingface_writer import CONFIG_NAME
 from remesh.formats.table import WRITERS
+from remesh.index import Index
 from remesh.progress import progress
-from remesh.storage import shown_url
+from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
+from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
+
+RECIPES = ("huggingface-to-megatron", "megatron-to-huggingface")
 
 
 @click.command(
     epilog=output.example(
         "remesh convert downloaded runs/base --format remesh",
         "remesh convert runs/step_00001000 weights --format huggingface --transform names.json",
+        "remesh convert downloaded run --format torch_dist --recipe huggingface-to-megatron",
     )
 )
 @click.argument("source", metavar="SRC")
@@ -41,6 +47,11 @@ from remesh.transform import Transform
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Statements (docs/transform.md); or *.json, old names or prefixes to new ones or null.",
+)
+@click.option(
+    "--recipe",
+    type=click.Choice(RECIPES),
+    help="A ready-made transformation; to Hugging Face it needs --metadata, the config.json.",
 )
 @click.option(
     "--only",
@@ -63,6 +74,7 @@ def convert(
     target: str,
     name: str,
     program: Path | None,
+    recipe: str | None,
     only: tuple[str, ...],
     metadata_file: Path | None,
     overwrite: bool,
@@ -76,6 +88,13 @@ def convert(
     not take what it holds, else 0.
     """
     checkpoint = Checkpoint(source)
+    metadata = None if metadata_file is None else _json_object(metadata_file)
+    transform = None if program is None else _transform(program)
+    if recipe is not None:
+        if transform is not None:
+            raise StateError("--recipe and --transform are two transformations; give one of them")
+        transform = _recipe(recipe, source, checkpoint.index, metadata)
+        only = only or _sources_of(transform, checkpoint.index)
     num_bytes = int(checkpoint.index.boxes.num_bytes.sum())
     with progress(f"writing {target}", num_bytes) as on_bytes:
 
@@ -87,9 +106,9 @@ def convert(
             source,
             target,
             format=name,
-            transform=None if program is None else _transform(program),
+            transform=transform,
             only=only or "*",
-            metadata=None if metadata_file is None else _json_object(metadata_file),
+            metadata=metadata,
             overwrite=overwrite,
             on_event=on_event,
         )
@@ -123,6 +142,34 @@ def convert(
         console.out(text, style="yellow", highlight=False)
 
 
+def _recipe(
+    name: str, source: str, index: Index, metadata: Mapping[str, object] | None
+) -> Transform:
+    """The transformation that a recipe is for a checkpoint.
+
+    Raises:
+        StateError: If the configuration of the model is not known.
+    """
+    if name == RECIPES[0]:
+        storage = open_storage(source)
+        try:
+            text = storage.read(CONFIG_NAME)
+        except CheckpointNotFoundError as error:
+            raise StateError(
+                f"{storage.url}: no {CONFIG_NAME} beside the weights, which says what the model is"
+            ) from error
+        return huggingface_to_megatron(_object(text, f"{storage.url}/{CONFIG_NAME}"))
+    if metadata is None:
+        raise StateError(f"--recipe {name}: give the model's config.json with --metadata")
+    return megatron_to_huggingface(metadata, index)
+
+
+def _sources_of(transform: Transform, index: Index) -> tuple[str, ...]:
+    """What a recipe reads of what is stored; the rest is of the other system alone."""
+    read = (name.literal for statement in transform.statements for name in statement.left)
+    return tuple(dict.fromkeys(name for name in read if name is not None and name in index))
+
+
 def _transform(file: Path) -> Transform:
     """The transformation in a file: statements, or renames in JSON."""
     return Transform(_json_object(file) if file.suffix == ".json" else file.read_text())
@@ -134,10 +181,14 @@ def _json_object(file: Path) -> Mapping[str, object]:
     Raises:
         StateError: If there is something else in it.
     """
+    return _object(file.read_bytes(), str(file))
+
+
+def _object(text: bytes, where: str) -> Mapping[str, object]:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(text)
     except ValueError as error:
-        raise StateError(f"{file}: not JSON: {error}") from error
+        raise StateError(f"{where}: not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise StateError(f"{file}: must hold a JSON object, not {type(found).__name__}")
+        raise StateError(f"{where}: must hold a JSON object, not {type(found).__name__}")
     return found
