@@ -35,6 +35,9 @@ class HeaderEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Number, _Number]
 
 
+_ENTRY = msgspec.json.Decoder(HeaderEntry)
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """A decoded header.
@@ -104,9 +107,7 @@ def decode_header(data: bytes | memoryview, where: str) -> Header:
         document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw_metadata = document.pop("__metadata__", None)
         metadata = msgspec.json.decode(raw_metadata, type=dict[str, str]) if raw_metadata else {}
-        entries = {
-            name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in document.items()
-        }
+        entries = {name: _ENTRY.decode(raw) for name, raw in document.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where}: not a safetensors header: {error}") from error
     return Header(entries, metadata, _LENGTH.size + length)

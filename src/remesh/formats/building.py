@@ -35,7 +35,7 @@ from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.geometry import Box, IntArray, pad_dims
 from remesh.index import BoxTable, Index, StoredFile, TensorTable, checked
-from remesh.state import Path
+from remesh.state import Path, name_of
 from remesh.storage import Storage
 from remesh.values import UnresolvedValue
 
@@ -54,6 +54,9 @@ MIN_PIECES = 1 << 16
 Range = tuple[str, int, int]
 """A file, the first byte and one past the last."""
 
+
+WholeTensor = tuple[str, str, tuple[int, ...], int]
+"""Key, dtype and shape of a tensor, and the byte of its file at which it begins."""
 
 Listing = Mapping[str, int | None]
 """Relative path → bytes of files, sorted; None where the listing did not tell the size."""
@@ -154,8 +157,50 @@ class IndexBuilder:
         if dtype not in BY_NAME:
             raise damaged(f"{url}: {name}", f"{shown(dtype)} is not a dtype")
         check_shape(shape, BY_NAME[dtype].itemsize, f"{url}: {name}")
+        return self._add_like(name, dtype, tuple(shape))
+
+    def add_whole(self, path: str, tensors: Sequence[WholeTensor], prefix: Path = ()) -> None:
+        """Add tensors that lie whole, row by row, in a file: `add_tensor` and `add_piece` for many.
+
+        Args:
+            path: The file.
+            tensors: The tensors; their places are the keys of `prefix` and their own.
+            prefix: The first keys of their places.
+
+        Raises:
+            CorruptCheckpointError: See `add_tensor` and `add_piece`.
+        """
+        file, size = self._file_row(path), self.size_of(path)
+        before = name_of((*prefix, ""))
+        known: dict[tuple[str, tuple[int, ...]], tuple[Box, int]] = {}
+        for key, dtype, shape, position in tensors:
+            kind = known.get((dtype, shape))
+            if kind is None:  # what is checked of dtypes and shapes is checked once
+                row = self.add_tensor(before + key, dtype, shape)
+                box = Box.whole(shape)
+                kind = known[dtype, shape] = box, box.size * BY_NAME[dtype].itemsize
+            else:
+                row = self._add_like(before + key, dtype, shape)
+            box, num_bytes = kind
+            if not 0 <= position <= position + num_bytes <= size:
+                self._check_piece(row, box, path, position, box.size)
+            if num_bytes:
+                self._tensor.append(row)
+                self._offsets.append(box.offset)
+                self._extents.append(shape)
+                self._file.append(file)
+                self._position.append(position)
+            if "." in key:  # else the name says the place
+                self.document.paths[before + key] = [*prefix, key]
+
+    def _add_like(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Add a tensor whose dtype and shape have been checked; returns its row."""
+        if not name.isascii():
+            check_name(name, self.storage.url)
+        if name in self._names:
+            raise CorruptCheckpointError(f"{self.storage.url}: two tensors are called {name}")
         self._names.add(name)
-        self._tensors.append((name, dtype, tuple(shape)))
+        self._tensors.append((name, dtype, shape))
         return len(self._tensors) - 1
 
     def has_tensor(self, name: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from remesh import safetensors_file
 from remesh._repr import shown
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CheckpointNotFoundError, FormatVersionError, StateError
-from remesh.formats.building import IndexBuilder, Listing, file_size, read_ranges
+from remesh.formats.building import IndexBuilder, Listing, WholeTensor, file_size, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.geometry import Box
@@ -42,8 +42,7 @@ _PACKED_PAIRS, _PACKED_DTYPE = "F4", "float4_e2m1fn_x2"
 _PARTS_KEY = "DCP_SHARDING_INFO"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(NamedTuple):
     """A tensor of a file, or a part of one.
 
     Attributes:
@@ -141,10 +140,15 @@ def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, Store
         )
     offsets = _offsets_in(header.metadata, where)
     arrays = {}
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
     for name, entry in header.entries.items():
-        dtype, shape = _type_of(entry, f"{where}: {name}")
+        kind = entry.dtype, tuple(entry.shape)
+        if kind not in known:  # there are few kinds, and maybe a million tensors
+            dtype, shape = _type_of(entry, f"{where}: {name}")
+            known[kind] = dtype, shape, math.prod(shape) * BY_NAME[dtype].itemsize
+        dtype, shape, num_bytes = known[kind]
         start, stop = entry.data_offsets
-        if stop - start != math.prod(shape) * BY_NAME[dtype].itemsize:
+        if stop - start != num_bytes:
             raise damaged(f"{where}: {name}", f"{stop - start} bytes for shape {shape} of {dtype}")
         offset = offsets.get(name)
         if offset is not None and len(offset) != len(shape):
@@ -205,8 +209,13 @@ def add_arrays(
     found: dict[str, list[StoredArray]] = {}
     for name, array in arrays:
         found.setdefault(name, []).append(array)
+    singles: dict[str, list[WholeTensor]] = {}
     for name, parts in found.items():
         first, *others = parts
+        if not others and first.offset is None:
+            one = (name, first.dtype, first.shape, first.position)
+            singles.setdefault(first.path, []).append(one)
+            continue
         if others and any(part.offset is None for part in parts):
             raise StateError(
                 f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}; name "
@@ -222,3 +231,5 @@ def add_arrays(
         builder.set_path(full, (*prefix, name))
         for part, box in zip(parts, boxes, strict=True):
             builder.add_piece(row, box, part.path, part.position)
+    for path, tensors in singles.items():
+        builder.add_whole(path, tensors, prefix)
