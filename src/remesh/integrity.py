@@ -30,7 +30,7 @@ def hex_digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def raw_digest(data: bytes) -> bytes:
+def raw_digest(data: bytes | memoryview) -> bytes:
     """The xxh3-128 digest of bytes, as 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 

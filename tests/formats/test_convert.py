@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from remesh.errors import CheckpointExistsError, CorruptCheckpointError, StateEr
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.sharding import ShardedObject
-from remesh.testing import run_ranks
+from remesh.testing import Died, run_processes_outcomes, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -200,8 +202,6 @@ def test_what_a_conversion_refuses(native: Path, tmp_path: Path) -> None:
         convert(native, tmp_path / "weights", format="huggingface")
     with pytest.raises(StateError, match="one place"):
         convert(native, native, format="remesh", overwrite=True)
-    with pytest.raises(StateError, match="a list of parameters"):
-        convert(native, tmp_path / "renamed", format="remesh", transform={"model.": "net."})
     with pytest.raises(StateError, match="is not known"):
         convert(native, tmp_path / "unknown", format="unknown")
     convert(native, tmp_path / "there", format="remesh")
@@ -221,6 +221,114 @@ def test_one_that_is_cut_short_leaves_no_checkpoint(native: Path, tmp_path: Path
         remesh.Checkpoint(tmp_path / "new")
     convert(native, tmp_path / "new", format="remesh")
     assert_loads(tmp_path / "new")
+
+
+def stop_after(exchange: Exchange, source: Path, target: Path, name: str) -> None:
+    """Convert, and kill this process when a few chunks are written."""
+    left = iter(range(4))
+
+    def on_event(event: Event) -> None:
+        if event.point == "save.chunk_written" and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert(source, target, format=name, on_event=on_event)
+
+
+@pytest.mark.parametrize("name", ["remesh", "huggingface", "torch_dcp"])
+def test_one_that_is_killed_goes_on(name: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"w{n}": rng.integers(0, 99, 1 << 20) for n in range(3)}
+    remesh.save(arrays, tmp_path / "source")
+    target = tmp_path / "target"
+    (outcome,) = run_processes_outcomes(1, stop_after, tmp_path / "source", target, name)
+    assert isinstance(outcome, Died)
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(target)
+    # Digests find what is no longer what was written.
+    largest = max(
+        (path for path in target.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
+    with largest.open("r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"damage")
+    report = convert(tmp_path / "source", target, format=name)
+    total = 3 * (8 << 20)
+    assert total / 8 <= report.num_reused < total
+    found = remesh.Checkpoint(target, framework="numpy")
+    assert all(np.array_equal(found[key], array) for key, array in arrays.items())
+    assert not list(target.rglob("*.journal"))
+
+
+def test_another_conversion_uses_nothing_of_one_that_was_killed(tmp_path: Path) -> None:
+    arrays = {f"w{n}": np.full(1 << 20, n) for n in range(3)}
+    remesh.save(arrays, tmp_path / "source")
+    target = tmp_path / "target"
+    run_processes_outcomes(1, stop_after, tmp_path / "source", target, "remesh")
+    report = convert(tmp_path / "source", target, format="remesh", transform={"w0": "x"})
+    assert report.num_reused == 0
+    assert remesh.Checkpoint(target).verify().ok
+
+
+@pytest.mark.parametrize("name", ["remesh", "safetensors", "torch_dist"])
+def test_ranks_share_the_work(name: str, native: Path, tmp_path: Path) -> None:
+    only = "model.*" if name == "safetensors" else "*"
+
+    def one(exchange: Exchange) -> int:
+        written: list[int] = []
+        report = convert(
+            native, tmp_path / "shared", format=name, group=exchange, only=only,
+            on_event=lambda event: written.append(event.num_bytes)
+            if event.point == "save.chunk_written" else None,
+        )  # fmt: skip
+        assert report.verified.ok
+        return sum(written)
+
+    written = run_ranks(2, one)
+    assert min(written) > 0
+    convert(native, tmp_path / "alone", format=name, only=only)
+    found, expected = (remesh.Checkpoint(tmp_path / n) for n in ("shared", "alone"))
+    assert set(found) == set(expected)
+    assert dict(found.index.aliases) == dict(expected.index.aliases)
+    assert all(torch.equal(found[key], expected[key]) for key in expected.index)
+    if name != "safetensors":
+        assert_loads(tmp_path / "shared")
+
+
+def test_names_in_an_optimizer_follow(native: Path, tmp_path: Path) -> None:
+    convert(
+        native,
+        tmp_path / "net",
+        format="remesh",
+        transform={"model.": "net.", "optimizer.": "adam."},
+    )
+    model, optimizer = trained()
+    fresh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fresh[1].weight = fresh[0].weight
+    target = torch.optim.AdamW(fresh.parameters())
+    remesh.load({"net": fresh, "adam": target}, tmp_path / "net")
+    for left, right in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(optimizer.state[left]["exp_avg"], target.state[right]["exp_avg"])
+
+
+def test_joined_and_deleted_parameters_leave_the_lists_of_an_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.ParameterDict({name: torch.ones(2, 3) for name in ("q", "k", "old", "w")})
+    weights = [model[name] for name in ("w", "q", "k", "old")]
+    optimizer = torch.optim.AdamW(weights)
+    sum(one.sum() for one in weights).backward()
+    optimizer.step()
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    program = "model.q, model.k -> model.qk, axis=0   model.old -> _"
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program)
+    found = remesh.Checkpoint(tmp_path / "b")
+    assert found.lists == {"optimizer.param_groups.0.params": ["w", "qk"]}
+    joined = torch.nn.ParameterDict({"w": torch.zeros(2, 3), "qk": torch.zeros(4, 3)})
+    adam = torch.optim.AdamW([joined["w"], joined["qk"]])
+    remesh.load({"model": joined, "optimizer": adam}, tmp_path / "b")
+    assert adam.state[joined["qk"]]["exp_avg"].shape == (4, 3)
+    two = torch.optim.AdamW([{"params": [model["q"], model["w"]]}, {"params": [model["k"]]}])
+    remesh.save({"model": model, "optimizer": two}, tmp_path / "two")
+    with pytest.raises(StateError, match=r"model\.k, which the optimizer has in another group"):
+        convert(tmp_path / "two", tmp_path / "c", format="remesh", transform=program)
 
 
 def test_damage_of_the_source_is_found_on_the_way(native: Path, tmp_path: Path) -> None:

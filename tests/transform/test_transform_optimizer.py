@@ -439,3 +439,13 @@ def test_outputs_beside_the_targets() -> None:
 
 def test_a_plain_value_can_be_renamed() -> None:
     assert Transform("a -> b").apply({"a": 3, "c": 4}) == {"b": 3, "c": 4}
+
+
+def test_a_state_that_a_statement_renames_does_not_follow_as_well() -> None:
+    state = {
+        "model.w": np.zeros(2),
+        "optimizer.state.w.exp_avg": np.ones(2),
+        "optimizer.state.w.step": np.array(3.0),
+    }
+    renamed = Transform({"model.": "net.", "optimizer.": "adam."}).apply(state)
+    assert set(renamed) == {"net.w", "adam.state.w.exp_avg", "adam.state.w.step"}

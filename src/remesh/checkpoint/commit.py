@@ -41,7 +41,7 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
         storage.sync()
         return
     for path, data in early_files(save):
-        storage.put(path, data, overwrite=False)
+        storage.put(path, data, overwrite=save.options.resumes)
         emit("save.values_written", len(data))
 
 
@@ -101,7 +101,7 @@ def finish(
         renames = [step for step in others if isinstance(step, Rename)]
         small = [step for step in others if not isinstance(step, Rename)]
         for path, data in small:
-            storage.put(path, data, overwrite=not writer.has_folder)
+            storage.put(path, data, overwrite=not writer.has_folder or save.options.resumes)
             put.append(path)
         emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()

@@ -3,7 +3,8 @@
 A conversion is a save whose tensors lie in another checkpoint: each is a memory that reads boxes of
 it (`stored_memory`), and everything else is what that checkpoint says. So plans, files, commit and
 errors are those of a save, tensors pass through a few buffers of some MiB, and digests of the
-source are checked while it is read. A conversion that is cut short leaves no checkpoint.
+source are checked while it is read. A conversion that is cut short leaves no checkpoint, and what
+it has written is used by the next attempt (`remesh.pipeline.journal`).
 """
 
 from __future__ import annotations
@@ -12,35 +13,45 @@ import dataclasses
 import fnmatch
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
-from remesh import values
+from remesh import __version__, values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import is_place
+from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport
-from remesh.checkpoint.save_plan import PlanCache
+from remesh.checkpoint.renamed import renamed_lists, renamed_path, renamed_sequences
+from remesh.checkpoint.save_plan import PlanCache, SaveOptions
 from remesh.checkpoint.saving import options_of, save_agreed
 from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
+from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
-from remesh.exchange import Alone
+from remesh.exchange import Alone, Exchange, run_on_one
 from remesh.formats import native
 from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
-from remesh.formats.table import FORMATS, Source, place_of, read_contents, writer_of
+from remesh.formats.table import FORMATS, Place, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
-from remesh.index import Index
+from remesh.integrity import raw_digest
+from remesh.pipeline import Journal
 from remesh.sharded import ArrayLike, Part, ShardedObject
-from remesh.state import Description, Path, Role, TensorEntry
-from remesh.storage import open_storage
-from remesh.transform import Program, Resolved, Transform, as_transform
+from remesh.state import Description, Role, TensorEntry
+from remesh.storage import SharedFiles, list_directory, open_storage
+from remesh.transform import Program, Resolved, Transform, arranged, as_transform
+
+MAX_COMPARED = 64 << 20
+"""Bytes of a tensor that are compared with another one: it is read whole for that."""
 
 _log = logging.getLogger("remesh")
 
@@ -58,6 +69,7 @@ class ConversionReport:
         verified: What reading the new checkpoint again has found.
         unchecked: Names in the new checkpoint of what a repair had put into the source without a
             digest that proves it, or is made of that. Only remesh's own format marks them.
+        num_reused: Bytes that an earlier attempt, which was killed, had written already.
     """
 
     source_format: str
@@ -67,6 +79,7 @@ class ConversionReport:
     num_bytes: int
     verified: VerifyReport
     unchecked: tuple[str, ...]
+    num_reused: int = 0
 
     __repr__ = short_repr
 
@@ -81,14 +94,17 @@ def convert(
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     format_options: Mapping[str, object] | None = None,
+    group: Any = None,
     on_event: OnEvent = ignore,
 ) -> ConversionReport:
-    """Write a checkpoint in another format. Not collective: one process converts.
+    """Write a checkpoint in another format. One process converts, or all of a group.
 
     Tensors are read and written a few MiB at a time. What the checkpoint holds besides is carried
     over as it is, where the format takes it. The new checkpoint is committed last, so a conversion
-    that is killed leaves none; a second attempt begins anew. When it is committed it is read once
-    more and compared with its digests, if its format has any.
+    that is killed leaves none. A second attempt goes on where it was killed, if it has the same
+    arguments, writes to a directory of a file system and replaces nothing: what is there is read
+    and compared with digests that were noted beside it. When the checkpoint is committed it is
+    read once more and compared with its digests, if its format has any.
 
     Args:
         source: What to convert: a path, URL or storage, or a `remesh.formats.Source`.
@@ -99,6 +115,8 @@ def convert(
         overwrite: Replace a checkpoint of the format that is there.
         metadata: As of `remesh.save`. None for that of the source, if both are of remesh.
         format_options: As of `remesh.save`.
+        group: A torch process group or an `Exchange` whose ranks share the work; all of them call
+            it. None for this process alone.
         on_event: Told of the moments in `remesh.events.SAVE_POINTS`.
 
     Raises:
@@ -131,36 +149,130 @@ def convert(
     stored = StoredSource(
         decoded(place.storage, contents.index), contents.index, identity, resolved
     )
-    description = describe_stored(contents, stored)
-    if description.unchecked and format != native.FORMAT_NAME:
-        _log.warning(
-            "%s: no digest proves %s, which a repair has taken over, and the format %r has no mark "
-            "for that; convert to 'remesh' to keep it",
-            place.storage.url,
-            listed(description.unchecked),
-            format,
-        )
+    description = describe_stored(contents, stored, None if program is None else program.owners)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
+        _warn_of_unchecked(description, place.storage.url, format)
+    num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
+    exchange = Alone() if group is None else exchange_of(group)
     options = options_of(overwrite, metadata, None, False, format, format_options)
-    save_agreed(description, path, options, group=Alone(), cache=PlanCache(), on_event=on_event)
+    bound = None if program is None else str(program.bind(_names_in(contents)))
+    told = (__version__, repr(options), bound, sorted(_names_in(contents)), exchange.world_size)
+    key = _key_of(place, contents, identity, told)
+    num_reused = _write(description, path, options, exchange, key, on_event)
     row = next(row for row in FORMATS if writer in row.writers)
     written = Checkpoint(Source(path, format=row.name))
-    verified = written.verify()
-    if not verified.ok:
-        raise CorruptCheckpointError(
-            f"{written}: what was read again is not what was written; remesh verify lists the "
-            "damage. The source is as it was: convert it again, or to another disk."
-        )
     return ConversionReport(
         contents.format,
         format,
         len(written.index.boxes.tensors),
-        len(description.values) + len(description.merged_lists) + len(description.objects),
+        num_values,
         sum(entry.num_bytes for entry in map(written.index.__getitem__, written.index)),
-        verified,
+        _verified(written, exchange),
         tuple(description.unchecked),
+        num_reused,
     )
+
+
+def _write(
+    description: Description,
+    path: Any,
+    options: SaveOptions,
+    exchange: Exchange,
+    key: bytes,
+    on_event: OnEvent,
+) -> int:
+    """Save this rank's share of a description; how many bytes an earlier attempt had written."""
+    journal = _journal_of(path, options.overwrite, exchange, key)
+    options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
+    share = _share_of(description, exchange.rank, exchange.world_size)
+    cache = PlanCache(journal=journal)
+    try:
+        save_agreed(share, path, options, group=exchange, cache=cache, on_event=on_event)
+    finally:
+        if journal is not None:
+            journal.close()
+    return 0 if journal is None else journal.num_reused
+
+
+def _verified(written: Checkpoint, exchange: Exchange) -> VerifyReport:
+    """What reading a new checkpoint again finds.
+
+    Raises:
+        CorruptCheckpointError: If it is not what was written.
+    """
+    found = run_on_one(exchange, lambda: msgspec.json.encode(written.verify()))
+    report = msgspec.json.decode(found, type=VerifyReport)
+    if not report.ok:
+        raise CorruptCheckpointError(
+            f"{written}: what was read again is not what was written; remesh verify lists the "
+            "damage. The source is as it was: convert it again, or to another disk."
+        )
+    return report
+
+
+def _warn_of_unchecked(description: Description, url: str, format_name: str) -> None:
+    """Warn that a format has no mark for what a repair has taken over without a digest."""
+    if description.unchecked:
+        _log.warning(
+            "%s: no digest proves %s, which a repair has taken over, and the format %r has no mark "
+            "for that; convert to 'remesh' to keep it",
+            url,
+            listed(description.unchecked),
+            format_name,
+        )
+
+
+def _names_in(contents: Contents) -> list[str]:
+    """All names that are stored."""
+    document = contents.document
+    return [*contents.index, *document.values, *document.lists, *document.objects]
+
+
+def _key_of(place: Place, contents: Contents, identity: str, told: tuple[object, ...]) -> bytes:
+    """The digest of all that says which bytes a conversion writes.
+
+    Checkpoints of other systems have no identity; sizes and times of their files stand for it.
+    """
+    facts: list[object] = []
+    if not identity:
+        paths = [file.path for file in contents.index.files]
+        folders = sorted({path.rpartition("/")[0] for path in paths})
+        found = {folder: list_directory(place.storage, folder).files for folder in folders}
+        for path in paths:
+            folder, _, name = path.rpartition("/")
+            one = found[folder].get(name)
+            facts.append((path, None if one is None else (one.num_bytes, one.modified)))
+    return raw_digest(repr((place.storage.url, place.file, identity, facts, told)).encode())
+
+
+def _journal_of(path: Any, overwrite: bool, exchange: Exchange, key: bytes) -> Journal | None:
+    """The journal of this rank, where one can be kept."""
+    storage = open_storage(path)
+    if overwrite or not isinstance(storage, SharedFiles):
+        return None
+    return Journal(storage, exchange.rank, key)
+
+
+def _share_of(description: Description, rank: int, world_size: int) -> Description:
+    """What one rank writes: tensors of about as many bytes as others, on rank 0 the values, too."""
+    if world_size == 1:
+        return description
+    weights: dict[object, int] = {}
+    for entry in description.tensors:  # a tensor and its other names stay together
+        key = entry.alias_key or entry.name
+        num_bytes = math.prod(entry.global_shape) * BY_NAME[entry.dtype].itemsize
+        weights[key] = max(weights.get(key, 0), num_bytes)
+    loads, rank_of = [0] * world_size, dict[object, int]()
+    for key in sorted(weights, key=lambda key: -weights[key]):
+        rank_of[key] = loads.index(min(loads))
+        loads[rank_of[key]] += weights[key]
+    mine = [one for one in description.tensors if rank_of[one.alias_key or one.name] == rank]
+    if rank == 0:
+        return dataclasses.replace(description, tensors=mine)
+    names = {entry.name for entry in mine}
+    paths = {name: at for name, at in description.paths.items() if name in names}
+    return Description(tensors=mine, paths=paths, sequences=description.sequences)
 
 
 def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
@@ -223,14 +335,22 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
     return resolved
 
 
-def describe_stored(contents: Contents, source: StoredSource) -> Description:
+def describe_stored(
+    contents: Contents, source: StoredSource, owners: Mapping[str, str] | None = None
+) -> Description:
     """What a checkpoint holds, described as a state whose tensors are read from it.
+
+    Args:
+        contents: The checkpoint.
+        source: What its tensors are read from.
+        owners: See `Transform`.
 
     Raises:
         StateError: If the transformation makes something that cannot be stored.
     """
     index, document, resolved = contents.index, contents.document, source.resolved
     others = [*document.values, *document.lists, *document.objects]
+    renamed: Mapping[str, list[str]] = {}
     description = Description()
     tensors: dict[str, tuple[str, tuple[int, ...], str | None]]
     if resolved is None:
@@ -246,8 +366,10 @@ def describe_stored(contents: Contents, source: StoredSource) -> Description:
         plain = {
             name: _source_of_value(resolved, name) for name in resolved.targets if name not in made
         }
-        _check_unread(resolved)
-        _check_lists(document, tensors, index, plain)
+        _check_equal(source, resolved)
+        lists = {name: document.lists[old] for name, old in plain.items() if old in document.lists}
+        if lists and tensors.keys() != set(index):
+            renamed = renamed_lists(lists, index, resolved, owners or {})
     # Those that others are tied to come first, so that they keep the tensor.
     for name in sorted(tensors, key=lambda name: name in index.aliases):
         dtype, shape, copied = tensors[name]
@@ -256,7 +378,10 @@ def describe_stored(contents: Contents, source: StoredSource) -> Description:
         parts = (Part(Box.whole(shape), memory),)
         description.tensors.append(TensorEntry(name, dtype, shape, parts, Role.MAIN, alias_key=key))
     for name, old in plain.items():
-        _add_plain(description, document, name, old)
+        if name in renamed:
+            description.merged_lists[name] = renamed[name]
+        else:
+            _add_plain(description, document, name, old)
     unchecked = {*document.unchecked_names}
     if unchecked:
         made_of = {
@@ -264,8 +389,16 @@ def describe_stored(contents: Contents, source: StoredSource) -> Description:
             for name in (*tensors, *plain)
         }
         description.unchecked = [name for name, read in made_of.items() if read & unchecked]
-    description.paths = {name: document.path_of(name) for name in (*tensors, *plain)}
-    description.sequences = _sequences_around(description.paths.values(), document)
+    first = {name: name for name in (*tensors, *plain)}
+    if resolved is not None:
+        first = {name: resolved.sources_of(name)[0] for name in first}
+    places = {name: document.path_of(old) for name, old in first.items()}
+    description.paths = {
+        name: at if name == first[name] else renamed_path(name, at) for name, at in places.items()
+    }
+    moved = {at: description.paths[name] for name, at in places.items()}
+    sequences = [(tuple(at), kind) for at, kind in document.sequences]
+    description.sequences = renamed_sequences(moved, sequences)
     return description
 
 
@@ -284,38 +417,32 @@ def _source_of_value(resolved: Resolved, name: str) -> str:
     return sources[0]
 
 
-def _check_unread(resolved: Resolved) -> None:
-    """Refuse a transformation that takes a tensor of one source and wants others to equal it.
+def _check_equal(source: StoredSource, resolved: Resolved) -> None:
+    """Compare what a transformation takes of one source with others that must hold the same.
 
     Raises:
-        StateError: If it does.
+        StateError: If it differs, or is too large to be compared.
     """
     for name, info in resolved.targets.items():
-        checks = () if info is None else resolved.checks(name)
-        if checks:
-            raise StateError(
-                f"{name}: {checks[0].source!r} would have to hold the same values, which a "
-                "conversion does not compare; delete it with '-> _'"
+        for check in () if info is None else resolved.checks(name):
+            assert info is not None
+            stored = source.index[check.source]
+            if check.source_box.size * BY_NAME[stored.dtype].itemsize > MAX_COMPARED:
+                raise StateError(
+                    f"{name}: {check.source!r} would have to hold the same values, which a "
+                    "conversion does not compare; delete it with '-> _'"
+                )
+            box = check.target_box
+            taken = np.empty(box.shape, BY_NAME[info.dtype].carrier)
+            other = np.empty(check.source_box.shape, BY_NAME[stored.dtype].carrier)
+            source.read([(name, box, taken)])
+            dataclasses.replace(source, resolved=None).read(
+                [(check.source, check.source_box, other)]
             )
-
-
-def _check_lists(
-    document: native.ValuesDocument,
-    tensors: Mapping[str, object],
-    index: Index,
-    plain: Mapping[str, str],
-) -> None:
-    """Refuse to carry over lists of names, an optimizer's parameters, where names change.
-
-    Raises:
-        StateError: If there are any.
-    """
-    kept = sorted(name for name, old in plain.items() if old in document.lists)
-    if kept and tensors.keys() != set(index):
-        raise StateError(
-            f"{kept[0]}: a list of parameters, whose names the transformation changes. Delete the "
-            "optimizer, or load the checkpoint with the transformation and save it again."
-        )
+            if taken.tobytes() != arranged(other, check).tobytes():
+                raise StateError(
+                    f"{name}: {check.source!r} does not hold the same values; delete it with '-> _'"
+                )
 
 
 def _add_plain(
@@ -339,9 +466,3 @@ def _add_plain(
         if shard.unique_name != name:
             raise StateError(f"{old}: an element of a sharded object cannot be renamed to {name}")
         description.objects.append(shard)
-
-
-def _sequences_around(paths: Iterable[Path], document: native.ValuesDocument) -> dict[Path, str]:
-    """The containers of the source that hold something of the new checkpoint."""
-    above = {path[:length] for path in paths for length in range(len(path))}
-    return {tuple(at): kind for at, kind in document.sequences if tuple(at) in above}

@@ -53,6 +53,7 @@ from remesh.formats.table import writer_of
 from remesh.geometry import IntArray
 from remesh.index import BoxTable
 from remesh.integrity import raw_digest
+from remesh.pipeline import Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import FileSystemSpace, SharedFiles, Storage
@@ -75,6 +76,7 @@ class SaveOptions:
         format_options: Options of the format; those of rank 0 count.
         without: Small files that the caller writes by itself.
         keeps: Whether files that did not change since the last save of the `PlanCache` are kept.
+        resumes: Whether files of an earlier attempt may be there.
     """
 
     overwrite: bool
@@ -87,6 +89,7 @@ class SaveOptions:
     format_options: Mapping[str, object] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     keeps: bool = False
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +188,8 @@ class PlanCache:
         assignments: On rank 0, rows of the plan by rank.
         hits: How often it was used.
         met_in: URL of the directory in which ranks last found that they share it; None before.
+        journal: What this rank has written in an attempt that was killed; None if no attempt of the
+            save is to be continued.
         history: What this rank knows of the last save that was committed.
     """
 
@@ -196,6 +201,7 @@ class PlanCache:
     assignments: list[IntArray] = field(default_factory=list)
     hits: int = 0
     met_in: str | None = None
+    journal: Journal | None = None
     history: History = field(default_factory=History)
 
 
@@ -397,8 +403,10 @@ class _Rank:
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
         num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
+        if self.options.resumes:
+            num_bytes[:] = 0  # the files have their room
         check_space(spaces, num_bytes, self.storage.url)
-        save_id = secrets.token_hex(6)
+        save_id = secrets.token_hex(6) if cache.journal is None else cache.journal.save_id
         grid = self.grid(plan.boxes, document)
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
@@ -407,7 +415,7 @@ class _Rank:
         meets = meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
         if meets:
-            self.storage.put(_meeting_path(save_id), b"", overwrite=False)
+            self.storage.put(_meeting_path(save_id), b"", overwrite=self.options.resumes)
         self.emit("save.planned")
         comparison = self.comparison(not self.is_known)
         compares = len(plan.copies.box) > 0 and (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, with_digests
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import write_stream
+from remesh.pipeline import Journal, write_stream
 from remesh.progress import showing
 from remesh.storage import Storage, open_storage
 
@@ -179,9 +180,8 @@ def _save_from(
     parts: list[Part] = []
 
     def write_mine() -> bytes:
-        parts.extend(
-            write(storage, mine, emit, lambda: write_beside(storage, mine.global_plan, emit))
-        )
+        beside = partial(write_beside, storage, mine.global_plan, emit)
+        parts.extend(write(storage, mine, emit, beside, journal=cache.journal))
         return msgspec.msgpack.encode(parts)
 
     def join(replies: list[bytes]) -> list[bytes]:
@@ -199,7 +199,12 @@ def _save_from(
 
 
 def write(
-    storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
+    storage: Storage,
+    mine: RankSavePlan,
+    emit: Emit,
+    beside: Callable[[], None],
+    *,
+    journal: Journal | None = None,
 ) -> list[Part]:
     """Write this rank's files, unless they are there, and do what is to be done beside.
 
@@ -208,6 +213,7 @@ def write(
         mine: What this rank has to do.
         emit: Told of `save.file_created`, `save.chunk_written` and `save.file_finished`.
         beside: What else is to be done meanwhile.
+        journal: See `PlanCache`.
 
     Returns:
         What rank 0 has to know of the files.
@@ -221,6 +227,8 @@ def write(
         storage.sync()
         return list(mine.kept)
     num_bytes = stream.layout.num_bytes
+    if journal is not None:
+        journal.begin(mine.save_id, stream.identity, stream.layout.num_chunks)
     emit("save.file_created", num_bytes)
     digests = write_stream(
         storage,
@@ -229,6 +237,7 @@ def write(
         lambda size: emit("save.chunk_written", size),
         beside,
         copies=stored_copies(mine.tensors.memories),
+        journal=journal,
     )
     storage.sync()
     emit("save.file_finished", num_bytes)

@@ -78,6 +78,20 @@ class RankStream:
     files: StreamFiles
     parts: tuple[Part, ...]
 
+    @property
+    def identity(self) -> bytes:
+        """Equal for streams whose elements lie at the same places of the same files."""
+        files, layout = self.files, self.layout
+        columns = (files.file, files.start, files.position, files.num_bytes)
+        return b"".join(
+            [
+                repr((files.paths, files.sizes)).encode(),
+                *(column.tobytes() for column in columns),
+                np.array(layout.positions, np.int64).tobytes(),
+                layout.header,
+            ]
+        )
+
 
 def lay_out(
     frames: Sequence[Frame],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
 from remesh._repr import format_bytes
-from remesh.checkpoint import Checkpoint
+from remesh.checkpoint import Checkpoint, ConversionReport
 from remesh.checkpoint import convert as convert_checkpoint
 from remesh.cli import output
 from remesh.errors import CheckpointNotFoundError, StateError
@@ -19,6 +21,7 @@ from remesh.formats.table import WRITERS
 from remesh.index import Index
 from remesh.progress import progress
 from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
+from remesh.run_info import run_info
 from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
 
@@ -83,9 +86,10 @@ def convert(
     """Write the checkpoint SRC, of any format, to DST in another one.
 
     Tensors are read and written a few MiB at a time, so they need not fit in memory. DST is
-    committed last and read once more: a conversion that is killed leaves no checkpoint, and may be
-    started again. The exit code is 1 if SRC is damaged, 2 if it cannot be read or the format does
-    not take what it holds, else 0.
+    committed last and read once more: a conversion that is killed leaves no checkpoint, and goes
+    on if it is started again with the same arguments. Processes of torchrun (torchrun
+    --nproc-per-node 4 -m remesh convert ...) share the work. The exit code is 1 if SRC is damaged,
+    2 if it cannot be read or the format does not take what it holds, else 0.
     """
     checkpoint = Checkpoint(source)
     metadata = None if metadata_file is None else _json_object(metadata_file)
@@ -96,7 +100,7 @@ def convert(
         transform = _recipe(recipe, source, checkpoint.index, metadata)
         only = only or _sources_of(transform, checkpoint.index)
     num_bytes = int(checkpoint.index.boxes.num_bytes.sum())
-    with progress(f"writing {target}", num_bytes) as on_bytes:
+    with _ranks() as (rank, group), progress(f"writing {target}", num_bytes) as on_bytes:
 
         def on_event(event: Event) -> None:
             if event.point == "save.chunk_written":
@@ -110,8 +114,30 @@ def convert(
             only=only or "*",
             metadata=metadata,
             overwrite=overwrite,
+            group=group,
             on_event=on_event,
         )
+    if rank == 0:
+        _print_report(report, source, target, as_json=as_json)
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, Any]]:
+    """The number of this process and the group that it converts with; None if it is alone."""
+    info = run_info()
+    if info.world_size == 1 or not info.run_id:  # variables of a pod alone start no group
+        yield 0, None
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_report(report: ConversionReport, source: str, target: str, *, as_json: bool) -> None:
     if as_json:
         document = {
             "kind": "conversion",
@@ -122,6 +148,7 @@ def convert(
             "num_tensors": report.num_tensors,
             "num_values": report.num_values,
             "num_bytes": report.num_bytes,
+            "num_reused": report.num_reused,
             "has_digests": report.verified.has_digests,
             "unchecked": list(report.unchecked),
         }
@@ -130,6 +157,8 @@ def convert(
     console = output.stdout_console()
     counts = f"{output.plural(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
     others = f", {output.plural(report.num_values, 'value')}" if report.num_values else ""
+    if report.num_reused:
+        others += f"; {format_bytes(report.num_reused)} of an attempt that was cut short"
     checked = "compared with its digests" if report.verified.has_digests else "no digests"
     console.out(
         f"{output.printable(shown_url(target))}: {report.source_format} to {report.format}, "

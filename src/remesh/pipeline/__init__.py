@@ -13,6 +13,7 @@ need only wait for the first half.
 
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
+from remesh.pipeline.journal import Journal
 from remesh.pipeline.read import Destination, read_runs
 from remesh.pipeline.write import (
     FileLayout,
@@ -28,6 +29,7 @@ __all__ = [
     "Destination",
     "FileLayout",
     "FilePiece",
+    "Journal",
     "MemoryTransfer",
     "StreamFiles",
     "has_digests",

@@ -16,15 +16,17 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from remesh.dtypes import DType
+from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
-from remesh.integrity import BLOCK_SIZE, Digests, block_digests
+from remesh.integrity import BLOCK_SIZE, Digests, block_digests, raw_digest
 from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
+from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, SharedFiles, Storage, Writer
 
@@ -190,6 +192,7 @@ class ChunkWriter:
         files: The files.
         num_bytes: Bytes of the stream.
         copies: Which of them may be copies, by their numbers; all files begin with a chunk then.
+        reopens: Whether the files may be there already, with bytes that shall stay.
 
     Attributes:
         copied: Numbers of the files that are copies.
@@ -205,7 +208,10 @@ class ChunkWriter:
         files: StreamFiles,
         num_bytes: int,
         copies: Mapping[int, FileCopy] | None = None,
+        *,
+        reopens: bool = False,
     ) -> None:
+        self._is_opened = files.is_shared or reopens
         self.copied: set[int] = set()
         self._copies = dict(copies or {})
         self._storage = storage
@@ -249,9 +255,36 @@ class ChunkWriter:
 
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
+        for file, position, part in self._parts(number, chunk):
+            self._writer_of(file).write(position, part)
+        self.accept(number, chunk)
+
+    def accept(self, number: int, chunk: Buffer) -> None:
+        """Take notice of a chunk that is in the files."""
+        for file, _, part in self._parts(number, chunk):
+            if self._has_digests:
+                found = block_digests(part)
+                first = number * CHUNK_SIZE // BLOCK_SIZE
+                self._digests[first : first + len(found)] = found
+            if not self._is_single:
+                self._count(file, len(part))
+
+    def restore(self, number: int, chunk: Buffer) -> bool:
+        """Fill a chunk with what the files have; whether they have all of it."""
+        chunk[:] = 0  # what lies between files
+        for file, position, part in self._parts(number, chunk):
+            try:
+                if self._storage.read_into(self._files.paths[file], position, part) < len(part):
+                    return False
+            except CheckpointNotFoundError:
+                return False
+        return True
+
+    def _parts(self, number: int, chunk: Buffer) -> Iterator[tuple[int, int, Buffer]]:
+        """File, position in it and bytes of what a chunk consists of."""
         start, files = number * CHUNK_SIZE, self._files
-        if self._has_digests:
-            self._write_digested(self._file_of(number), start, chunk)
+        if self._is_single:
+            yield 0, start, chunk
             return
         begin = max(int(np.searchsorted(files.start, start, "right")) - 1, 0)
         end = int(np.searchsorted(files.start, start + len(chunk), "left"))
@@ -261,7 +294,7 @@ class ChunkWriter:
             skipped = max(start - first, 0)
             part = chunk[first + skipped - start : max(first + num_bytes - start, 0)]
             if len(part):
-                self._write_part(file, position + skipped, part)
+                yield file, position + skipped, part
 
     def finish(self) -> list[Digests]:
         """Make the files durable; the digests of the blocks of each, none if not digested."""
@@ -292,7 +325,7 @@ class ChunkWriter:
         with self._lock:
             if file not in self._open:
                 path, size = self._files.paths[file], self._files.sizes[file]
-                if self._files.is_shared:
+                if self._is_opened:
                     assert isinstance(self._storage, SharedFiles)
                     self._open[file] = self._storage.open_shared(path, size)
                 else:
@@ -300,27 +333,13 @@ class ChunkWriter:
                 self._created.append(file)
             return self._open[file]
 
-    def _write_digested(self, file: int, start: int, chunk: Buffer) -> None:
-        """Write a chunk of a file that begins with a chunk."""
-        files = self._files
-        position = start - int(files.start[file])
-        part = chunk[: int(files.num_bytes[file]) - position]
-        found = block_digests(part)
-        first = start // BLOCK_SIZE
-        self._digests[first : first + len(found)] = found
-        if self._is_single:
-            self._open[0].write(position, part)
-        else:
-            self._write_part(file, position, part)
-
-    def _write_part(self, file: int, position: int, part: Buffer) -> None:
-        writer = self._writer_of(file)
-        writer.write(position, part)
+    def _count(self, file: int, num_bytes: int) -> None:
+        """Finish a file when all its bytes are there."""
         with self._lock:
-            self._left[file] -= len(part)
+            self._left[file] -= num_bytes
             is_complete = not self._left[file]
         if is_complete:
-            writer.finish()
+            self._writer_of(file).finish()
             del self._open[file]
 
 
@@ -332,6 +351,7 @@ def write_stream(
     meanwhile: Callable[[], None] | None = None,
     *,
     copies: Callable[[], CopyQueue] | None = None,
+    journal: Journal | None = None,
 ) -> list[Digests]:
     """Write the files of a stream and make them durable.
 
@@ -342,6 +362,7 @@ def write_stream(
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
         meanwhile: What else is to be done once a single file exists, beside the writing.
         copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
+        journal: What an earlier attempt has written, and where to note what this one writes.
 
     Returns:
         The digests of the blocks of each file; see `ChunkWriter.finish`.
@@ -350,11 +371,17 @@ def write_stream(
         NoSpaceError: If there is no room; the files are gone then.
         StorageError: If the storage fails; the files are gone then, if the storage still can.
     """
-    writer = ChunkWriter(storage, files, layout.num_bytes)
+    reopens = journal is not None and journal.is_resumed
+    writer = ChunkWriter(storage, files, layout.num_bytes, reopens=reopens)
 
     def write_chunk(number: int, buffer: Buffer) -> None:
+        if journal is not None and _is_written(journal, writer, number, layout, buffer):
+            on_chunk(min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
+            return
         chunk = _filled(layout, number, buffer, copies)
         writer.write(number, chunk)
+        if journal is not None:
+            journal.add(number, raw_digest(chunk.data))
         on_chunk(len(chunk))
 
     try:
@@ -389,6 +416,21 @@ def has_digests(
 
     run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, look)
     return not differs.is_set()
+
+
+def _is_written(
+    journal: Journal, writer: ChunkWriter, number: int, layout: FileLayout, buffer: Buffer
+) -> bool:
+    """Whether an earlier attempt has written a chunk; if so, notice is taken of it."""
+    digest = journal.find(number)
+    if digest is None:
+        return False
+    chunk = buffer[: min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE)]
+    if not writer.restore(number, chunk) or raw_digest(chunk.data) != digest:
+        return False
+    writer.accept(number, chunk)
+    journal.count(len(chunk))
+    return True
 
 
 def _filled(

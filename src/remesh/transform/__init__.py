@@ -16,6 +16,7 @@ docs/transform.md.
 from __future__ import annotations
 
 from remesh.transform.arrays import arranged as arranged
+from remesh.transform.optimizer_state import find_states as find_states
 from remesh.transform.optimizer_state import short_name as short_name
 from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved

@@ -469,6 +469,8 @@ class _Resolver:
                 for leaf in self.leaves_of(name)
                 if (source := self.state_source(leaf.name, state)) is not None
             }
+            if all(source in self.bindings.read for source in found.values()):
+                continue  # statements say what becomes of it
             info = self.sources.infos[next(iter(found.values()))]
             is_single = isinstance(without_conversions(node), Leaf) or self.is_count(state, found)
             if info is not None and not is_single:
