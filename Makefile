@@ -77,6 +77,7 @@ format: $(VENV)/.ready-dev  ## Format the code
 bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of the machine
 	$(BIN)/python -m benchmarks.save_load
 	$(BIN)/python -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.transform_planning
 	$(BIN)/python -m benchmarks.reshard

@@ -64,6 +64,12 @@ def make_state(gibibytes: float) -> dict[str, torch.Tensor]:
     }
 
 
+def change(state: dict[str, torch.Tensor]) -> None:
+    """Change every block of a state, as training does; what does not change is not written."""
+    for tensor in state.values():
+        tensor.view(-1)[:: 1 << 16] += 1
+
+
 def measure_remesh(saver: remesh.Saver, state: Any, path: Path) -> tuple[float, float]:
     started = time.perf_counter()
     handle = saver.save_async(state, path)
@@ -93,6 +99,7 @@ def measure_blocking(state: Any, folder: Path, rounds: int) -> tuple[list[list[s
     ):
         time.sleep(3)  # what a job does before its first save
         for number in range(rounds):
+            change(state)
             started = time.perf_counter()
             for name, tensor in state.items():
                 copy[name].copy_(tensor)
@@ -186,6 +193,7 @@ def measure_slowdown(state: Any, folder: Path, rounds: int) -> tuple[list[list[s
     with remesh.Saver(state) as thread, remesh.Saver(state, writer="process") as process:
         for number in range(rounds):
             place = folder / f"steps-{number}"
+            change(state)
             contestants: dict[str, Callable[[], list[float]]] = {
                 "nothing": lambda: steps_for(training, 1.0),
                 "raw": lambda: steps_beside_raw(training, place / "raw", num_bytes),  # noqa: B023

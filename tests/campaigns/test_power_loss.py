@@ -16,10 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import remesh
+from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
 from remesh.sharded import ShardedTensor
+from remesh.storage import LocalStorage
 from remesh.testing import run_ranks
 from remesh.testing.power_loss import PowerLoss, write_state
 from remesh.testing.system_calls import Call, SystemCalls
@@ -164,3 +167,77 @@ def test_the_replay_finds_a_missing_sync(tmp_path: Path, monkeypatch: pytest.Mon
     recording = two_saves(root)
     with pytest.raises((AssertionError, remesh.RemeshError)):
         check_states(recording, tmp_path, 240, drawn_from=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Files that several checkpoints share
+# ---------------------------------------------------------------------------------------------
+
+
+def frozen_module(value: float) -> torch.nn.Module:
+    module = torch.nn.Linear(50, 20, bias=False)
+    torch.nn.init.constant_(module.weight, value)
+    return module.requires_grad_(requires_grad=False)
+
+
+def save_thrice(exchange: Exchange, root: Path, recording: Recording) -> None:
+    """Save to three places, and remove the first two when there is a later one."""
+    frozen = frozen_module(7.0)
+    with remesh.Saver(group=exchange) as saver:
+        for number in (1, 2, 3):
+            if exchange.rank == 0:
+                recording.begun.append((len(recording.calls), number))
+            rows = NUM_ROWS // exchange.world_size
+            mine = np.full((rows, 2), number, np.int64)
+            table = ShardedTensor.at_offset("table", mine, (NUM_ROWS, 2), (exchange.rank * rows, 0))
+            state = {"table": table, "number": number, "frozen": frozen}
+            saver.save_async(state, root / str(number)).result()
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                recording.announced.append((len(recording.calls), number))
+                if number > 1:
+                    before = LocalStorage(root / str(number - 1))
+                    for path in before.list():
+                        before.delete(path)
+
+
+@pytest.mark.timeout(7200)
+@lengths("num_states", 40, 5_000)
+def test_files_that_are_kept_are_durable(
+    tmp_path: Path,
+    num_states: int,
+    covered: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)
+    disk, recording = tmp_path / "disk", Recording()
+    disk.mkdir()
+    with SystemCalls(disk, after=recording.note):
+        run_ranks(NUM_RANKS, save_thrice, disk, recording)
+    links = [call for call in recording.calls if call.name == "link" and "-1." in call.target]
+    assert len(links) == 2
+    chance, model, done = random.Random(seed()), PowerLoss(), 0
+    for moment in sorted(chance.randrange(len(recording.calls) + 1) for _ in range(num_states)):
+        for call in recording.calls[done:moment]:
+            model.apply(call)
+        done = moment
+        root = tmp_path / "state"
+        write_state(model.state(chance, kept=chance.choice([0.0, 0.5, 0.9, 1.0])), root)
+        newest = max((number for at, number in recording.announced if at <= moment), default=0)
+        for number in (1, 2, 3):
+            state: dict[str, Any] = {
+                "table": np.zeros((NUM_ROWS, 2), np.int64),
+                "number": -1,
+                "frozen": frozen_module(0.0),
+            }
+            try:
+                remesh.load(state, root / str(number))
+            except remesh.CheckpointNotFoundError:
+                assert number != newest, moment
+            except remesh.CorruptCheckpointError:
+                assert number < newest, moment  # it is being removed
+            else:
+                assert (state["table"] == state["number"]).all()
+                assert (state["frozen"].weight == 7.0).all()
+        shutil.rmtree(root)
+    covered(f"seed {seed()}: {num_states} losses of power")

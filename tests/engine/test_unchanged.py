@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -261,6 +263,24 @@ def test_what_cannot_be_copied_is_written(tmp_path: Path) -> None:
             saver.save(state, place)
             assert remesh.Checkpoint(place).verify().ok
     assert seen.kept == [0, 0, 0]
+
+
+def test_a_link_whose_answer_got_lost_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def link_late(*args: Any) -> None:
+        link(*args)
+        raise OSError(errno.EIO, "the answer got lost")
+
+    monkeypatch.setattr(os, "link", link_late)
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "first").write_bytes(b"content")
+    assert storage.copy_from(storage, "first", "second", 7)
+    assert storage.read("second") == b"content"
+    assert not storage.copy_from(storage, "absent", "third", 7)
+    assert not (tmp_path / "third").exists()
 
 
 class SlowCopies(LocalStorage):

@@ -33,7 +33,6 @@ from remesh.checkpoint.buffers import own_buffers, without_buffers_of_ranks
 from remesh.checkpoint.comparing import RankReads, differences
 from remesh.checkpoint.load_plan import LoadOptions, Names, RankLoadPlan, match
 from remesh.checkpoint.local import (
-    collector_rests,
     describe_local,
     exchange_of,
     finish_device_work,
@@ -45,6 +44,7 @@ from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
 from remesh.checkpoint.transformed import describe_transformed
+from remesh.collector import collector_rests
 from remesh.errors import MismatchError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_on_all, run_on_one

@@ -7,10 +7,8 @@ torch objects, so there is nothing that the torch adapters could find in its sta
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,25 +55,6 @@ def exchange_of(group: Any) -> Exchange:
     from remesh.exchange.torch_group import TorchGroup
 
     return TorchGroup(group)
-
-
-@contextmanager
-def collector_rests() -> Iterator[None]:
-    """Let Python's garbage collector rest while many objects are made that are all needed.
-
-    It would look through all objects of the process each time that their number has grown by some
-    share, which costs a state of many small tensors as much as describing it does.
-    """
-    is_mine = gc.isenabled()
-    # Who finds it resting leaves it alone: another thread may wake it up at this moment, and a rest
-    # that begins after that would have nobody to end it.
-    if is_mine:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_mine:
-            gc.enable()
 
 
 def describe_local(state: Any, stored: Stored | None = None) -> Description:

@@ -25,7 +25,6 @@ from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import check_names, check_replicas, document_of
 from remesh.checkpoint.local import (
     LocalTensors,
-    collector_rests,
     describe_local,
     finish_device_work,
     tensors_to_store,
@@ -44,6 +43,7 @@ from remesh.checkpoint.unchanged import (
     own_files,
     sources_of,
 )
+from remesh.collector import collector_rests
 from remesh.errors import StateError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all

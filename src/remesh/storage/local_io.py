@@ -325,7 +325,13 @@ def link_file(source: Path, file: Path, num_bytes: int) -> None:
         OSError: If the system refuses, or the file has not this size; there is no second name then.
     """
     # A link to a symbolic link would break with what it leads to.
-    os.link(os.path.realpath(source), file)
+    real = os.path.realpath(source)
+    try:
+        os.link(real, file)
+    except OSError:
+        # A file server may have made the link of which its answer got lost.
+        if not (file.exists() and file.samefile(real)):
+            raise
     try:
         size = file_size(file, file.lstat())
         if size != num_bytes:

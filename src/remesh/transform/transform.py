@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remesh._repr import short_repr
+from remesh.collector import collector_rests
 from remesh.errors import TransformError
 from remesh.transform import arrays, inverse
 from remesh.transform.parser import Program, parse, rename_statements
@@ -164,18 +165,19 @@ class Transform:
         """
         if aliases is None:
             aliases = getattr(sources, "aliases", {})
-        infos = infos_of(sources)
-        return resolve(
-            self.bind(infos).statements,
-            infos,
-            None if targets is None else infos_of(targets),
-            owners=self.owners,
-            aliases=aliases,
-            original=self.undone,
-            cast=cast,
-            with_outputs=with_outputs,
-            resizes=resizes,
-        )
+        with collector_rests():
+            infos = infos_of(sources)
+            return resolve(
+                self.bind(infos).statements,
+                infos,
+                None if targets is None else infos_of(targets),
+                owners=self.owners,
+                aliases=aliases,
+                original=self.undone,
+                cast=cast,
+                with_outputs=with_outputs,
+                resizes=resizes,
+            )
 
     def shapes(
         self,
