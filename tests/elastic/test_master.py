@@ -488,7 +488,7 @@ class TestRateLimit:
             limit.allows(str(number))
         now = 100.0
         assert limit.allows("x")
-        assert limit.num_senders == 1
+        assert len(limit._buckets) == 1
 
 
 def test_every_request_has_an_answer() -> None:

@@ -103,11 +103,6 @@ class RateLimit:
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
-    @property
-    def num_senders(self) -> int:
-        """Senders that are remembered."""
-        return len(self._buckets)
-
     def allows(self, sender: str) -> bool:
         """Whether a request that a sender makes now is answered."""
         now, most = self._clock(), self._per_second * BURST_SECONDS
