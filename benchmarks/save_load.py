@@ -176,7 +176,7 @@ ALONE = Contestant(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round: everybody's turn at each task.
+    """One round: the turn of each contestant at each task.
 
     Attributes:
         folder: Where the files of the round are.
@@ -187,14 +187,14 @@ class Round:
     found: Found
 
     def save(self, source: Shards, who: list[Contestant]) -> None:
-        """Let everybody save."""
+        """Let all contestants save."""
         num_bytes = sum(data.nbytes for data in source.data.values())
         self._take("save", "limit", lambda: raw_write(self.folder / "raw", num_bytes))
         for one in who:
             self._take("save", one.name, partial(one.save, source, place_of(self.folder, one)))
 
     def load(self, task: str, target: Shards, who: list[Contestant]) -> None:
-        """Let everybody fill the target."""
+        """Let all contestants fill the target."""
         num_bytes = sum(data.nbytes for data in target.data.values())
         self._take(task, "limit", lambda: raw_read(self.folder / "raw", num_bytes))
         for one in who:

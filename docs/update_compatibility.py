@@ -27,7 +27,7 @@ predicts further ahead. Parameters are bfloat16; AdamW works on fp32 master copi
 * `=`: parameters, master copies, both moments, step counters, buffers, the random number generator
   and the step are bit for bit what cutting the whole tensors gives, on every rank. Ranks are
   threads, and rows that FSDP2 would keep as DTensors are described by hand.
-* `T`: so they are, and real processes trained in the first layout, saved, went on in it and,
+* `T`: so they are, and real processes trained in the first layout, saved, continued in it and,
   loaded, in the other, with the same losses (to 1e-5). Brought back into the first layout, the
   state was bit for bit what it had been. FSDP2 is torch's own there.
 * `x`: it failed.

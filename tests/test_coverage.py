@@ -153,7 +153,7 @@ def test_the_verdict_is_that_of_brute_force(tensors: list[Drawn]) -> None:
     for number, line in zip(faulty, lines, strict=True):
         held = counts(*tensors[number])
         assert line.startswith(f"  t{number} {tensors[number][0]}: ")
-        assert ("nobody holds " in line) == bool((held == 0).any())
+        assert ("no rank holds " in line) == bool((held == 0).any())
         assert ("these overlap: " in line) == bool((held > 1).any())
 
 
@@ -173,7 +173,7 @@ def test_a_pinwheel_is_exact() -> None:
 
 def test_empty_tensors_and_scalars() -> None:
     check([((0, 3), []), ((), [Box.whole(())]), ((1, 1), [Box.whole((1, 1))])])
-    with pytest.raises(CoverageError, match=r"  t1 \(\): nobody holds \[\]"):
+    with pytest.raises(CoverageError, match=r"  t1 \(\): no rank holds \[\]"):
         check([((0, 3), []), ((), [])])
 
 
@@ -192,10 +192,10 @@ def test_the_message_names_holes_overlaps_and_ranks() -> None:
         check(tensors)
     assert str(caught.value).splitlines() == [
         "3 of 4 tensors are not covered exactly once by main replicas:",
-        "  t0 (4, 4): nobody holds [0:4, 2:4]",
+        "  t0 (4, 4): no rank holds [0:4, 2:4]",
         "  t1 (8,): these overlap: [0:5] (rank 1) and [4:8] (rank 2)",
         (
-            "  t3 (6,): nobody holds [4:6]; "
+            "  t3 (6,): no rank holds [4:6]; "
             "these overlap: [0:4] (rank 4) and [1:2] (rank 5), [0:4] (rank 4) and [2:3] (rank 6)"
         ),
     ]
@@ -207,7 +207,7 @@ def test_a_message_about_much_stays_short() -> None:
         check(halves)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("9 of 9 tensors")
-    assert lines[1] == "  t0 (100,): nobody holds [1:2], [3:4], [5:6], [7:8] and 46 more"
+    assert lines[1] == "  t0 (100,): no rank holds [1:2], [3:4], [5:6], [7:8] and 46 more"
     assert lines[-1] == "... and 5 more"
     assert len(lines) == 6
 

@@ -190,7 +190,7 @@ def test_a_box_that_nobody_holds_is_named(job: list[list[Held]], data: st.DataOb
     elif not any(one.name == name for held in holed for one in held):
         return
     with pytest.raises(
-        CoverageError, match=re.escape(f"  {name} {shape}: nobody holds ")
+        CoverageError, match=re.escape(f"  {name} {shape}: no rank holds ")
     ) as caught:
         plan_of(holed)
     # Holes are shown as few boxes, which may be cut otherwise; together they are the box.

@@ -16,7 +16,7 @@ def collector_rests() -> Iterator[None]:
     """
     is_mine = gc.isenabled()
     # Who finds it resting leaves it alone: another thread may wake it up at this moment, and a rest
-    # that begins after that would have nobody to end it.
+    # that begins after that would not be ended.
     if is_mine:
         gc.disable()
     try:

@@ -44,7 +44,7 @@ def check_coverage(boxes: BoxTable, holders: Callable[[int], str]) -> None:
         holders: Says, for a row of `boxes`, which ranks hold it (for the message).
 
     Raises:
-        CoverageError: Naming, for the first faulty tensors, the boxes that nobody holds and those
+        CoverageError: Naming, for the first faulty tensors, the boxes that no rank holds and those
             that overlap, and the ranks that hold them.
     """
     num_tensors = len(boxes.tensors)
@@ -176,7 +176,7 @@ def _explain(boxes: BoxTable, row: int, bounds: IntArray, holders: Callable[[int
     complaints = []
     holes = uncovered(Box.whole(shape), pieces)
     if holes:
-        complaints.append(f"nobody holds {_listed([str(hole) for hole in holes])}")
+        complaints.append(f"no rank holds {_listed([str(hole) for hole in holes])}")
     pairs = []
     for a, b in _overlapping_pairs(boxes.offsets[first:last], boxes.extents[first:last]):
         pairs.append(f"{pieces[a]} ({holders(first + a)}) and {pieces[b]} ({holders(first + b)})")

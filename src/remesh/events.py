@@ -1,4 +1,4 @@
-"""Named moments of saves and loads, told to whoever asked.
+"""Named moments of saves and loads, for listeners.
 
 `save` and `load` take `on_event`, a function that is called, on the rank and in the thread where it
 happens, at each named moment. Progress displays, timelines and fault injection are built on it. An
@@ -186,7 +186,7 @@ def _name_event(kind: str, rank: int, thread: int, name: str) -> dict[str, objec
 def _slice(
     event: Event, track: tuple[int, int], began: float | None, ended: float
 ) -> dict[str, object]:
-    """A slice of a track, or a mark if nobody knows when it began. Times are in microseconds."""
+    """A slice of a track, or a mark if its beginning is not known. Times are in microseconds."""
     args = {"num_bytes": event.num_bytes} if event.num_bytes else {}
     common = {"name": event.point, "pid": track[0], "tid": track[1], "args": args}
     if began is None:

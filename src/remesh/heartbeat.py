@@ -234,7 +234,7 @@ def answer_stack_requests(path: StrPath) -> Callable[[], None] | None:
     faulthandler.register(STACK_SIGNAL, stream, all_threads=True)
 
     def end() -> None:
-        # Whoever has set a handler since keeps it; faulthandler would put the first one back.
+        # A handler that was set since stays; faulthandler would put the first one back.
         if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
             faulthandler.unregister(STACK_SIGNAL)
             stream.close()

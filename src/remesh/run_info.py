@@ -31,7 +31,7 @@ class RunInfo:
         world_size: Number of processes of the job.
         local_world_size: Number of them on this node.
         restart_count: How often the launcher has restarted the processes.
-        heartbeat_file: Where the training reports its steps to the agent; empty if nobody asks.
+        heartbeat_file: Where the training reports its steps to the agent; empty if there is none.
         snapshot_dir: Where memory that outlives this process is to be kept; empty if nowhere.
         agent_dir: A directory that the agent of this process keeps locked while it lives; empty
             without an agent.

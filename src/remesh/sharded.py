@@ -83,7 +83,7 @@ class ShardedTensor:
         global_shape: Shape of the global tensor.
         parts: This rank's boxes with their arrays; disjoint; may be empty.
         replica_id: 0, or a tuple of zeros, on the one rank that is the main replica of these
-            boxes; anything else on ranks that hold identical copies. None if nobody counts the
+            boxes; anything else on ranks that hold identical copies. None if no rank counts the
             copies: they are compared when they are saved, and one of them is stored.
         allow_shape_mismatch: On load, accept a stored tensor of another global shape with as many
             dims: what lies outside the stored tensor is filled with zeros, what the target has no

@@ -58,13 +58,13 @@ class Role(enum.IntEnum):
     """What a rank says of its copy of a box."""
 
     REPLICA = 0
-    """An identical copy; somebody else is the main replica."""
+    """An identical copy; another rank has the main replica."""
     MAIN = 1
     """The main replica; there must be no second one."""
     EQUAL = 2
     """One of several equal copies; the framework that holds them keeps them equal."""
     ASSUMED = 3
-    """Like EQUAL, but nobody promised it: a plain tensor that each rank has under one name."""
+    """Like EQUAL, but without a promise: a plain tensor that each rank has under one name."""
     FIRST = 4
     """One of several copies that may differ; that of the lowest rank is stored."""
 

@@ -276,7 +276,7 @@ def test_a_missing_expert_is_found() -> None:
 
     def save(exchange: Exchange) -> None:
         module = Told((exchange.rank, 2), (0, 1))
-        with pytest.raises(CoverageError, match=r"nobody holds \[4:6"):
+        with pytest.raises(CoverageError, match=r"no rank holds \[4:6"):
             remesh.save({"m": module}, storage, group=exchange)
 
     storage = MemoryStorage()

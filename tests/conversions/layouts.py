@@ -231,7 +231,7 @@ def put_together(
             whole[one.key][numbers] = elements
             seen[one.key][numbers] = True
     holes = [key for key, found in seen.items() if not found.all()]
-    assert not holes, f"nobody holds all of {holes}"
+    assert not holes, f"no rank holds all of {holes}"
     return whole
 
 

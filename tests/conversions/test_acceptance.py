@@ -335,7 +335,7 @@ def test_into_all_parallelisms_at_once_tp2ep2pp2(first: str) -> None:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_shard_that_nobody_declares_is_an_error_tp2ep2pp2(marked: bool) -> None:
+def test_a_shard_that_is_not_declared_is_an_error_tp2ep2pp2(marked: bool) -> None:
     """The layer of sequence parallelism without a declaration, marked as a shard or not."""
 
     storage = MemoryStorage()

@@ -548,7 +548,7 @@ def rows(start: int, stop: int, total: int = 6, **options: Any) -> dict[str, Any
 def test_a_hole_is_named() -> None:
     spans = [(0, 2), (2, 3), (5, 6)]
     errors = errors_of_save(3, lambda rank: rows(*spans[rank]))
-    check_all_raise(errors, remesh.errors.CoverageError, 0, "w (6, 2)", "nobody holds [3:5, 0:2]")
+    check_all_raise(errors, remesh.errors.CoverageError, 0, "w (6, 2)", "no rank holds [3:5, 0:2]")
 
 
 def test_an_overlap_is_named_with_its_ranks() -> None:
@@ -570,7 +570,7 @@ def test_hole_and_overlap_of_several_ranks() -> None:
     errors = errors_of_save(4, lambda rank: rows(*spans[rank], replica_id=replicas[rank]))
     check_all_raise(
         errors, remesh.errors.CoverageError, 0,
-        "nobody holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)",
+        "no rank holds [4:5, 0:2]", "[0:3, 0:2] (ranks 0, 1)", "[1:4, 0:2] (rank 2)",
     )  # fmt: skip
 
 

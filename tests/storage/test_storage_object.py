@@ -186,7 +186,7 @@ class TestPuts:
         writer = ours.create("file", 3)
         writer.write(0, pattern(3))
         theirs.put("file", b"theirs", overwrite=False)
-        with pytest.raises(StorageError, match="somebody else has written it"):
+        with pytest.raises(StorageError, match="another writer was first"):
             writer.finish()
         assert ours.read("file") == b"theirs"
 

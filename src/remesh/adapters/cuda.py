@@ -104,7 +104,7 @@ def pin(buffer: npt.NDArray[np.uint8], device: str) -> Callable[[], None] | None
 def _take_last_error(device: str) -> None:
     """Have a kernel that does nothing raise the error of a call that failed.
 
-    The runtime keeps such an error for whoever of the thread looks next, and torch looks after each
+    The runtime keeps such an error for the thread's next call, and torch looks after each
     kernel that it starts: what comes after would fail for something that is dealt with.
     """
     with suppress(RuntimeError):

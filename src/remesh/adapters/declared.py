@@ -7,7 +7,7 @@ those of `state_dict(prefix=prefix)`; what the tensors are stored as is in the `
 that a pipeline stage may name its first layer `layers.4`, and a rank its first expert `experts.8`.
 
 The method is found wherever it is in a tree of modules and speaks for everything below. Entries
-for which nobody speaks are whole, and equal on every rank that has them; that is compared when they
+that are not declared are whole, and equal on every rank that has them; that is compared when they
 are saved. A parameter that carries the mark of a shard (`tensor_model_parallel`, `is_distributed`)
 must be spoken for.
 

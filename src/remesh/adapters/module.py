@@ -10,7 +10,7 @@ FSDP1, whose modules cannot give a state dict without communication, is in `reme
 The tensors of a state dict share memory with the parameters and buffers, so loading fills them in
 place. Afterwards the filled state dict is handed to `load_state_dict`: for the tensors this is a
 copy onto themselves; it is there for load hooks, extra state, and entries that a state-dict hook
-has made up.
+has generated.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ bucket. What a manager knows when it saves is in the commit record, as metadata 
 (`ManagerNote`). What is learned later stands in small files beside the record:
 
 * `pinned.json`: keep this one. `pin` and `unpin`.
-* `in-use-<token>.json`: somebody reads this one, until a time at the latest. `lease`.
+* `in-use-<token>.json`: a process reads this one, until a time at the latest. `lease`.
 * `failures.json`: how often it could not be loaded, and why. `note_failure`.
 * `removing.json`: it is being removed. `remove`.
 
 Removing takes the commit record away first and the files afterwards, so that there is never half a
 checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
-A reader puts its mark before it reads the record; whoever removes looks for marks once more when
+A reader puts its mark before it reads the record; a remover looks for marks once more when
 the record is gone, and puts the record back if there is one. So of the two, one always notices the
 other.
 """
@@ -153,7 +153,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
         save_id: Names the save.
         metrics: Name → value.
         is_pinned: Whether it must not be removed.
-        in_use_until: Until when it must not be removed, in seconds since the epoch; 0 if nobody
+        in_use_until: Until when it must not be removed, in seconds since the epoch; 0 if no process
             reads it.
         num_failures: How often it could not be loaded.
         problem: Why it is taken for damaged; empty if it is not.
@@ -322,7 +322,7 @@ def step_of(name: str, record: native.CommitRecord, path: str) -> int | None:
 
 
 def known_problem(storage: Storage, name: str) -> str:
-    """Why a checkpoint could not be loaded by who tried last; empty if nobody has failed."""
+    """Why a checkpoint could not be loaded the last time; empty if it could be loaded."""
     return _failures(storage, name).reason
 
 
@@ -481,7 +481,7 @@ def forget_failures(storage: Storage, name: str) -> None:
 
 
 def remove(storage: Storage, name: str, *, now: float) -> bool:
-    """Remove a checkpoint, unless somebody has begun to read it.
+    """Remove a checkpoint, unless a process has begun to read it.
 
     Args:
         storage: The root.

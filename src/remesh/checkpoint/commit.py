@@ -80,7 +80,7 @@ def finish(
         emit: Told of the moments from `save.parts_gathered` to `save.committed`.
 
     Raises:
-        CheckpointExistsError: If somebody else has committed a checkpoint there meanwhile.
+        CheckpointExistsError: If another process has committed a checkpoint there meanwhile.
         NotSharedError: If files of other ranks are not there.
         StorageError: If the storage fails.
     """

@@ -2,7 +2,7 @@
 
 What counts depends on who says that the copies are equal (`remesh.state.Role`):
 
-* Nobody does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
+* None does: plain tensors under one name on several ranks (`ASSUMED`). Every save compares
   digests of all their bytes, and fails if they differ.
 * A framework does: `Replicate()` placements, parameters in DDP (`EQUAL`), and buffers of modules in
   DDP, which hold what rank 0 has only after the next forward pass (`FIRST`). The first save of a

@@ -177,7 +177,7 @@ class RankSavePlan:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The plan of the last save of a layout, kept by whoever saves again and again.
+    """The plan of the last save of a layout, kept by a `Saver`.
 
     Attributes:
         key: The fingerprints of all ranks for which it holds; empty if there is none.

@@ -6,9 +6,9 @@ writes its data file to the place of its node, and record, index and values go t
 nodes. So nodes that together have all data files, whichever they are, have the checkpoint.
 
 *Saving* is a copy into memory, so it happens in the foreground, and is done when it returns: the
-ranks agree on who writes what, write, and rank 0 makes the index of all parts and tells everybody.
-The first record is put when all data files are finished on all nodes; whoever sees a record
-anywhere knows that only the loss of a node can make the checkpoint incomplete.
+ranks agree on who writes what, write, and rank 0 makes the index of all parts and sends it to all
+ranks. The first record is put when all data files are finished on all nodes; a reader that sees a
+record anywhere knows that only the loss of a node can make the checkpoint incomplete.
 
 *Replicas* guard against that: before the commit each file is copied to further nodes, between
 ranks, as if each were a tensor of bytes.

@@ -1,4 +1,4 @@
-"""Log lines of saves and loads: how much, how long, and where the time went.
+"""Log lines of saves and loads: how much, how long, and the time of each phase.
 
 The moments that are told to `on_event` are the marks of the stopwatch: some of them begin a phase.
 The logger is `remesh`. Every rank logs its own share at DEBUG, and rank 0 the whole save at INFO; a

@@ -3,7 +3,7 @@
 A command lives in a module of its family and is imported when it is called for, so that looking at
 a checkpoint loads neither torch nor the demo. Whatever goes wrong ends here: an error of remesh
 becomes one line on stderr and an exit code, any other exception is a fault of remesh, which says so
-and asks for a report, and Ctrl-C and a reader that went away end quietly.
+and asks for a report, and Ctrl-C and a closed output end quietly.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Commands(click.Group):
 
 
 def _forget_output() -> None:
-    """Send what is still buffered nowhere, lest the interpreter complain about it when it ends."""
+    """Discard what is still buffered, so that the interpreter does not complain when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

@@ -32,8 +32,8 @@ def demo(*, out: Path, as_json: bool) -> None:
     Trains a small transformer on the CPU with FSDP2 on 4 processes, kills one of them while it
     saves, and resumes from the newest committed checkpoint with FSDP2 on 2 processes and with
     tensor parallelism on 2. At last a rank is killed under `remesh run`, and the others go on.
-    Takes a minute or two. The exit code is 0 if all losses are those of a run that nobody
-    disturbed, 1 if not, 2 if the directory cannot be used.
+    Takes a minute or two. The exit code is 0 if all losses are those of an
+    undisturbed run, 1 if not, 2 if the directory cannot be used.
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("the demo trains with torch: pip install 'remesh[torch]'")

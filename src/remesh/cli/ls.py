@@ -102,7 +102,7 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
 
 
 def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
-    """What stands behind the name of a checkpoint."""
+    """The text after the name of a checkpoint."""
     marks = [" *"] if step is newest else []
     if step.format != native.FORMAT_NAME:
         marks.append(f"  ({step.format})")

@@ -45,7 +45,7 @@ EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 """What a shell reports for a process that Ctrl-C ended."""
 EXIT_PIPE = 141
-"""What a shell reports for a process whose reader went away."""
+"""What a shell reports for a process whose output was closed."""
 
 
 def exit_code_of(error: RemeshError) -> int:
@@ -86,7 +86,7 @@ def needs_kubernetes(module: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """Text with control characters escaped, since a checkpoint may come from anybody."""
+    """Text with control characters escaped, since a checkpoint may come from anywhere."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

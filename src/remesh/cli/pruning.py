@@ -1,4 +1,4 @@
-"""`remesh prune`: removing what dead saves left, and what nobody keeps. Nothing needs torch."""
+"""`remesh prune`: removing what dead saves left, and what no policy keeps. Nothing needs torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     show_default=True,
     metavar="DURATION",
     callback=parse_duration,
-    help="How long nobody must have touched it: 90s, 30m, 1h, 2d.",
+    help="How long it must not have changed: 90s, 30m, 1h, 2d.",
 )
 @click.option(
     "--keep-last",

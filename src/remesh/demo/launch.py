@@ -60,7 +60,7 @@ def prepare() -> ForkServerContext:
     """Where processes come from: a fork server, which begins to load torch. In the main thread.
 
     A terminal sends Ctrl-C to all processes. The fork server and those from it ignore it, since
-    whoever started them ends them; otherwise each would print where it was.
+    the parent ends them; otherwise each would print where it was.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remesh.demo.worker"])
@@ -129,7 +129,7 @@ def run(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect after the block: no process may be started that nobody knows of.
+    """Ctrl-C takes effect after the block: no process may be started without being recorded.
 
     For that the fork server must run already: to start it lets Ctrl-C through.
     """

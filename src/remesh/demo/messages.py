@@ -1,7 +1,7 @@
 """What worker processes tell the process that started them.
 
 They are sent through one pipe per worker, so a worker that is killed in the middle of a message
-harms nobody else's. Free of torch.
+harms no other. Free of torch.
 """
 
 from __future__ import annotations

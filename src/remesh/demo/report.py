@@ -327,5 +327,5 @@ def _introduction(result: DemoResult) -> str:
         f"A small transformer was trained by {killed.layout} and saved every few steps, until rank "
         f"{killed.kill.rank} was killed while it wrote the checkpoint of step {killed.kill.step}. "
         f"The newest committed checkpoint, of step {result.resumed_from.step}, was loaded by "
-        f"{layouts}, and training went on as if nothing had happened."
+        f"{layouts}, and training continued with the same losses."
     )

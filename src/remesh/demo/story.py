@@ -48,7 +48,7 @@ KILL = Kill(rank=2, step=30)
 
 
 class DirectoryRefusedError(DemoError):
-    """The output directory belongs to somebody else."""
+    """The output directory was not made by the demo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def tell(
         What happened; it is also in `result.json` under `out`.
 
     Raises:
-        DirectoryRefusedError: If `out` belongs to somebody else.
+        DirectoryRefusedError: If `out` was not made by the demo.
         DemoError: If anything else goes wrong, except that losses differ.
     """
     begin = time.monotonic()

@@ -116,7 +116,7 @@ class _Entrance:
         write_report(self._file, self._report)
 
     def close(self) -> None:
-        """The function has ended for good."""
+        """The function has ended and is not entered again."""
         remove(self._file)
         self._is_closing = True
         self._bell.ring()

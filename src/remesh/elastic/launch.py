@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: As on the command line.
 
     Raises:
-        ChildFailedError: If the script failed for good.
+        ChildFailedError: If the script failed and its restarts are used up.
         SystemExit: If the node leaves before the job ends; see `remesh.elastic.agent`.
     """
     _run(make_parser().parse_args(arguments))

@@ -8,7 +8,7 @@ of its own with a time limit; `run_test` and the process exchange lines.
 
 The nodes probe at the same time. Each then puts into the round store whether its probe passed. The
 first node puts the address where the others connect to it; or nothing, if a probe failed, because
-the others would wait for that node in vain.
+the others would wait for that node until the time limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REDUCE_BYTES = 16 << 20
 MEET_SECONDS = 30.0
 """How long the members of a group wait for each other after their probes have passed."""
 PASSED, FAILED = "passed", ""
-"""Values of the round store: how the probe of a node went."""
+"""Values of the round store: results of the probe of a node."""
 
 COMMAND = (sys.executable, "-m", "remesh.script", "-m", "remesh.elastic.node_check")
 

@@ -299,7 +299,7 @@ def _failures_of(job: Job, number: int) -> RoundFailures:
     patterns = job.policy.patterns
     ordered = root_cause([each for record in records for each in record.failures], patterns)
     explained = bool(ordered) and not is_consequence(ordered[0], patterns)
-    # A node that was lost caused what its peers met; the first one, if several went.
+    # A node that was lost caused what its peers met; the first one, if several were lost.
     departures.sort(key=lambda departure: (not departure.lost, departure.time))
     return RoundFailures(
         round=number,

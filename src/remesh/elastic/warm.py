@@ -243,7 +243,7 @@ class Warm:
 
     def _give_up(self, why: str) -> None:
         """Do without the server: the next process looks for another one."""
-        log.warning("the interpreter for new processes is of no use, they start cold: %s", why)
+        log.warning("the interpreter for new processes does not work, they start cold: %s", why)
         self.close()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ not come. They are found by halving, since a store says at once whether all of s
 calls that do not wait send nothing to the store.
 
 Of the ranks that wait, one warns: rank 0, or the first to do so if rank 0 is not among them. A rank
-whose call fails leaves its mark, since the group is of no use from then on, and leaves the reason
+whose call fails leaves its mark, since the group cannot be used from then on, and leaves the reason
 in the store, where the other ranks that wait find it. So they need not wait for their own deadline.
 """
 
@@ -135,7 +135,7 @@ class Marks:
     Attributes:
         rank: This rank.
         global_ranks: See above.
-        trouble: Why the store is of no use; empty as long as it is.
+        trouble: Why the store does not answer; empty as long as it does.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Marks:
         return describe_absent(found, self.global_ranks)
 
     def _ask(self, question: Callable[[KeyStore], T]) -> T | None:
-        """The answer of the store, or None if it is of no use."""
+        """The answer of the store, or None if it does not answer."""
         store = self._store
         if store is None or self.trouble:
             return None

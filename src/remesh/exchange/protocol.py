@@ -37,11 +37,11 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, in rank order, on every rank."""
+        """The bytes of all ranks, in rank order, on every rank."""
         ...
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """Everybody's bytes, in rank order, on rank 0; None elsewhere."""
+        """The bytes of all ranks, in rank order, on rank 0; None elsewhere."""
         ...
 
     def scatter(self, data: list[bytes] | None) -> bytes:
@@ -209,7 +209,7 @@ def run_joined(
     Args:
         exchange: The group.
         each: Runs on every rank.
-        join: Runs on rank 0 with everybody's results in rank order; returns an item for each rank.
+        join: Runs on rank 0 with all results in rank order; returns an item for each rank.
         undo: Runs on rank 0, after every rank has ended its step, if any rank failed in it.
 
     Raises:

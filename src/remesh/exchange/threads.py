@@ -3,10 +3,10 @@
 All ranks share a `ThreadGroup`. A collective call is a *meeting*: each rank lays down what it
 brings, and the last one to arrive closes the meeting, opens the next, and wakes the others, who
 take what they need. Each meeting is an object of its own, so a fast rank that is already at the
-next one disturbs nobody who still reads.
+next one does not disturb threads that still read.
 
 A meeting that can no longer become complete must not hang: it fails on every rank that waits as
-soon as somebody aborts the group, which a runner of rank-threads does when one of them ends, and
+soon as the group is aborted, which a runner of rank-threads does when one of them ends, and
 at the latest when the time is up. Before that, the lowest rank that waits warns of those that have
 not come. Ranks that call different operations are told so.
 """
@@ -67,7 +67,7 @@ class ThreadGroup:
             self._condition.notify_all()
 
     def meet(self, rank: int, operation: str, contribution: _Contribution) -> list[_Contribution]:
-        """Bring something to the next meeting; what everybody brought, in rank order.
+        """Bring something to the next meeting; what all ranks brought, in rank order.
 
         Raises:
             ExchangeError: If the group is aborted, the time is up, or the ranks do not all call

@@ -3,7 +3,7 @@
 Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. Small
 contributions to an all-gather are padded to the largest and go in one collective; large ones are
 gathered on rank 0 and broadcast from there, which moves each byte there and back but never pads.
-Gathering and scattering are messages between rank 0 and each other rank, in rank order: nobody
+Gathering and scattering are messages between rank 0 and each other rank, in rank order: no rank
 gets bytes that are not for them, and rank 0 holds one block in flight. Whatever the length of
 a message, it moves in blocks, so no count of bytes overflows in a backend and no device has to
 hold a whole message.
@@ -57,7 +57,7 @@ _LONGEST_POLL = 0.01
 class TorchGroup:
     """An `Exchange` over a torch process group that this process belongs to.
 
-    After an `ExchangeError` the group is of no use any more: its ranks no longer agree on which
+    After an `ExchangeError` the group cannot be used any more: its ranks no longer agree on which
     message comes next.
 
     Args:
@@ -205,7 +205,7 @@ class TorchGroup:
         return [_to_bytes(item)[:size] for item, size in zip(padded, sizes, strict=True)]
 
     def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
-        """Everybody's bytes on rank 0; nothing elsewhere."""
+        """The bytes of all ranks on rank 0; nothing elsewhere."""
         if self._rank != 0:
             self._send(data, target=0)
             return []

@@ -1,4 +1,4 @@
-"""Archives of `torch.save` around bytes that are written by somebody else.
+"""Archives of `torch.save` around bytes that another function writes.
 
 All bytes of an archive of one tensor but the elements follow from its type and shape: a head before
 them, a tail behind. So a data file of such archives is planned completely before a byte of a tensor

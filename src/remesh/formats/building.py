@@ -5,7 +5,7 @@ A reader finds tensors, pieces and values in whatever order its files have them,
 checkpoint of another system has the names that the same state would have in one of remesh.
 
 A value that cannot be had (its class is refused, or it has no encoding) is kept as an unresolved
-one that says why. It is an error for whoever asks for it, and for nobody else.
+one that says why. It is an error when it is asked for, and only then.
 """
 
 from __future__ import annotations
@@ -458,5 +458,5 @@ def encoded(value: object, where: str) -> bytes:
 
 
 def refused(type_name: str, why: str) -> UnresolvedValue:
-    """What stands in place of a value that cannot be had."""
+    """The stand-in of a value that cannot be built."""
     return UnresolvedValue("pickle", type_name, why)

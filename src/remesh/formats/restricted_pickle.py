@@ -131,7 +131,7 @@ class _Resolver:
         num_bytes: Length of the pickle.
         refused: Why a node has no value, by its id.
         made: The values of nodes, by id.
-        unknown: What stands for the names that are not known.
+        unknown: The stand-in for names that are not known.
     """
 
     where: str
@@ -235,7 +235,7 @@ class _Resolver:
                 items = [self._of(item) for item in node.values()]
                 return dict(zip(checked_keys(map(self._of, node)), items, strict=True))
             found = checked_keys(map(self._of, node.items))
-        except TypeError:  # what stands for a value that cannot be had need not have a hash
+        except TypeError:  # the stand-in of a value that cannot be built need not have a hash
             self._refuse(node, "it has keys that cannot be had here")
             return self.refused[id(node)]
         return frozenset(found) if node.is_frozen else set(found)

@@ -54,8 +54,8 @@ class Source:
         path: A path, URL or storage, as everywhere.
         format: Name of the format, if the place could be read as several.
         allow: Qualified names (`package.module.Class`) that a pickle in the checkpoint may import
-            and call. Whoever can write such a checkpoint can then do with this process what these
-            names can do.
+            and call. A person who can write such a checkpoint can then do with this process what
+            these names can do.
     """
 
     path: Any

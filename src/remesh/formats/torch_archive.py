@@ -67,7 +67,7 @@ class _Entry:
 
     @property
     def header(self) -> bytes:
-        """What stands before the data, padded so that the data begins aligned."""
+        """The bytes before the data, padded so that the data begins aligned."""
         fixed = _LOCAL.size + len(self.name) + _ZIP64.size + _EXTRA.size
         padding = -(self.position + fixed) % ALIGNMENT
         extra = _ZIP64.pack(1, 16, 0, 0) + _EXTRA.pack(_PADDING_ID, padding) + bytes(padding)
@@ -80,7 +80,7 @@ class _Entry:
         return self.position + len(self.header) + self.num_bytes + _DESCRIPTOR.size
 
     def descriptor(self, checksum: int) -> bytes:
-        """What stands after the data."""
+        """The bytes after the data."""
         return _DESCRIPTOR.pack(b"PK\x07\x08", checksum, self.num_bytes, self.num_bytes)
 
     def central(self, checksum: int) -> bytes:

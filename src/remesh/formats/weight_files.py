@@ -150,7 +150,7 @@ def file_names(stem: str, suffix: str, num_files: int) -> list[str]:
 
 
 def assign_files(sizes: Sequence[int], world_size: int) -> list[list[int]]:
-    """Numbers of the files that each rank writes: large ones first, to whoever has least."""
+    """Numbers of the files that each rank writes: large ones first, to the rank that has least."""
     assigned: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

@@ -1,4 +1,4 @@
-"""zarr version 3: groups and arrays in folders, whoever wrote them.
+"""zarr version 3: groups and arrays in folders.
 
 ::
 

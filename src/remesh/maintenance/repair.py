@@ -420,7 +420,7 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
     if digest_of_digests(digests) != digest_of_digests(file.digests):
         raise CorruptCheckpointError(
             f"{source.url}/{file.path} changed between two readings; see whether the disk fails or "
-            "somebody writes there, and try again"
+            "a process writes there, and try again"
         )
 
 

@@ -159,7 +159,7 @@ class Arena:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give all memory back to the system; nobody may use a chunk any more."""
+        """Give all memory back to the system; no chunk may be used any more."""
         with self._changed:
             self._chunks.clear()
             self._fresh.clear()

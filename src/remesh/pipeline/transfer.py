@@ -13,8 +13,8 @@ memory. While all open turns are packed, the threads perform the tasks that are 
 Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
 packed once.
 
-A rank that fails goes on to the last turn, and marks its messages as bad, so no rank waits for it
-in vain. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
+A rank that fails continues to the last turn and marks its messages as bad, so that no rank waits
+for it. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
 caller to make the failure known to all (`remesh.exchange.run_on_all` does).
 """
 

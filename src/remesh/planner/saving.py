@@ -215,7 +215,7 @@ def _widen(rows: IntArray, num_dims: int, fill: int) -> IntArray:
 
 
 def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArray) -> None:
-    """Every box needs somebody who may write it, and at most one who says to be the main one."""
+    """Every box needs a rank that may write it, and has at most one main replica."""
     if not len(boxes):
         return
     mains = np.add.reduceat((roles == Role.MAIN).astype(np.int64), first[:-1])

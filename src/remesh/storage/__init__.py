@@ -13,7 +13,7 @@ with forward slashes. It knows nothing of tensors. What it promises:
 
 Direct I/O: a writer or reader may want buffers at aligned addresses and ranges at multiples of
 `ALIGNMENT`. Callers that use `aligned_buffer` and such ranges (the end of the file excepted) get
-the fast path where there is one; everybody else gets correct results.
+the fast path where there is one; all other callers get correct results.
 
 `open_storage` turns what a user wrote (a path or a URL) into a storage.
 """

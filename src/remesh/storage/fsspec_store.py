@@ -2,11 +2,11 @@
 
 File systems behind fsspec differ in what they promise, so only what nearly all of them have is
 used: files are written as streams (see `remesh.storage.parts`) under a hidden name beside the final
-one, and then moved to it. `put(overwrite=False)` makes a marker, which only one can make; whoever
-has it may look and move. So its promise is as strong as the file system's opening with mode `x`:
-strict for files, and for buckets behind fsspec often merely a look before the write. A crash may
-leave hidden files and markers behind; they are never listed, and the error that a marker causes
-names it.
+one, and then moved to it. `put(overwrite=False)` makes a marker, which only one can make; the
+writer that has it may look and move. So its promise is as strong as the file system's opening with
+mode `x`: strict for files, and for buckets behind fsspec often merely a look before the write. A
+crash may leave hidden files and markers behind; they are never listed, and the error that a marker
+causes names it.
 
 Buckets of S3, Google Cloud and Azure have a storage with stronger promises
 (`remesh.storage.object_store`).
@@ -247,7 +247,7 @@ class FsspecStorage:
             self._files.open(marker, "xb").close()
         except FileExistsError:
             raise CheckpointExistsError(
-                f"{name} is being written by somebody else; if no such process lives, remove "
+                f"{name} is being written by another process; if no such process lives, remove "
                 f"{marker}"
             ) from None
         try:

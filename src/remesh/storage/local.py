@@ -230,7 +230,7 @@ class LocalStorage:
 
     def sync(self) -> None:
         """See `Storage.sync`."""
-        # The lock is held throughout: whoever returns from here may rely on directories that
+        # The lock is held throughout: a caller that returns from here may rely on directories that
         # another thread has already taken from the set.
         with self._lock:
             while self._unsynced:
@@ -347,17 +347,17 @@ def _rename_exclusively(hidden: Path, file: Path) -> None:
 
 
 def _rename_with_marker(hidden: Path, file: Path) -> None:
-    """The same without hard links: whoever makes the marker may look and rename.
+    """The same without hard links: the writer that makes the marker may look and rename.
 
-    A process that dies in between leaves the marker, and the name stays taken until somebody
-    removes it: at most one writer succeeds, even then.
+    A process that dies in between leaves the marker, and the name stays taken until it is
+    removed: at most one writer succeeds, even then.
     """
     marker = file.with_name(f"{_HIDDEN}{file.name}")
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
     except FileExistsError as error:
         raise CheckpointExistsError(
-            f"{file} is being written by somebody else; if no such process lives, remove {marker}"
+            f"{file} is being written by another process; if no such process lives, remove {marker}"
         ) from error
     try:
         if os.path.lexists(file):

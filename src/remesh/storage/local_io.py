@@ -13,8 +13,8 @@ flag for direct I/O is cleared where a buffered part begins. A range goes:
 * buffered altogether from the moment the file system refuses direct I/O (`EINVAL`).
 
 A unit is a page of the system's, or `ALIGNMENT` where pages are smaller. Mixing both ways in one
-file is correct here because ranges that are written at the same time are disjoint: whoever writes
-whole pages directly owns them, so no page is ever in the hands of both.
+file is correct here because ranges that are written at the same time are disjoint: a caller that
+writes whole pages directly owns them, so no page is written in both ways.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A storage in the memory of one process, for tests and for ranks that are threads.
 
 All ranks share one object. Files are read-only arrays in a dict that a lock guards; a file that is
-being written has its own array outside the dict and enters it when its writer finishes, so nobody
-sees a part of it.
+being written has its own array outside the dict and enters it when its writer finishes, so no
+reader sees a part of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Buckets of S3, Google Cloud and Azure, and whatever speaks as they do, through `obstore`.
+"""Buckets of S3, Google Cloud and Azure, and stores with the same interfaces, through `obstore`.
 
 How it keeps the promises of `remesh.storage`:
 
 * `put` is one request, which stores are atomic about. `overwrite=False` makes it conditional
   (`If-None-Match: *`), so that the store itself lets one writer win. A request whose answer got
   lost may be repeated and then meets its own object; a token among the object's metadata tells
-  that from somebody else's.
+  that from that of another writer.
 * Some stores ignore the condition and let every writer succeed. So a hidden object is put twice
   before the first conditional `put` of an `ObjectStorage`. Where the second succeeds, a writer
   announces itself by a hidden object of its own, and gives up if it then finds another writer's, or
@@ -79,7 +79,7 @@ _Result = TypeVar("_Result")
 
 
 class _ChangedError(Exception):
-    """An object was replaced between two requests; nobody outside sees it."""
+    """An object was replaced between two requests; it is not raised outside."""
 
 
 RETRIES: RetryConfig = {
@@ -470,7 +470,7 @@ class ObjectStorage:
             # Taking all parts waits until the writer finishes.
             whole = [*parts, np.empty(0, np.uint8)][0]
             if not self._put_first(path, whole.data):
-                raise StorageError(f"{name} exists already: somebody else has written it")
+                raise StorageError(f"{name} exists already: another writer was first")
         except StorageError:
             raise
         except _FAILURES as error:

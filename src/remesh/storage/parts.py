@@ -3,12 +3,12 @@
 Object stores take a large file as a sequence of parts of one size, several megabytes each, while
 writers bring smaller chunks from several threads, nearly in order. Between them is a window of a
 few parts: a chunk is copied into the parts that it touches, and a part leaves as soon as all parts
-before it have left and it is full. Whoever writes beyond the window waits until it has moved on,
-which bounds the memory. So somebody has to write the beginning: if the window does not move for a
+before it have left and it is full. A thread that writes beyond the window waits until it moves,
+which bounds the memory. So a thread has to write the beginning: if the window does not move for a
 long time, those who wait give up with an error.
 
-The upload runs in a thread of its own, which takes the parts and ends when the writer says that
-all is written. Ranges that nobody wrote are zeros. When the writer gives up, taking the next part
+The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
+is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
 raises, and the upload undoes what it has done.
 """
 
@@ -30,7 +30,7 @@ STALL_SECONDS = 600.0
 
 
 class GivenUpError(Exception):
-    """Raised to the upload when its writer was aborted; nobody else sees it."""
+    """Raised to the upload when its writer was aborted; it is not raised elsewhere."""
 
 
 class Parts:
@@ -83,7 +83,7 @@ class Parts:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let everybody who waits, and everybody who comes, fail."""
+        """Let every thread that waits, or that comes later, fail."""
         with self._changed:
             self._failure = self._failure or error
             self._buffers.clear()
@@ -204,6 +204,6 @@ class StreamWriter:
     def _run(self) -> None:
         try:
             self._upload(self._parts.take())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever writes or finishes
+        except BaseException as error:  # noqa: BLE001 - raised by `write` or `finish`
             self._error = error
             self._parts.fail(error)

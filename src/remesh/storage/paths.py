@@ -1,7 +1,7 @@
 """The names of files in a storage: relative paths that stay below its root.
 
-Such paths come out of checkpoint files, which anybody may have written, so each is checked before
-it is used. A path has components that are not empty and not `.` or `..`, joined by forward
+Such paths come out of checkpoint files, which any program may have written, so each is checked
+before it is used. A path has components that are not empty and not `.` or `..`, joined by forward
 slashes; that alone keeps it below the root.
 """
 

@@ -3,7 +3,7 @@
 People put secrets into URLs: a user name and password before the host, a signature in the query.
 Where a URL is shown, both are `***`. A password may hold slashes, as secret keys often do. A
 question mark begins a query only if an `=` follows; otherwise it is a part of an object's name. In
-URLs of Azure's file systems, what stands before the `@` is the container, which is no secret.
+URLs of Azure's file systems, the text before the `@` is the container, which is no secret.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _split(scheme: str, rest: str) -> tuple[str, str, str]:
 
 
 def _split_user(rest: str) -> tuple[str, str]:
-    """What stands before and after the `@` that ends user information; "" if there is none."""
+    """The text before and after the `@` that ends user information; "" if there is none."""
     authority, _, _ = rest.partition("/")
     if "@" in authority:
         user, _, host = authority.rpartition("@")

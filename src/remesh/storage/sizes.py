@@ -31,7 +31,7 @@ class FileFacts:
 
     Attributes:
         num_bytes: Its size.
-        modified: When it was last changed, in seconds since the epoch; None if nobody says.
+        modified: When it was last changed, in seconds since the epoch; None if that is not known.
     """
 
     num_bytes: int

@@ -64,7 +64,7 @@ class FaultInjector:
         return self._plan(rank, point, _Fail(error))
 
     def kill_at(self, rank: int, point: str) -> FaultInjector:
-        """Kill the process there by SIGKILL: nothing is flushed, closed or told to anybody."""
+        """Kill the process there by SIGKILL: nothing is flushed, closed or reported."""
         return self._plan(rank, point, _Kill())
 
     def stall_at(self, rank: int, point: str, seconds: float) -> FaultInjector:

@@ -6,8 +6,8 @@ no state of the test, and see the environment as it was when the first job start
 meets over a file in a temporary directory and talks over the loopback interface only.
 
 A rank reports through a pipe: its result, or its exception and traceback. One that closes its end
-without a report has died, and its exit status says how. When the time is up, whoever is left is
-killed, so no process survives the call.
+without a report has died, and its exit status says how. When the time is up, each process that is
+left is killed, so no process survives the call.
 """
 
 from __future__ import annotations

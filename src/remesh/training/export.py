@@ -10,7 +10,7 @@
    together, comes last.
 
 On a local or mounted file system a file is written under a hidden name, made durable and renamed,
-so whoever reads sees the old file or the new one. Object stores show an object when it is complete.
+so a reader sees the old file or the new one. Object stores show an object when it is complete.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ class _Job:
         index = f"{name}{suffix}.index.json"
 
         def make_way() -> bytes:
-            # Without its index nobody takes old and new files for one model.
+            # Without its index no reader takes old and new files for one model.
             if len(self.files) > 1:
                 self.storage.delete(index)
             return b""

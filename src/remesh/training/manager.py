@@ -12,7 +12,7 @@ steps on which all agree: at each such step rank 0 says when the next one is, ab
 So all ranks save at the same step, and a failure anywhere is raised everywhere.
 
 Saves. A save begins when the one before has ended on every rank, so at most one is in flight and
-host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what nobody keeps in its
+host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what no policy keeps in its
 background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
 
 Snapshots. With `memory_every` the same is kept in the memory of the nodes as well (`memory`). A
@@ -486,7 +486,7 @@ class Manager:
     def _secure(
         self, resumed: Resumed, sources: Sequence[Source], state: MutableMapping[str, Any]
     ) -> None:
-        """Save at once what came from memory, and give back memory that is of no use any more."""
+        """Save at once what came from memory, and give back memory that is no longer needed."""
         if self._memory is None:
             return
         kept = [one.info.name for one in sources if one.kind == "snapshot" and resumed.live]

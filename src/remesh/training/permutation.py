@@ -10,7 +10,7 @@ Domains (2002); nothing here is meant to be secret, so the round function is onl
 finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
 Stored positions mean something only as long as this function never changes. A test holds values
-of it; whoever wants another order gives it another name (see `remesh.training.sampling`).
+of it; another order needs another name (see `remesh.training.sampling`).
 """
 
 from __future__ import annotations

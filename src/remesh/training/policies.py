@@ -1,7 +1,7 @@
 """When to save: small frozen policies, and one pure function that asks them.
 
 A policy sees numbers that are handed to it and remembers nothing. Those that look at the step alone
-(`EverySteps`) give the same answer on every rank, so nobody has to be asked. What one rank may know
+(`EverySteps`) give the same answer on every rank, so no message is needed. What one rank may know
 before the others (its clock, a signal that it got, a file that it sees) becomes a `Note`, and
 `combine` makes the same verdict of the notes of all ranks on each of them. Ranks exchange notes now
 and then and not at each step: `next_look` says when again.
@@ -182,7 +182,7 @@ def next_look(step: int, step_seconds: float | None, *, last_gap: int, world_siz
         step: The step that is done.
         step_seconds: How long it took; None if that is not known yet.
         last_gap: Steps since notes were exchanged before. The next gap is at most twice as long,
-            lest one fast step promise too much.
+            so that one fast step does not lead to a long gap.
         world_size: Number of ranks. One alone has nothing to exchange and looks at each step.
     """
     if world_size == 1 or step_seconds is None:

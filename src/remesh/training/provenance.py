@@ -70,7 +70,7 @@ def git_revision(directory: Path) -> str:
 
     Returns:
         Its hex digits; empty if there is no repository, no commit, or the files cannot be read
-        (which must not keep anybody from saving).
+        (which must not prevent a save).
     """
     for parent in (directory, *directory.parents):
         if (parent / ".git").exists():

@@ -108,7 +108,7 @@ class Recorder:
         state: MutableMapping[str, Any],
         metrics: Mapping[str, float] | None,
     ) -> None:
-        """Note that a step is complete in the memory of this process, if that is of use.
+        """Note that a step is complete in the memory of this process, if live memory is used.
 
         Raises:
             WorldChangedError: If the training function has to be left.

@@ -53,7 +53,7 @@ class Resumed:
             `remesh.training.trackers.resume_arguments`.
         report: What the load did on this rank.
         from_memory: Whether the checkpoint was a snapshot in the nodes' memory.
-        live: Whether the state came from the memory of the processes that went on.
+        live: Whether the state came from the memory of the processes that continued.
         held_bytes: If it did, the memory that the old tensors of this rank took until the new ones
             were filled: what the resume needed besides the state, with a few buffers.
     """
@@ -153,7 +153,7 @@ def candidates(exchange: Exchange, storage: Storage) -> list[CheckpointInfo]:
 
 
 def stored_source(exchange: Exchange, root: str | os.PathLike[str], info: CheckpointInfo) -> Source:
-    """A checkpoint in storage; nobody removes it while it is loaded."""
+    """A checkpoint in storage; it is not removed while it is loaded."""
     place = catalog.place_of(root, info.name)
 
     def load_held(state: Any, **options: Any) -> Any:
@@ -295,7 +295,7 @@ def restore(
         stored = stored if _load_rows(exchange, random, rows, options) else {}
 
     def take() -> bytes:
-        # After all else, for whoever loads may draw random numbers.
+        # After all else, because loading may draw random numbers.
         rng.take_rows(stored, rows)
         for name in streams.keys() - stored.keys():
             streams[name].seed(rng.derived_seed(seed, note.step, name, roles.own))

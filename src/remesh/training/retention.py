@@ -5,7 +5,7 @@ kept; one without a reason is to be removed (`remove_unkept`). Policies are unit
 stays if any of them keeps it. Whatever the policies say, these stay:
 
 * the newest that is not known to be damaged,
-* what somebody pinned, and what somebody is reading at the time,
+* what is pinned, and what is being read at the time,
 * what belongs to another run, and what is known to be damaged (it may be repaired, and counts for
   no policy).
 

@@ -4,7 +4,7 @@ A script that counts steps and skips as many when it resumes assumes that a step
 same samples. If it does not, because there are more ranks or larger batches, the count must be
 converted: the samples that were trained on stay what they are, the number of steps follows.
 
-Whoever stores a sample position instead (`remesh.training.sampling`) needs none of this.
+A script that stores a sample position (`remesh.training.sampling`) needs none of this.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 * A loader over such a sampler, torch's `DataLoader` or torchdata's `StatefulDataLoader`, needs no
   state of its own: put the sampler into the state, not the loader.
 * A loader that keeps a position of its own, because its data has no numbers or because it shuffles
-  by itself, has a state that is its rank's alone. Nobody can tell from n such states what m ranks
-  have seen. `PerRankState` keeps them all, gives each rank its own back, and refuses another number
-  of ranks.
+  by itself, has a state that is its rank's alone. It does not follow from n such states what m
+  ranks have seen. `PerRankState` keeps them all, gives each rank its own back, and refuses another
+  number of ranks.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _seed_of(sampler: RandomSampler) -> int:
         )
     if sampler.generator is None:
         raise StateError(
-            "this RandomSampler draws its order from torch's global generator, so nobody can "
-            "draw it again; give it generator=torch.Generator().manual_seed(...)"
+            "this RandomSampler draws its order from torch's global generator, so it cannot "
+            "be drawn again; give it generator=torch.Generator().manual_seed(...)"
         )
     return int(sampler.generator.initial_seed()) % 2**63
 

@@ -12,7 +12,7 @@ a state is seen from the name alone, in one of four styles:
 Slots that mean the same in different systems count as one: Paddle's `moment1_0` is `exp_avg`.
 
 In all but the first style the parameter often lies elsewhere in the state: an optimizer of
-`model.layer.weight` says `optimizer.state.layer.weight.exp_avg`. What stands before the parameter
+`model.layer.weight` says `optimizer.state.layer.weight.exp_avg`. The prefix before the parameter
 (`model.`) is found by looking for the parameters that the optimizer names. Where two sets of
 parameters fit equally well (a model and its moving average), nothing is guessed: the owner must be
 stated if a statement touches such a parameter.
@@ -157,7 +157,7 @@ def find_states(
     Args:
         names: Names of tensors and values.
         further_parameters: Names of parameters that may not be among `names`.
-        owners: What stands before the parameters of an optimizer, by what stands before theirs in
+        owners: The prefix of the parameters of an optimizer, by the prefix of theirs in
             the names of its states: `{"optimizer.state.": "model."}`.
     """
     names = list(names)

@@ -240,14 +240,14 @@ def test_irregular_shards_with_a_hole_are_refused(tmp_path: Path, backend: str) 
         "w"
     ].tolist() == [0, 1, 1, 1, 1, 1]
     for validate in (True, False):
-        with pytest.raises(CheckpointingException, match=r"nobody holds \[1:2\]"):
+        with pytest.raises(CheckpointingException, match=r"no rank holds \[1:2\]"):
             save(
                 {"a": shard(0, 1), "b": shard(2, 4)},
                 tmp_path / str(validate),
                 (backend, 1),
                 validate_access_integrity=validate,
             )
-    with pytest.raises(CheckpointingException, match=r"nobody holds \[1:6\]"):
+    with pytest.raises(CheckpointingException, match=r"no rank holds \[1:6\]"):
         load({"a": shard(0, 1)}, tmp_path)
     assert load({"a": shard(0, 1)}, tmp_path, validate_access_integrity=False)["a"].tolist() == [0]
 

@@ -4,8 +4,8 @@ The directory is opened as a checkpoint of the engine (`remesh.formats.flat_para
 box of any tensor can be read. What is read is what the engine's description of the model says that
 this rank holds, so the number of ranks, the wrapping and FSDP1 or FSDP2 may all have changed.
 
-A model that is built inside of `init_empty_weights_with_disk_offload` has no memory. Whoever gives
-it some (FSDP1 when it wraps a module, a trainer after FSDP2's `fully_shard`) afterwards calls
+A model that is built inside of `init_empty_weights_with_disk_offload` has no memory. The call that
+gives it some (FSDP1 when it wraps a module, a trainer after FSDP2's `fully_shard`) afterwards calls
 `reset_parameters` of every module that has parameters or buffers. That is where they are read: on
 leaving the context each module gets a `reset_parameters` of its own, which reads what the module
 has at that moment, and goes away.
@@ -205,7 +205,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(checkpoint: Checkpoint, prefix: str, module: nn.Module) -> None:
-    """Read what a module has of its tensors; what stands in for its `reset_parameters`.
+    """Read what a module has of its tensors; takes the place of its `reset_parameters`.
 
     Raises:
         MismatchError: If a tensor is not stored, or in another shape or dtype.

@@ -298,7 +298,7 @@ def _save(
         exchange: The ranks.
         storage: The directory.
         write: Writes this rank's files; returns what they hold.
-        last_file: Name of the file without which nobody reads the others.
+        last_file: Name of the file without which the others are not read.
         document: Its content, asked for on rank 0 when all ranks have written.
     """
 

@@ -3,8 +3,8 @@
 Every rank tells for each of its weights where it lies (`ShardInfo`), and gets to know that of all
 ranks. From this follow the checks of Flex Checkpoint.
 
-A `ShardedWeight` says nothing of copies on other ranks, so the engine is told that nobody counts
-them, and compares samples of them. A shard that nobody declared is found that way. A weight that is
+A `ShardedWeight` says nothing of copies on other ranks, so the engine does not count
+them, and compares samples of them. A shard that is not declared is found that way. A weight that is
 all of its tensor is handed over as the bare tensor, for tied tensors to be recognised.
 """
 

@@ -91,11 +91,11 @@ def determine_main_replica_uniform_distribution(
         return None
     mine = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
     with as_checkpointing_exception():
-        _, everybody = determine_global_metadata({"": mine}, parallelization_group)
+        _, of_all = determine_global_metadata({"": mine}, parallelization_group)
     holders: dict[ShardId, list[int]] = {}
     described: dict[ShardId, ShardedTensor] = {}
     mains: set[ShardId] = set()
-    for rank, tensors in enumerate(everybody):
+    for rank, tensors in enumerate(of_all):
         for one in tensors:
             assert isinstance(one, ShardedTensor)
             shard = _sharded_tensor_shard_id(one)
@@ -110,7 +110,7 @@ def determine_main_replica_uniform_distribution(
     sizes = {
         shard: num_elements(described[shard]) * described[shard].dtype.itemsize for shard in holders
     }
-    chosen = distribute_shards_to_ranks(holders, sizes, len(everybody), shards - mains)
+    chosen = distribute_shards_to_ranks(holders, sizes, len(of_all), shards - mains)
     return ShardDistribution(chosen, shards, described, holders)
 
 

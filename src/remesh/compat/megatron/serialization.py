@@ -226,11 +226,11 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     asked, local, factories = load_preprocess(sharded_state_dict)
     merge(result, local)
     asked, _ = extract_sharded_base(asked)
-    mine = everybody = None
+    mine = of_all = None
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-        mine, everybody = determine_global_metadata(asked)
+        mine, of_all = determine_global_metadata(asked)
     asked, missing, unexpected = validate_integrity_and_strict_load(
-        asked, handling, validate_access_integrity, mine, everybody, stored
+        asked, handling, validate_access_integrity, mine, of_all, stored
     )
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)

@@ -231,12 +231,12 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
         merge(result, local)
         asked, _ = extract_sharded_base(asked)
         handling = parse_strict_flag(strict)
-        mine = everybody = None
+        mine = of_all = None
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-            mine, everybody = determine_global_metadata(asked)
+            mine, of_all = determine_global_metadata(asked)
         stored = {leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)}
         _, missing, unexpected = validate_integrity_and_strict_load(
-            asked, handling, validate_access_integrity, mine, everybody, stored
+            asked, handling, validate_access_integrity, mine, of_all, stored
         )
         tensors = self._tensors_for(asked, fully_parallel, parallelization_group, exchange_algo)
         merge(result, apply_factory_merges(self._filled(asked, tensors), factories))

@@ -228,7 +228,7 @@ class RemeshCheckpointIO(CheckpointIO):
         return state
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, unless somebody reads it.
+        """Remove a checkpoint, unless a process reads it.
 
         Raises:
             StorageError: If the storage fails.
