@@ -37,8 +37,9 @@ def layouts(model: str, optimizer_format: str, num_ranks: int) -> list[Run]:
         first = Run(model, 2, 1, 2, num_ranks, optimizer_format)
         other = msgspec.structs.replace(first, tensor=1, pipeline=2)
     if optimizer_format == "dp_reshardable":
-        smallest = first.tensor * first.pipeline * first.expert
-        other = msgspec.structs.replace(first, world_size=min(num_ranks // 2, smallest))
+        if model == "moe":
+            first = msgspec.structs.replace(first, tensor=1)
+        other = msgspec.structs.replace(first, world_size=num_ranks // 2)
     return [first, other]
 
 

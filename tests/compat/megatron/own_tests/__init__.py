@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import remesh
+from tests.compat.megatron.own_tests.reasons import reason_of
 
 NUM_RANKS = 8
 LIMIT = 1800.0
@@ -121,11 +122,11 @@ def count(results: dict[str, Result]) -> dict[str, int]:
 
 
 def report(name: str, results: dict[str, Result], *, verbose: bool = False) -> str:
-    """The counts of a file, and each test that did not pass, with the last line of why."""
+    """The counts of a file, and each test that did not pass, with the reason or the last line."""
     lines = [f"{name}: {count(results)}"]
     for test, result in results.items():
         if result.outcome != "passed":
             why = result.why.strip().splitlines() or [""]
-            text = result.why if verbose else why[-1][:300]
+            text = result.why if verbose else reason_of(test) or why[-1][:300]
             lines.append(f"  {result.outcome} {test.rpartition('::')[2]}: {text}")
     return "\n".join(lines)
