@@ -85,6 +85,7 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.elastic
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.master
+	$(BIN)/python -m benchmarks.kubernetes
 
 clean:  ## Remove what the commands above made
 	rm -rf $(VENV) demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache

@@ -37,7 +37,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-def _reserve_port() -> tuple[int, socket.socket]:
+def reserve_port() -> tuple[int, socket.socket]:
     """A port that stays free while no one listens there, and what reserves it while it is open.
 
     It is not one that the kernel gives away. Other tests of this machine, which may run at the same
@@ -94,7 +94,7 @@ class Cluster:
             self._agent_options += ("--preload", PRELOAD)
         self._saving = saving
         self._num_processes = str(processes)
-        self._port, self._reserved = _reserve_port()
+        self._port, self._reserved = reserve_port()
         self._num_read: Counter[Path] = Counter()
         self._entries: list[dict[str, Any]] = []
         self.agents: dict[int, Command] = {}

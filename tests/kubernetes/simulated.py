@@ -30,7 +30,7 @@ from remesh.kubernetes.resource import (
     Status,
     WorkerSpec,
     parse_job,
-    status_data,
+    status_patch,
 )
 
 START = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -72,6 +72,7 @@ class Cluster:
     shared: bool = False
     events: list[str] = field(default_factory=list)
     num_requests: int = 0
+    lost_hosts: set[str] = field(default_factory=set)
     written: list[Status] = field(default_factory=list)
 
     # The API server ------------------------------------------------------------------------
@@ -90,7 +91,8 @@ class Cluster:
         assert self.job is not None
         if status != self.job.status:
             # As the API server stores it: what is null is not there.
-            data = {key: value for key, value in status_data(status).items() if value is not None}
+            data = msgspec.to_builtins(self.job.status) | status_patch(self.job.status, status)
+            data = {key: value for key, value in data.items() if value is not None}
             stored = msgspec.convert(data, Status)
             assert stored == status
             self.written.append(stored)
@@ -175,7 +177,8 @@ class Cluster:
                 continue
             is_master = pod["metadata"]["labels"]["remesh.dev/role"] == Role.MASTER
             free = [f"host-{n}" for n in range(self.hosts)]
-            free = [h for h in free if h not in refused_by(pod) and (is_master or h not in taken)]
+            free = [h for h in free if h not in refused_by(pod) and h not in self.lost_hosts]
+            free = [h for h in free if is_master or h not in taken]
             if "nodeName" not in pod["spec"] and free:
                 pod["spec"]["nodeName"] = free[0]
                 taken.add("" if is_master else free[0])
@@ -191,7 +194,8 @@ class Cluster:
     def sweep(self) -> None:
         """The kubelets finish with the pods that are to be deleted."""
         for name, pod in list(self.pods.items()):
-            if "deletionTimestamp" in pod["metadata"]:
+            is_lost = pod["spec"].get("nodeName") in self.lost_hosts
+            if "deletionTimestamp" in pod["metadata"] and not is_lost:
                 del self.pods[name]
 
 
@@ -209,6 +213,6 @@ def roundtrip(job: Job) -> Job:
     data = {
         "metadata": meta,
         "spec": msgspec.to_builtins(job.spec),
-        "status": status_data(job.status),
+        "status": msgspec.to_builtins(job.status),
     }
     return parse_job(data)

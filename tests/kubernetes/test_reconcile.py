@@ -345,6 +345,14 @@ class Everything(RuleBasedStateMachine):
     def change_hosts(self, hosts: int) -> None:
         self.cluster.hosts = hosts
 
+    @rule(number=st.integers(0, 3))
+    def lose_host(self, number: int) -> None:
+        """No kubelet is there any more to end the pods of a host, which are to be deleted."""
+        self.cluster.lost_hosts.add(f"host-{number}")
+        for pod in self.cluster.seen():
+            if pod.host == f"host-{number}":
+                self.cluster.delete(pod.name)
+
     @rule(suspend=st.booleans(), replicas=st.integers(2, 4))
     def edit(self, suspend: bool, replicas: int) -> None:
         if self.cluster.job is not None:

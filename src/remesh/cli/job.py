@@ -18,7 +18,9 @@ _namespace = click.option("--namespace", "-n", help="Namespace; that of KUBECONF
 def _client(namespace: str | None) -> tuple[Any, Any]:
     """The module with what is done, and a client of the cluster."""
     does = output.needs_kubernetes("remesh.kubernetes.client")
-    return does, does.connect(namespace)
+    client = does.connect(namespace)
+    click.get_current_context().call_on_close(client.close)
+    return does, client
 
 
 @click.group(

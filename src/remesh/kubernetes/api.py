@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -47,8 +48,10 @@ from remesh.kubernetes.resource import (
     Job,
     Status,
     parse_job,
-    status_data,
+    status_patch,
 )
+
+log = logging.getLogger(__name__)
 
 JOBS = create_namespaced_resource(GROUP, VERSION, KIND, PLURAL)
 
@@ -165,7 +168,10 @@ class ApiCluster:
 
     async def write_status(self, job: Job, status: Status) -> Job:
         """Write the status of a job, if the job is still of this version."""
-        body = {"metadata": {"resourceVersion": job.version}, "status": status_data(status)}
+        body = {
+            "metadata": {"resourceVersion": job.version},
+            "status": status_patch(job.status, status),
+        }
         with errors_of(f"write the status of job {job.name}"), _guarded():
             written = await self._client.patch(
                 JOBS.Status, job.name, body, namespace=job.namespace, patch_type=PatchType.MERGE
@@ -174,6 +180,7 @@ class ApiCluster:
 
     async def perform(self, job: Job, action: Action) -> None:
         """Carry out an action."""
+        log.info("%s/%s: %s", job.namespace, job.name, action)
         match action:
             case AddFinalizer():
                 await self._set_finalizers(job, [*job.finalizers, FINALIZER])

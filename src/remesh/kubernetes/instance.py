@@ -89,6 +89,12 @@ def main(
     async def run() -> None:
         with errors_of("connect"):
             client = AsyncClient()
+        try:
+            await operate(client)
+        finally:
+            await client.close()
+
+    async def operate(client: AsyncClient) -> None:
         own = own_namespace or client.namespace
         key = await read_key(client, own)
         leader = Leader(ApiLeases(client, own), NAME, identity, lease_seconds)

@@ -101,6 +101,9 @@ class Operator:
         ask: Asks the master of a job.
         metrics: What is counted.
         leads: Whether this instance may act.
+
+    Attributes:
+        broken: Has the exception of the first look that failed by a fault of the operator.
     """
 
     def __init__(
@@ -112,12 +115,20 @@ class Operator:
         self._leads = leads
         self._woken: dict[Key, asyncio.Event] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self, key: Key) -> None:
         """Something happened to a job."""
         self._woken.setdefault(key, asyncio.Event()).set()
         if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._follow(key), name=f"job {key.name}")
+            task = asyncio.create_task(self._follow(key), name=f"job {key.name}")
+            task.add_done_callback(self._note_end)
+            self._tasks[key] = task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """An error that is no refusal of the API server is a fault of the operator: it ends."""
+        if not task.cancelled() and task.exception() is not None and not self.broken.done():
+            self.broken.set_exception(task.exception() or AssertionError())
 
     async def close(self) -> None:
         """Look at no job any more."""
@@ -156,7 +167,6 @@ class Operator:
         for action in found.actions:
             kind = type(action).__name__
             self._metrics.actions.labels(kind).inc()
-            log.info("%s/%s: %s", *key, action)
         if found.job is not None:
             self._metrics.see(key, found.job.status.phase)
         return found
@@ -189,7 +199,7 @@ def _now() -> datetime:
 
 
 def _registry(operator: Operator) -> kopf.OperatorRegistry:
-    """The handlers of kopf: each wakes a job."""
+    """The handlers of kopf: each wakes a job; and how it logs in."""
     registry = kopf.OperatorRegistry()
 
     async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
@@ -198,6 +208,10 @@ def _registry(operator: Operator) -> kopf.OperatorRegistry:
     async def on_pod(namespace: str | None, labels: Any, **_: Any) -> None:
         operator.wake(Key(namespace or "", labels[LABEL_JOB]))
 
+    def log_in(**words: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**words) or kopf.login_with_kubeconfig(**words)
+
+    kopf.on.login(registry=registry)(log_in)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)
     kopf.on.event("v1", "pods", labels={LABEL_JOB: kopf.PRESENT}, registry=registry)(on_pod)
     return registry
@@ -261,10 +275,11 @@ async def run_operator(
             )
         )
         keeping = asyncio.create_task(leader.keep())
-        await asyncio.wait([watching, keeping], return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, keeping):
-            task.cancel()
-        for result in await asyncio.gather(watching, keeping, return_exceptions=True):
+        parts = (watching, keeping, operator.broken)
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            part.cancel()
+        for result in await asyncio.gather(*parts, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
 

@@ -57,6 +57,8 @@ MAX_BACKOFF = 60.0
 """Longest wait, in seconds, before a pod that failed is replaced."""
 FORCE_SECONDS = 60.0
 """A pod of a deleted job that should be gone for so long is removed without its kubelet."""
+END_SECONDS = 30.0
+"""Time for the pods of a finished job to end by themselves."""
 MEMORY_FACTOR = 1.5
 TRAINING_SECONDS = 30.0
 """Time between two writes of the status that tell nothing but the progress of the training."""
@@ -162,6 +164,13 @@ class _Pass:
         """The pods of a role, by their number."""
         return {pod.index: pod for pod in self.pods if pod.role is role}
 
+    def living_workers(self) -> list[Pod]:
+        """See `_living_workers`; the next look is when one of them should be gone."""
+        living = _living_workers(self.pods, self.now)
+        expiries = [pod.expires for pod in living if pod.expires is not None]
+        self.wakes.extend((time - self.now).total_seconds() for time in expiries)
+        return living
+
     def failed(self, where: str, ending: Ending) -> None:
         """Record the failure of a pod."""
         entry = FailureEntry(time=self.now, where=where, what=ending.cause, message=ending.text)
@@ -227,6 +236,17 @@ def _after_jump(status: Status, now: datetime) -> Status:
     )
 
 
+def _living_workers(pods: Iterable[Pod], now: datetime) -> list[Pod]:
+    """Workers that run, or save before they end; not those that a lost node keeps."""
+    return [
+        pod
+        for pod in pods
+        if pod.role is Role.WORKER
+        and not pod.has_ended
+        and (pod.expires is None or pod.expires > now)
+    ]
+
+
 # The end of a job -----------------------------------------------------------------------------
 
 
@@ -236,8 +256,7 @@ def _delete(job: Job, pods: tuple[Pod, ...], now: datetime) -> Decision:
         return Decision(job.status)
     if not pods:
         return Decision(job.status, (DeleteShared(), RemoveFinalizer()))
-    workers = [pod for pod in pods if pod.role is Role.WORKER]
-    stopping = workers or list(pods)
+    stopping = _living_workers(pods, now) or list(pods)
     actions: list[Action] = [DeletePod(pod.name) for pod in stopping if pod.expires is None]
     overdue = timedelta(seconds=FORCE_SECONDS)
     expiries = [pod.expires + overdue for pod in pods if pod.expires is not None]
@@ -261,9 +280,20 @@ def _clean(this: _Pass) -> None:
     policy = this.job.spec.clean_policy
     if policy is CleanPolicy.NONE:
         return
+    living = this.living_workers()
+    if living and _ends_by_itself(this):
+        return  # the workers learn of it from the master
     unwanted = [pod for pod in this.pods if policy is CleanPolicy.ALL or not pod.has_ended]
-    workers = [pod for pod in unwanted if pod.role is Role.WORKER]
-    this.delete(workers or unwanted)
+    this.delete(living or unwanted)
+
+
+def _ends_by_itself(this: _Pass) -> bool:
+    """Whether the pods of a finished job are about to end, and their logs to be complete."""
+    training, finished = this.status.training, this.status.finished
+    known = training is not None and training.phase in ("succeeded", "failed")
+    if finished is None or not (known or this.status.phase is Phase.SUCCEEDED):
+        return False
+    return not this.passed(finished, END_SECONDS)
 
 
 def _suspend(this: _Pass) -> None:
@@ -271,9 +301,7 @@ def _suspend(this: _Pass) -> None:
     if this.status.phase is not Phase.SUSPENDED:
         this.set(phase=Phase.SUSPENDED, reason="spec.suspend is true", workers=())
         this.emit("Suspended", "the workers save and stop")
-    workers = this.of(Role.WORKER).values()
-    living = [pod for pod in workers if not pod.has_ended]
-    this.delete(living or this.pods)
+    this.delete(this.living_workers() or this.pods)
 
 
 def _resume(this: _Pass) -> None:

@@ -196,11 +196,11 @@ class ExcludedHost(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A Kubernetes node on which the job starts no pods any more."""
 
     host: str
-    reason: str
     time: datetime
+    reason: str = ""
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """A condition, as Kubernetes has them."""
 
     type: str
@@ -210,7 +210,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     last_transition_time: datetime
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Training(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """How far the training is, as the master said at `time`."""
 
     time: datetime
@@ -226,8 +226,8 @@ class FailureEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """A failure for `remesh job errors`: of a process, from the master, or of a pod."""
 
     time: datetime
-    where: str
-    what: str
+    where: str = ""
+    what: str = ""
     message: str = ""
 
 
@@ -337,11 +337,24 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         ) from error
 
 
-def status_data(status: Status) -> dict[str, Any]:
-    """A status as JSON values; fields without a value are null, so that a patch removes them."""
-    data = msgspec.to_builtins(status)
-    assert isinstance(data, dict)
-    return data
+def status_patch(old: Status, new: Status) -> dict[str, Any]:
+    """The fields in which a status differs, as a JSON merge patch: null removes a field.
+
+    Empty texts are left out: they mean the same, and the schema of old API servers refuses them.
+    """
+    before, after = msgspec.to_builtins(old), msgspec.to_builtins(new)
+    return {
+        name: None if value == "" else _without_empty(value)
+        for name, value in after.items()
+        if value != before[name] or name == "phase"
+    }
+
+
+def _without_empty(value: Any) -> Any:
+    """A JSON value without the empty texts in its objects."""
+    if isinstance(value, dict):
+        return {name: _without_empty(each) for name, each in value.items() if each != ""}
+    return [_without_empty(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 _UNITS = {

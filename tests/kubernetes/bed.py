@@ -1,0 +1,361 @@
+"""A cluster whose pods are processes of this machine, with the operator, for tests.
+
+`KUBECONFIG` names the cluster. `REMESH_TEST_START_KUBE_NODE` and `REMESH_TEST_KILL_KUBE_NODE` name
+commands that start a node with so many GPUs (`NAME --gpus N`) and that take one away, and
+`REMESH_TESTBED_K8S_DIR` the directory with the output of its pods. Pods reach their master at the
+loopback address (`pod.py`), and so does the operator.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import CliRunner
+from lightkube import ApiError, Client
+from lightkube.types import PatchType
+
+from remesh.cli import cli
+from remesh.kubernetes import client as jobs
+from remesh.kubernetes.api import EVENTS, PODS, SECRETS, SERVICES
+from remesh.kubernetes.manifests import NAME, manifests
+from remesh.kubernetes.observed import Pod, Role
+from remesh.kubernetes.resource import Job
+from tests.elastic.cluster import REMESH, TRAIN, reserve_port
+from tests.waiting import wait_until
+
+NEEDED = ("KUBECONFIG", "REMESH_TEST_START_KUBE_NODE", "REMESH_TEST_KILL_KUBE_NODE")
+MISSING = [name for name in (*NEEDED, "REMESH_TESTBED_K8S_DIR") if name not in os.environ]
+SHIM = Path(__file__).with_name("pod.py")
+GPUS = 8
+HEAD = "head"
+
+
+class Bed:
+    """Nodes, an account for the operator, operators and one job at a time.
+
+    Args:
+        directory: Where everything of the test goes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.namespace = f"test-{uuid.uuid4().hex[:8]}"
+        self.client = Client(namespace=self.namespace)
+        self.nodes: set[str] = set()
+        self.operators: list[subprocess.Popen[bytes]] = []
+        self.port, self._reserved = reserve_port()
+        self._created: set[str] = set()
+        self._config = directory / "operator.kubeconfig"
+
+    # The cluster ---------------------------------------------------------------------------
+
+    def start_node(self, name: str, gpus: int = GPUS) -> None:
+        self.nodes.add(name)
+        self._created.add(f"api/v1/nodes/{name}")
+        self._command("REMESH_TEST_START_KUBE_NODE", name, "--gpus", str(gpus))
+
+    def kill_node(self, name: str) -> None:
+        self.nodes.discard(name)
+        self._command("REMESH_TEST_KILL_KUBE_NODE", name)
+
+    def _command(self, variable: str, *words: str) -> None:
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([str(Path(root, "src")), root])
+        tools = {
+            "PYTHONPATH": path,
+            "REMESH_TESTBED_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [os.environ[variable], *words],
+            env=os.environ | tools,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        """Create an object; no error if it is there."""
+        group, _, version = manifest["apiVersion"].rpartition("/")
+        plural = manifest["kind"].lower() + "s"
+        base = f"apis/{group}/{version}" if group else f"api/{version}"
+        place = manifest["metadata"].get("namespace")
+        path = f"{base}/namespaces/{place}/{plural}" if place else f"{base}/{plural}"
+        reply = self._http("POST", path, manifest)
+        assert reply.status_code in (200, 201, 409), reply.text
+        if manifest["kind"] != "CustomResourceDefinition":
+            self._created.add(f"{path}/{manifest['metadata']['name']}")
+
+    def _http(self, method: str, path: str, body: object = None) -> Any:
+        http = self.client._client._client
+        return http.request(method, path, json=body)
+
+    def install(self) -> None:
+        """What `remesh manifests` prints, but for the deployment: the operator is a process."""
+        rest = {"Deployment", "ClusterRole", "ClusterRoleBinding"}
+        for each in manifests(image="none", namespace=self.namespace, watched=self.namespace):
+            if each["kind"] not in rest:
+                self.apply(each)
+        wait_until(lambda: bool(self._account_token()), "the operator's account has a token")
+        admin = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+        admin["users"] = [{"name": "admin", "user": {"token": self._account_token()}}]
+        admin["contexts"][0]["context"]["namespace"] = self.namespace
+        self._config.write_text(yaml.safe_dump(admin))
+
+    def _account_token(self) -> str:
+        for secret in self.client.list(SECRETS):
+            notes = secret["metadata"].get("annotations") or {}
+            if notes.get("kubernetes.io/service-account.name") == NAME and "data" in secret:
+                return base64.b64decode(secret["data"].get("token", "")).decode()
+        return ""
+
+    # Operators -----------------------------------------------------------------------------
+
+    def start_operator(self) -> subprocess.Popen[bytes]:
+        command = [*REMESH, "operator", "--namespace", self.namespace, "--lease-seconds", "3"]
+        command += ["--own-namespace", self.namespace, "--master-host", "127.0.0.1"]
+        log = (self.directory / "operator.log").open("ab")
+        environment = os.environ | {"KUBECONFIG": str(self._config)}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        log.close()
+        self.operators.append(process)
+        return process
+
+    def kill_operator(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        self.operators.remove(process)
+
+    # Jobs ----------------------------------------------------------------------------------
+
+    def manifest(self, name: str, **spec: Any) -> dict[str, Any]:
+        """A job of three workers that trains until the file `stop` is there."""
+        shim = [sys.executable, str(SHIM), str(self.directory)]
+        template = {
+            "spec": {
+                "containers": [
+                    {
+                        "name": "train",
+                        "image": "none",
+                        "command": shim,
+                        "resources": {"limits": {"nvidia.com/gpu": GPUS, "memory": "1Gi"}},
+                    }
+                ]
+            }
+        }
+        master = {
+            "spec": {
+                "nodeSelector": {"kubernetes.io/hostname": HEAD},
+                "containers": [{"name": "master", "image": "none", "command": shim}],
+            }
+        }
+        values = {
+            "script": [str(TRAIN), str(self.directory), "numpy", "0.05"],
+            "replicas": 3,
+            "minReplicas": 2,
+            "nodeLostSeconds": 1,
+            "growSeconds": 5,
+            "drainSeconds": 20,
+            "worker": {"args": ["--beat-seconds", "0.5", "--last-call", "2"], "template": template},
+            "master": {
+                "port": self.port,
+                "args": ["--heartbeat-timeout", "6", "--save-grace", "20"],
+                "template": master,
+            },
+        }
+        return {
+            "apiVersion": "remesh.dev/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {"name": name},
+            "spec": values | spec,
+        }
+
+    def run(self, *words: str) -> str:
+        """Run `remesh job` in this process; what it prints."""
+        done = CliRunner().invoke(cli, ["job", *words, "--namespace", self.namespace])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def submit(
+        self, name: str, *, mount: bool = True, master_args: list[str] | None = None, **spec: Any
+    ) -> None:
+        """Submit a job, and mount its token as its kubelets would."""
+        manifest = self.manifest(name, **spec)
+        if master_args is not None:
+            manifest["spec"]["master"]["args"] = master_args
+        file = self.directory / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(manifest))
+        self.run("submit", str(file))
+        if mount:
+            self.mount_token(name)
+
+    def mount_token(self, job: str) -> None:
+        (self.directory / "token").unlink(missing_ok=True)
+        wait_until(lambda: self._secret(f"{job}-token") is not None, "the token's secret")
+        secret = self._secret(f"{job}-token")
+        assert secret is not None
+        new = self.directory / "token.new"
+        new.write_bytes(base64.b64decode(secret["data"]["token"]))
+        new.rename(self.directory / "token")
+
+    def _secret(self, name: str) -> Mapping[str, Any] | None:
+        try:
+            return dict(self.client.get(SECRETS, name))
+        except ApiError:
+            return None
+
+    def job(self, name: str) -> Job:
+        return jobs.job(self.client, name)
+
+    def pods(self, name: str) -> list[Pod]:
+        return jobs.pods(self.client, name)
+
+    def workers(self, name: str) -> dict[int, str]:
+        """The workers that run, and their nodes."""
+        return {
+            pod.index: pod.host
+            for pod in self.pods(name)
+            if pod.role is Role.WORKER and pod.is_running
+        }
+
+    def patch(self, name: str, spec: dict[str, Any]) -> None:
+        self.client.patch(jobs.JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
+
+    def delete_pod(self, pod: str) -> None:
+        """A user, or Kubernetes, deletes a pod."""
+        self.client.delete(PODS, pod)
+
+    def end_pod(self, pod: str, *, out_of_memory: bool) -> None:
+        """Kill what a pod runs, as the kernel does when memory runs out."""
+        if out_of_memory:
+            self.pod_file(pod, "oom").touch()
+        mine = str(self.directory).encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has just ended
+            if words[1:2] == [str(SHIM).encode()] and mine in words and pod.encode() in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+    def events(self) -> list[str]:
+        """What the operator told users."""
+        return [each["message"] for each in self.client.list(EVENTS) if "message" in each]
+
+    def actions(self) -> list[str]:
+        """What operators have begun to do."""
+        log = self.directory / "operator.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return [line for line in text.splitlines() if "remesh.kubernetes.api: " in line]
+
+    def until(self, name: str, what: str, holds: Callable[[], bool], seconds: float = 240) -> None:
+        """Wait for a condition; fail with what is known of the job."""
+
+        def lives() -> bool:
+            for process in self.operators:
+                assert process.poll() is None, self.log()
+            return holds()
+
+        try:
+            wait_until(lives, what, seconds)
+        except AssertionError:
+            raise AssertionError(f"{what}: {self.run('status', name)}\n{self.log()}") from None
+
+    def until_trained(self, name: str, *ids: int) -> None:
+        """Wait until these workers, and no others, train together and make steps."""
+
+        def size() -> int:
+            return self.last_step()[1]
+
+        self.until(name, f"workers {ids} run", lambda: sorted(self.workers(name)) == sorted(ids))
+        self.until(name, f"{len(ids)} ranks train", lambda: size() == len(ids))
+        step = self.last_step()[0]
+        self.until(
+            name, f"steps with {ids}", lambda: self.last_step()[0] > step + 3 and size() == len(ids)
+        )
+
+    def last_step(self) -> tuple[int, int]:
+        """The newest step of any rank, and its number of ranks."""
+        newest = (0.0, -1, 0)
+        for file in self.directory.glob("*.jsonl"):
+            for line in file.read_text().splitlines(keepends=True)[-3:]:
+                entry = json.loads(line) if line.endswith("\n") else {}
+                if entry.get("kind") == "step":
+                    newest = max(newest, (entry["time"], entry["step"], entry["size"]))
+        return newest[1:]
+
+    def losses(self) -> dict[int, list[float]]:
+        """The losses of each step, once for each time that rank 0 made it."""
+        found: dict[int, list[float]] = {}
+        for file in self.directory.glob("*.jsonl"):
+            for line in file.read_text().splitlines(keepends=True):
+                entry = json.loads(line) if line.endswith("\n") else {}
+                if entry.get("kind") == "step" and entry["rank"] == 0:
+                    found.setdefault(entry["step"], []).append(entry["loss"])
+        return found
+
+    def shared(self, name: str) -> list[str]:
+        """What is left of a job besides its pods."""
+        kinds = {SECRETS: f"{name}-token", SERVICES: f"{name}-master"}
+        return [
+            wanted
+            for kind, wanted in kinds.items()
+            for each in self.client.list(kind)
+            if each["metadata"]["name"] == wanted
+        ]
+
+    def pod_log(self, pod: str) -> str:
+        return self.pod_file(pod, "log").read_text(errors="replace")
+
+    def pod_file(self, pod: str, suffix: str) -> Path:
+        name = f"{self.namespace}_{pod}.{suffix}"
+        return Path(os.environ["REMESH_TESTBED_K8S_DIR"], "podlogs", name)
+
+    def log(self) -> str:
+        file = self.directory / "operator.log"
+        text = file.read_text(errors="replace")[-4000:] if file.exists() else ""
+        logs = Path(os.environ["REMESH_TESTBED_K8S_DIR"], "podlogs")
+        for each in sorted(logs.glob(f"{self.namespace}_*.log")):
+            text += f"\n--- {each.name}\n{each.read_text(errors='replace')[-1500:]}"
+        return text
+
+    def close(self) -> None:
+        for process in list(self.operators):
+            self.kill_operator(process)
+        for node in sorted(self.nodes):
+            self.kill_node(node)
+        for path in sorted(self._created, reverse=True):
+            self._http("DELETE", path)
+        for job in self.client.list(jobs.JOBS):
+            self.client.patch(
+                jobs.JOBS,
+                job["metadata"]["name"],
+                {"metadata": {"finalizers": None}},
+                patch_type=PatchType.MERGE,
+            )
+        self.client.close()
+        self._reserved.close()
+
+
+@contextmanager
+def bed_in(directory: Path) -> Iterator[Bed]:
+    """A bed that is closed at the end."""
+    bed = Bed(directory)
+    try:
+        bed.install()
+        yield bed
+    finally:
+        bed.close()

@@ -1,0 +1,159 @@
+"""The operator and its jobs on a real API server: docs/how-to/kubernetes.md, end to end."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from remesh.errors import ClusterError
+from remesh.kubernetes.resource import Phase
+from tests.elastic.numpy_job import uninterrupted
+from tests.kubernetes.bed import HEAD, MISSING, Bed, bed_in
+
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(MISSING), reason=f"no test cluster: set {', '.join(MISSING)}"),
+]
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Bed]:
+    # One test at a time: each has all nodes.
+    with Path(tempfile.gettempdir(), "remesh-test-kubernetes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with bed_in(tmp_path) as made:
+            yield made
+
+
+def start(bed: Bed, *nodes: str) -> None:
+    bed.start_node(HEAD, gpus=0)
+    for node in nodes:
+        bed.start_node(node)
+
+
+def finish(bed: Bed, name: str) -> None:
+    """Let the training end; its losses are those of an uninterrupted run, and nothing is left."""
+    (bed.directory / "stop").touch()
+    bed.until(name, "the job succeeds", lambda: bed.job(name).status.phase is Phase.SUCCEEDED)
+    losses = bed.losses()
+    expected = uninterrupted(max(losses) + 1)
+    assert sorted(losses) == list(range(len(expected)))
+    assert all(
+        value == pytest.approx(expected[step], rel=1e-6)
+        for step, values in losses.items()
+        for value in values
+    )
+    delete(bed, name)
+
+
+def delete(bed: Bed, name: str) -> None:
+    assert "is deleted" in bed.run("delete", name, "--wait", "200")
+    assert bed.pods(name) == []
+    assert bed.shared(name) == []
+    with pytest.raises(ClusterError, match="not found"):
+        bed.job(name)
+
+
+@pytest.mark.slow
+def test_a_node_dies_and_another_takes_its_place(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3")
+    bed.start_operator()
+    bed.submit("train")
+    bed.until_trained("train", 0, 1, 2)
+    assert "Running" in bed.run("status")
+    lost = bed.workers("train")[1]
+    bed.kill_node(lost)
+    bed.until("train", "two ranks train", lambda: bed.last_step()[1] == 2)
+    bed.start_node("gpu4")
+    bed.until_trained("train", 0, 2, 3)
+    assert bed.job("train").status.replacements == 0
+    bed.start_node(lost)  # so that the pod it had can go
+    finish(bed, "train")
+
+
+@pytest.mark.nightly
+def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3", "gpu4")
+    first, _second = bed.start_operator(), bed.start_operator()
+    patterns = bed.directory / "patterns.json"
+    patterns.write_text('{"node": ["an error of the user\'s"]}')
+    options = ["--heartbeat-timeout", "6", "--failure-patterns", str(patterns)]
+    bed.submit("train", maxMemory="2Gi", master_args=options)
+    bed.until_trained("train", 0, 1, 2)
+
+    bed.delete_pod("train-master-0")
+    bed.until("train", "another master", lambda: bed.pods("train")[0].name == "train-master-1")
+    bed.until_trained("train", 0, 1, 2)
+
+    bed.kill_operator(first)
+    bed.end_pod("train-worker-1", out_of_memory=True)
+    bed.until_trained("train", 0, 2, 3)
+    memory = {pod.index: pod.memory for pod in bed.pods("train") if pod.name == "train-worker-3"}
+    assert memory == {3: 3 << 29}, "half as much again"
+    assert "out of memory" in str(bed.events()).lower()
+
+    host = bed.workers("train")[2]
+    (bed.directory / "fail-1").touch()
+    bed.until_trained("train", 0, 3, 4)
+    assert [each.host for each in bed.job("train").status.excluded_hosts] == [host]
+    assert host not in bed.workers("train").values()
+    assert "an error of the user's" in bed.run("errors", "train")
+    finish(bed, "train")
+
+
+@pytest.mark.nightly
+def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3")
+
+    def until_killed(what: str, holds: Callable[[], bool]) -> None:
+        """Kill each operator as soon as it has done something, until a condition holds."""
+        for _ in range(40):
+            before = len(bed.actions())
+            operator = bed.start_operator()
+            bed.until("train", what, lambda n=before: len(bed.actions()) > n or holds())
+            bed.kill_operator(operator)
+            if holds():
+                return
+        raise AssertionError(f"{what}: {bed.log()}")
+
+    bed.submit("train", mount=False)
+    until_killed("a token", lambda: bed.shared("train") != [])
+    bed.mount_token("train")
+    until_killed("workers run", lambda: sorted(bed.workers("train")) == [0, 1, 2])
+    bed.until("train", "three ranks train", lambda: bed.last_step()[1] == 3)
+    bed.patch("train", {"suspend": True})
+    until_killed("suspended", lambda: bed.pods("train") == [])
+    assert bed.job("train").status.phase is Phase.SUSPENDED
+    bed.patch("train", {"suspend": False})
+    until_killed("resumed", lambda: sorted(bed.workers("train")) == [3, 4, 5])
+    bed.start_operator()
+    bed.until_trained("train", 3, 4, 5)
+    finish(bed, "train")
+
+
+@pytest.mark.nightly
+def test_a_job_shrinks_grows_and_ends_with_an_error(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2")
+    bed.start_operator()
+    bed.submit("train", pendingSeconds=2, maxRestarts=0)
+    bed.until("train", "it shrinks", lambda: bed.job("train").status.target == 2)
+    bed.until("train", "two ranks train", lambda: bed.last_step()[1] == 2)
+    bed.start_node("gpu3")
+    bed.until("train", "three ranks train", lambda: bed.last_step()[1] == 3)
+    (bed.directory / "fail-0").touch()
+    bed.until("train", "it fails", lambda: bed.job("train").status.phase is Phase.FAILED)
+    assert "an error of the user's" in bed.run("errors", "train")
+    assert "no restart left" in bed.run("status", "train")
+    delete(bed, "train")
+
+
+@pytest.mark.nightly
+def test_workers_of_a_job_of_kubernetes(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3")
+    bed.apply_example("master.yaml")
+    bed.apply_example("indexed-job.yaml")
+    bed.until_trained("", 0, 1, 2)
