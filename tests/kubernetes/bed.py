@@ -27,7 +27,7 @@ from lightkube.types import PatchType
 
 from remesh.cli import cli
 from remesh.kubernetes import client as jobs
-from remesh.kubernetes.api import EVENTS, PODS, SECRETS, SERVICES
+from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
 from remesh.kubernetes.manifests import NAME, manifests
 from remesh.kubernetes.observed import Pod, Role
 from remesh.kubernetes.resource import Job
@@ -217,6 +217,27 @@ class Bed:
         except ApiError:
             return None
 
+    def apply_example(self, name: str) -> None:
+        """Apply manifests of examples/kubernetes, with what this test bed has."""
+        file = Path(__file__).parents[2] / "examples" / "kubernetes" / name
+        for manifest in yaml.safe_load_all(file.read_text()):
+            manifest["metadata"]["namespace"] = self.namespace
+            if manifest["kind"] == "Service":
+                continue
+            template = manifest["spec"]["template"]["spec"]
+            container = template["containers"][0]
+            is_master = container["args"][0] == "master"
+            container["command"] = [sys.executable, str(SHIM), str(self.directory)]
+            args = [each.replace("29400", str(self.port)) for each in container["args"]]
+            if is_master:
+                template["nodeSelector"] = {"kubernetes.io/hostname": HEAD}
+                args += ["--port", str(self.port)]
+            else:
+                args[args.index("8")] = "1"
+                args[-1:] = ["--last-call", "2", str(TRAIN), str(self.directory), "numpy", "0.05"]
+            container["args"] = args
+            self.apply(manifest)
+
     def job(self, name: str) -> Job:
         return jobs.job(self.client, name)
 
@@ -232,7 +253,12 @@ class Bed:
         }
 
     def patch(self, name: str, spec: dict[str, Any]) -> None:
-        self.client.patch(jobs.JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
+        self.client.patch(JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
+
+    def num_succeeded(self, name: str) -> int:
+        """Pods of a Job of Kubernetes that have ended well."""
+        reply = self._http("GET", f"apis/batch/v1/namespaces/{self.namespace}/jobs/{name}")
+        return int(reply.json().get("status", {}).get("succeeded") or 0)
 
     def delete_pod(self, pod: str) -> None:
         """A user, or Kubernetes, deletes a pod."""
@@ -309,13 +335,9 @@ class Bed:
 
     def shared(self, name: str) -> list[str]:
         """What is left of a job besides its pods."""
-        kinds = {SECRETS: f"{name}-token", SERVICES: f"{name}-master"}
-        return [
-            wanted
-            for kind, wanted in kinds.items()
-            for each in self.client.list(kind)
-            if each["metadata"]["name"] == wanted
-        ]
+        secrets = {each["metadata"]["name"] for each in self.client.list(SECRETS)}
+        services = {each["metadata"]["name"] for each in self.client.list(SERVICES)}
+        return sorted(secrets & {f"{name}-token"} | services & {f"{name}-master"})
 
     def pod_log(self, pod: str) -> str:
         return self.pod_file(pod, "log").read_text(errors="replace")
@@ -339,9 +361,9 @@ class Bed:
             self.kill_node(node)
         for path in sorted(self._created, reverse=True):
             self._http("DELETE", path)
-        for job in self.client.list(jobs.JOBS):
+        for job in self.client.list(JOBS):
             self.client.patch(
-                jobs.JOBS,
+                JOBS,
                 job["metadata"]["name"],
                 {"metadata": {"finalizers": None}},
                 patch_type=PatchType.MERGE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from remesh.errors import ClusterError
 from remesh.kubernetes.resource import Phase
 from tests.elastic.numpy_job import uninterrupted
 from tests.kubernetes.bed import HEAD, MISSING, Bed, bed_in
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -109,12 +111,15 @@ def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
 def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
     start(bed, "gpu1", "gpu2", "gpu3")
 
+    def acted_since(before: int, holds: Callable[[], bool]) -> bool:
+        return len(bed.actions()) > before or holds()
+
     def until_killed(what: str, holds: Callable[[], bool]) -> None:
         """Kill each operator as soon as it has done something, until a condition holds."""
         for _ in range(40):
             before = len(bed.actions())
             operator = bed.start_operator()
-            bed.until("train", what, lambda n=before: len(bed.actions()) > n or holds())
+            bed.until("train", what, functools.partial(acted_since, before, holds))
             bed.kill_operator(operator)
             if holds():
                 return
@@ -157,3 +162,16 @@ def test_workers_of_a_job_of_kubernetes(bed: Bed) -> None:
     bed.apply_example("master.yaml")
     bed.apply_example("indexed-job.yaml")
     bed.until_trained("", 0, 1, 2)
+
+
+@pytest.mark.nightly
+def test_workers_of_a_job_without_the_operator(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3")
+    (bed.directory / "token").write_text("a token of the test")
+    bed.apply_example("master.yaml")
+    bed.apply_example("indexed-job.yaml")
+    wait_until(lambda: bed.last_step()[1] == 3, "three ranks train", 240)
+    (bed.directory / "stop").touch()
+    wait_until(lambda: bed.num_succeeded("train") == 3, "the Job is complete", 240)
+    losses = bed.losses()
+    assert sorted(losses) == list(range(len(losses)))

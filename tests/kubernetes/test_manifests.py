@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 
 from remesh.cli import cli
 from remesh.elastic.agent import EXIT_REPLACE
+from remesh.elastic.launch import make_parser
 from remesh.errors import ClusterError
 from remesh.kubernetes import client, exits, looking, reconcile, resource
 from remesh.kubernetes.definition import DEFINITION, SPEC, STATUS
@@ -29,6 +32,10 @@ from remesh.kubernetes.resource import (
     parse_quantity,
 )
 from tests.kubernetes.simulated import START, make_job, make_spec, roundtrip
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "kubernetes"
+PAGE = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
 
 
 def compare(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -225,6 +232,45 @@ def test_a_file_is_checked_before_it_is_sent(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(manifest))
     with pytest.raises(ClusterError, match="1 replicas are not in minReplicas:maxReplicas"):
         client.read_manifest(str(file), "default")
+
+
+def containers_in(value: Any) -> Iterator[dict[str, Any]]:
+    """The containers in a manifest, however deep."""
+    if isinstance(value, dict):
+        yield from value.get("containers", [])
+        value = list(value.values())
+    for each in value if isinstance(value, list) else []:
+        yield from containers_in(each)
+
+
+def test_the_example_is_the_one_of_the_page_and_is_valid() -> None:
+    text = (EXAMPLES / "job.yaml").read_text()
+    assert f"```yaml\n{text}```" in PAGE
+    manifest = client.read_manifest(str(EXAMPLES / "job.yaml"), "ml")
+    assert resource.parse_job(manifest).spec.fewest == 2
+
+
+@pytest.mark.parametrize("name", ["master", "indexed-job", "jobset", "trainjob"])
+def test_manifests_without_the_operator_have_options_that_exist(name: str) -> None:
+    documents = list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
+    (container,) = containers_in(documents)
+    assert container["command"] == ["remesh"]
+    command, *options = container["args"]
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert all(f"name: {each}" in yaml.safe_dump(documents) for each in mounted)
+    if command == "run":
+        indices = [re.sub(r"\$\([A-Z_]+_INDEX\)", "1", each) for each in options]
+        parsed = make_parser().parse_args(indices)
+        assert (parsed.node_id, parsed.nnodes, parsed.training_script) == (1, "2:3", "train.py")
+        assert parsed.local_addr == "$(POD_IP)"
+    else:
+        done = CliRunner().invoke(cli, ["master", *options])
+        assert "the token cannot be read" in done.output, "all options are known"
+
+
+def test_every_field_is_on_the_page() -> None:
+    table = PAGE.partition("## Fields")[2].partition("\n## ")[0]
+    assert [name for name in SPEC["properties"] if f"`{name}`" not in table] == []
 
 
 def test_modules_of_the_operator_do_without_torch() -> None:
