@@ -16,9 +16,9 @@ from tests.compat.megatron.end_to_end import Job, Run
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 def test_megatron_trains_on_from_what_either_package_saved(tmp_path: Path) -> None:
-    """Experts over two ranks, then layers over two; the script has more layouts and formats."""
-    first = Run("moe", 1, 1, 2, 2, "fully_reshardable", steps=1)
-    other = msgspec.structs.replace(first, pipeline=2, expert=1)
+    """Tensors cut over two ranks, then layers; the script has experts and more layouts."""
+    first = Run("gpt", 2, 1, 1, 2, "fully_reshardable", steps=1)
+    other = msgspec.structs.replace(first, tensor=1, pipeline=2)
     by_own, by_remesh = str(tmp_path / "own"), str(tmp_path / "remesh")
 
     def loading(run: Run, source: str) -> Run:
