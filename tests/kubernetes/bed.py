@@ -236,6 +236,9 @@ class Bed:
                 args[args.index("8")] = "1"
                 args[-1:] = ["--last-call", "2", str(TRAIN), str(self.directory), "numpy", "0.05"]
             container["args"] = args
+            for volume in template["volumes"]:
+                if volume.pop("persistentVolumeClaim", None):
+                    volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
             self.apply(manifest)
 
     def job(self, name: str) -> Job:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from remesh.kubernetes.looking import ConflictError, Look, look
 from remesh.kubernetes.observed import Master, Pod, Role
@@ -311,6 +311,24 @@ class Everything(RuleBasedStateMachine):
         for _ in range(steps):
             if not self.step(number):
                 break
+
+    @initialize(is_running=st.booleans())
+    def begin(self, is_running: bool) -> None:
+        for _ in range(4 if is_running else 0):
+            while self.step(0):
+                pass
+            self.cluster.place()
+
+    @rule(steps=st.integers(1, 5), choice=st.integers(0, 9), ending=st.sampled_from(CODES[1:]))
+    def overtake(self, steps: int, choice: int, ending: tuple[int, str]) -> None:
+        """One operator is stopped in the middle of a look, and the other one acts meanwhile."""
+        for _ in range(steps):
+            if not self.step(0):
+                break
+        self.end(choice, ending)
+        for number in (1, 0):
+            while self.step(number):
+                pass
 
     @rule(number=st.integers(0, 1))
     def kill(self, number: int) -> None:
