@@ -1,7 +1,7 @@
 """What a checkpoint says about names, after a transformation has changed them.
 
-An optimizer stores the names of the parameters of each of its groups, without what stands before
-them in the state. A transformation that renames, joins or splits parameters changes these names as
+An optimizer stores the names of the parameters of each of its groups, without the prefix that they
+have in the state. A transformation that renames, joins or splits parameters changes these names as
 it changes those of their states.
 
 The path of a name says where the state has it. A new name has the keys of the old path at its end
@@ -116,7 +116,7 @@ def _common_keys(name: str, path: Path) -> tuple[int, int]:
 
 
 def _owner_of(name: str, shorts: Iterable[str], index: Index) -> str:
-    """What stands before the names of a list, of an optimizer that has no state yet.
+    """The prefix of the names of a list, of an optimizer that has no state yet.
 
     Raises:
         StateError: If that cannot be told.
