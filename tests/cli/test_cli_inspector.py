@@ -133,10 +133,32 @@ def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: P
     assert sizes == [136] * 8  # each holds a quarter of the matrices, and half of the vector
     uncut = run_json("plan", theirs, "--layout", "tp=2", "--shard", "*o_proj*=-")
     assert [rank["state_bytes"] for rank in uncut["ranks"]] == [128 + 256 + 16] * 2
-    assert run("plan", ours, "--layout", "pp=2").exit_code == 2
+    assert run("plan", ours, "--layout", "xp=2").exit_code == 2
 
     other = run_json("plan", theirs, "--like", ours, exit_code=1)
     assert (other["loads"], len(other["missing"]), len(other["unexpected"])) == (False, 3, 3)
+
+
+def test_a_plan_of_layers_experts_and_a_transformation(run_json: Any, tmp_path: Path) -> None:
+    layer = {
+        "attn.w": np.zeros((4, 4)),
+        "experts.0.w": np.zeros((4, 8)),
+        "experts.1.w": np.zeros((4, 8)),
+    }
+    state = {"embed.w": np.zeros((6, 4)), "norm.w": np.zeros(4), "experts.w1": np.zeros((4, 2, 2))}
+    state |= {f"layers.{n}.{k}": array.copy() for n in range(3) for k, array in layer.items()}
+    remesh.save(state, tmp_path / "moe")
+    (tmp_path / "t.txt").write_text(
+        "layers.$LAYER_ID.experts.0.w, layers.$LAYER_ID.experts.1.w"
+        " -> layers.$LAYER_ID.experts.w, stack=0"
+    )
+    for options in ((), ("--transform", tmp_path / "t.txt")):
+        stages = run_json("plan", tmp_path / "moe", "--layout", "pp=2,ep=2", *options)["ranks"]
+        dense, expert = 16 * 8, 32 * 8
+        first = 24 * 8 + 2 * dense + 2 * expert
+        last = 4 * 8 + dense + expert + 16 * 8 // 2
+        assert [rank["state_bytes"] for rank in stages] == [first, first, last, last]
+        assert all(rank["bytes_read"] >= rank["state_bytes"] for rank in stages)
 
 
 def test_boxes_of_a_layout_are_those_of_the_stored_tensors(run_json: Any, ours: Path) -> None:

@@ -93,7 +93,7 @@ def convert(
     """
     checkpoint = Checkpoint(source)
     metadata = None if metadata_file is None else _json_object(metadata_file)
-    transform = None if program is None else _transform(program)
+    transform = None if program is None else read_transform(program)
     if recipe is not None:
         if transform is not None:
             raise StateError("--recipe and --transform are two transformations; give one of them")
@@ -199,7 +199,7 @@ def _sources_of(transform: Transform, index: Index) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in read if name is not None and name in index))
 
 
-def _transform(file: Path) -> Transform:
+def read_transform(file: Path) -> Transform:
     """The transformation in a file: statements, or renames in JSON."""
     return Transform(_json_object(file) if file.suffix == ".json" else file.read_text())
 

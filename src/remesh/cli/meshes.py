@@ -7,6 +7,10 @@ A layout is a mesh: axes with sizes, the first one outermost, as in `init_device
 * `tp` cuts matrices by rows, or by columns where the name of the parameter is that of a layer whose
   input is cut (`o_proj`, `down_proj` and their like in other models); vectors are whole. Rules of
   the user's, `PATTERN=DIM`, come first; DIM is `-` for a tensor that every rank holds.
+* `ep` gives each rank its share of experts: those of some numbers (`experts.3.w1`), or a part of
+  the first dim of a tensor of all (`experts.gate_up_proj`). Everything else is replicated.
+* `pp` gives each rank its share of layers, by their numbers. Of what is in no layer, embeddings lie
+  on the first rank, all else on the last.
 
 States of an optimizer lie as their parameters do, as their names end with those of the parameters
 or contain them. What a rank holds of a tensor is one box, unless `fsdp` cuts what `tp` has cut in
@@ -22,16 +26,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
+import numpy.typing as npt
 
 from remesh.errors import StateError
 from remesh.geometry import IntArray
 from remesh.index import BoxTable, TensorTable
 
-KINDS = ("dp", "fsdp", "tp")
+KINDS = ("dp", "fsdp", "tp", "ep", "pp")
 _INPUT_CUT = re.compile(
     r"(^|\.)(o_proj|out_proj|down_proj|dense_4h_to_h|linear_proj|linear_fc2|c_proj|wo|w2"
     r"|attention\.dense|attention\.output\.dense|output\.dense|fc2)\.weight(\.|$)"
 )
+
+_EXPERT = re.compile(r"^(?P<group>.*?)(^|\.)(local_)?experts\.(?P<number>[0-9]{1,9})\.")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_LAYER = re.compile(r"^(?P<group>.*?)(^|\.)(layers|layer|h|blocks|block)\.(?P<number>[0-9]{1,9})\.")
+_FIRST = re.compile(r"embed|wte|wpe|tok_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,13 @@ def boxes_of_rank(mesh: Mesh, rank: int, tensors: TensorTable) -> BoxTable:
     place = mesh.coordinates(rank)
     offsets = np.zeros_like(tensors.shapes)
     extents = tensors.shapes.copy()
+    if mesh.size("pp") > 1:
+        stages = _stages(tensors.names, mesh.size("pp"))
+        extents[stages != place["pp"], 0] = 0
+    if mesh.size("ep") > 1:
+        numbers, is_stacked = _experts(tensors, mesh.size("ep"))
+        extents[(numbers >= 0) & (numbers != place["ep"]), 0] = 0
+        _cut(offsets, extents, np.where(is_stacked, 0, -1), mesh.size("ep"), place["ep"])
     if mesh.size("tp") > 1:
         dims = np.array(list(_tp_dims(mesh, tensors)), dtype=np.int64)
         _cut(offsets, extents, dims, mesh.size("tp"), place["tp"])
@@ -121,6 +138,32 @@ def _cut(offsets: IntArray, extents: IntArray, dims: IntArray, parts: int, numbe
     start = np.minimum(chunk * number, length)
     extents[rows, dim] = np.minimum(chunk, length - start)
     offsets[rows, dim] += start
+
+
+def _shares(pattern: re.Pattern[str], names: Sequence[str], parts: int) -> IntArray:
+    """The part to which the number in each name belongs; -1 where there is none."""
+    found = [pattern.search(name) for name in names]
+    numbers = np.array([-1 if one is None else int(one["number"]) for one in found], np.int64)
+    counts: dict[str, int] = {}
+    for one, number in zip(found, numbers.tolist(), strict=True):
+        if one is not None:
+            counts[one["group"]] = max(counts.get(one["group"], 0), number + 1)
+    of = np.array([1 if one is None else counts[one["group"]] for one in found], np.int64)
+    return np.where(numbers < 0, -1, numbers // -(-of // parts))
+
+
+def _stages(names: Sequence[str], parts: int) -> IntArray:
+    """The pipeline stage of each tensor."""
+    shares = _shares(_LAYER, names, parts)
+    is_first = np.array([_FIRST.search(name) is not None for name in names], np.bool_)
+    return np.where(shares >= 0, shares, np.where(is_first, 0, parts - 1))
+
+
+def _experts(tensors: TensorTable, parts: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """The part of each tensor of one expert, -1 for others, and which tensors are of several."""
+    numbers = _shares(_EXPERT, tensors.names, parts)
+    named = [_EXPERTS.search(name) is not None for name in tensors.names]
+    return numbers, np.array(named, np.bool_) & (numbers < 0) & (tensors.ndims > 1)
 
 
 def _tp_dims(mesh: Mesh, tensors: TensorTable) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import click
 import numpy as np
@@ -12,14 +13,15 @@ from rich.console import Console
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output
+from remesh.cli.convert import read_transform
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.errors import CoverageError
 from remesh.formats import native
-from remesh.geometry import IntArray
 from remesh.index import BoxTable, Index, TensorTable
 from remesh.pipeline.read import NUM_THREADS
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import shown_url
+from remesh.transform import Resolved, Transform
 
 layout_option = click.option(
     "--layout",
@@ -62,6 +64,7 @@ class RankPlan:
     epilog=output.example(
         "remesh plan runs/step_00001000 --layout fsdp=4",
         "remesh plan runs/step_00001000 --layout tp=2,fsdp=2 --shard '*.gate.weight=-'",
+        "remesh plan downloaded --layout pp=2,ep=4 --transform to_megatron.txt",
     )
 )
 @click.argument("path", metavar="CKPT")
@@ -71,6 +74,13 @@ class RankPlan:
     "--like",
     metavar="OTHER",
     help="A checkpoint with the names and shapes of the job that loads; by default CKPT.",
+)
+@click.option(
+    "--transform",
+    "program",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The transformation of the load: statements, or renames in *.json.",
 )
 @output.all_option
 @output.json_option
@@ -82,30 +92,31 @@ def plan(
     layout_text: str | None,
     rules: tuple[str, ...],
     like: str | None,
+    program: Path | None,
     show_all: bool,
     as_json: bool,
 ) -> None:
     """Say whether a checkpoint loads in a layout, and what each rank reads and holds.
 
     Nothing but the index is read: no GPU, no processes, no tensors. Axes are dp (replicate), fsdp
-    (cut the first dim) and tp (cut matrices; columns where the name is that of a layer whose input
-    is cut, such as o_proj). What ranks read is without the sharing between replicas, which reads
-    less. The exit code is 0 if it loads, 1 if names are missing or shapes differ.
+    (cut the first dim), tp (cut matrices; columns where the name is that of a layer whose input is
+    cut, such as o_proj), ep (share experts) and pp (share layers). What ranks read is without the
+    sharing between replicas, which reads less. The exit code is 0 if it loads, 1 if names are
+    missing or shapes differ.
     """
     mesh = parse_mesh(layout_text or "dp=1", rules)
     stored = native.begin_anew(lambda: Checkpoint(path)).index
-    wanted = stored if like is None else native.begin_anew(lambda: Checkpoint(like)).index
-    missing = tuple(name for name in wanted if name not in stored)
-    unexpected = tuple(name for name in stored if name not in wanted)
-    mismatched = tuple(
-        f"{name}: {list(stored[name].shape)} is stored, {list(wanted[name].shape)} is wanted"
-        for name in wanted
-        if name in stored and stored[name].shape != wanted[name].shape
-    )
+    wanted = None if like is None else native.begin_anew(lambda: Checkpoint(like)).index
+    transform = Transform("") if program is None else read_transform(program)
+    resolved = transform.resolve(stored, wanted)
+    missing, unexpected = tuple(resolved.missing), resolved.unused
+    if wanted is not None:
+        unexpected = tuple(name for name in unexpected if name not in wanted)
+    mismatched = tuple(f"{name}: {conflict}" for name, conflict in resolved.conflicts.items())
     problems = [] if not (missing or mismatched) else ["missing names, or shapes that differ"]
     ranks: list[RankPlan] = []
     try:
-        ranks = plan_ranks(stored, mesh, {name for name in wanted if name in stored})
+        ranks = plan_ranks(stored, mesh, resolved)
     except CoverageError as error:
         problems.append(str(error))
     document = {
@@ -139,15 +150,23 @@ def plan(
         ctx.exit(output.EXIT_DIFFERENT)
 
 
-def plan_ranks(index: Index, mesh: Mesh, names: set[str]) -> list[RankPlan]:
+def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved) -> list[RankPlan]:
     """What every rank of a layout reads and holds; ranks at the same place are planned once.
+
+    Args:
+        index: What is stored.
+        mesh: The layout.
+        resolved: How what the ranks hold is made of it.
 
     Raises:
         CoverageError: If stored pieces do not hold every element once.
     """
-    tensors = index.boxes.tensors
-    chosen = {index.aliases.get(name, name) for name in names}
-    is_wanted = np.array([name in chosen for name in tensors.names], dtype=np.bool_)
+    made = {
+        index.aliases.get(name, name): info
+        for name, info in resolved.targets.items()
+        if info is not None and name in resolved.plans
+    }
+    tensors = TensorTable.of([(name, str(one.dtype), one.shape) for name, one in made.items()])
     index_bytes = sum(column.nbytes for column in index.boxes.columns().values())
     index_bytes += index.file.nbytes + index.position.nbytes + index.digests.nbytes
     known: dict[tuple[tuple[str, int], ...], RankPlan] = {}
@@ -155,20 +174,33 @@ def plan_ranks(index: Index, mesh: Mesh, names: set[str]) -> list[RankPlan]:
     for rank in range(mesh.num_ranks):
         place = tuple(item for item in mesh.coordinates(rank).items() if item[0] != "dp")
         if place not in known:
-            boxes = boxes_of_rank(mesh, rank, tensors)
-            rows = np.flatnonzero(is_wanted[boxes.tensor])
-            known[place] = _plan_rank(index, _taken(boxes, rows), rank, index_bytes)
+            held = boxes_of_rank(mesh, rank, tensors)
+            known[place] = _plan_rank(index, held, resolved, rank, index_bytes)
         plans.append(RankPlan(**{**asdict(known[place]), "rank": rank}))
     return plans
 
 
-def _taken(boxes: BoxTable, rows: IntArray) -> BoxTable:
-    tensors: TensorTable = boxes.tensors
-    return BoxTable(tensors, boxes.tensor[rows], boxes.offsets[rows], boxes.extents[rows])
+def _sources_of(index: Index, boxes: BoxTable, resolved: Resolved) -> BoxTable:
+    """The boxes of stored tensors that boxes of what is wanted are made of."""
+    names, stored = boxes.tensors.names, index.boxes.tensors
+    if all(map(resolved.is_whole, names)):
+        rows = np.array([index.row(resolved.sources_of(name)[0]) for name in names], np.int64)
+        missing = stored.shapes.shape[1] - boxes.offsets.shape[1]
+        offsets = np.pad(boxes.offsets, ((0, 0), (0, missing)))
+        extents = np.pad(boxes.extents, ((0, 0), (0, missing)), constant_values=1)
+        return BoxTable(stored, rows[boxes.tensor], offsets, extents)
+    regions = [
+        (index.row(region.source), region.source_box)
+        for row, tensor in enumerate(boxes.tensor.tolist())
+        for region in resolved.regions(names[tensor], boxes.box(row))
+    ]
+    return BoxTable.of(stored, regions)
 
 
-def _plan_rank(index: Index, boxes: BoxTable, rank: int, index_bytes: int) -> RankPlan:
-    reads = plan_load(index, boxes, ReadLimits())
+def _plan_rank(
+    index: Index, boxes: BoxTable, resolved: Resolved, rank: int, index_bytes: int
+) -> RankPlan:
+    reads = plan_load(index, _sources_of(index, boxes, resolved), ReadLimits())
     state_bytes = int(boxes.num_bytes.sum())
     buffers = min(NUM_THREADS, max(reads.num_runs, 1)) * reads.longest_run
     peak = state_bytes + buffers + index_bytes
