@@ -43,6 +43,7 @@ NEEDS_TORCH = (
     "remesh.elastic.handler",
     "remesh.elastic.launch",
     "remesh.elastic.processes",
+    "remesh.elastic.warm",
     "remesh.exchange.torch_group",
     "remesh.testing",
     "remesh.training.export",
