@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -38,17 +39,26 @@ class Clock:
         return self.now
 
 
+_KEPT: dict[tuple[str, str], http.client.HTTPConnection] = {}
+"""The connection of each agent, by the server's URL and its incarnation: one that lives has one."""
+_LOCK = threading.Lock()
+
+
+@contextmanager
 def start(
     tmp_path: Path,
     options: ServerOptions | None = None,
     *,
     clock: Clock | None = None,
     **policy: Any,
-) -> ServerThread:
+) -> Iterator[ServerThread]:
     def make() -> Master:
         return Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock)
 
-    return ServerThread(make, options or ServerOptions())
+    with ServerThread(make, options or ServerOptions()) as server:
+        yield server
+    for key in [key for key in _KEPT if key[0] == server.url]:
+        _KEPT.pop(key).close()
 
 
 @pytest.fixture
@@ -68,7 +78,13 @@ def ask(
     connection.request(method, f"/v2/{name}", json.dumps(body), headers)
     response = connection.getresponse()
     text = response.read()
-    connection.close()
+    done: http.client.HTTPConnection | None = connection
+    if isinstance(body, dict) and "incarnation" in body:
+        key = url, body["incarnation"]
+        with _LOCK:
+            done, _KEPT[key] = _KEPT.get(key), connection
+    if done is not None:
+        done.close()
     return response.status, json.loads(text)
 
 
@@ -387,8 +403,9 @@ class TestRestart:
             assert join(server.url, 0)["node_rank"] == 0
 
     def test_two_masters_on_one_journal_are_refused(self, tmp_path: Path) -> None:
-        with start(tmp_path), pytest.raises(StorageError, match="is another master running"):
-            start(tmp_path)
+        refused = pytest.raises(StorageError, match="is another master running")
+        with start(tmp_path), refused, start(tmp_path):
+            pass
 
 
 class TestRefusals:

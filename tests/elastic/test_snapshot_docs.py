@@ -21,7 +21,11 @@ def test_the_page_about_memory_runs_from_top_to_bottom(
     monkeypatch.setenv("REMESH_SNAPSHOT_DIR", str(tmp_path / "memory"))
     first, second = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
-    exec(compile(first, str(PAGES[0]), "exec"), namespace)
+    last = 'manager.step(state["step"], state)\n'
+    assert first.endswith(last)
+    dies = f'{first}        assert state["step"] < 45, "died"\n'
+    with pytest.raises(AssertionError, match="died"):
+        exec(compile(dies, str(PAGES[0]), "exec"), namespace)
     assert sorted(path.name for path in tmp_path.glob("memory/*/step_*")) == [
         "step_00000020",
         "step_00000040",
@@ -32,7 +36,9 @@ def test_the_page_about_memory_runs_from_top_to_bottom(
     manager = namespace["manager"]
     assert isinstance(manager, remesh.Manager)
     assert manager.latest is not None
-    assert manager.latest.step == 40
+    assert manager.latest.step == 50
+    stored = sorted(path.name for path in tmp_path.glob("run/step_*"))
+    assert stored == ["step_00000040", "step_00000050"]  # what was in memory only, and the end
     manager.close()
 
 

@@ -49,6 +49,7 @@ NEEDS_TORCH = (
     "remesh.training.export",
     "remesh.training.integrations",
     "remesh.training.live",
+    "remesh.training.room",
     "remesh.training.sampling",
     "remesh.training.scaling",
     "remesh.training.wrapping",

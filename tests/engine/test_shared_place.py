@@ -171,7 +171,7 @@ def test_files_are_seen_with_one_listing() -> None:
     storage.calls = []
     run_ranks(3, save_now, storage)
     (folder,) = {path.partition("/")[0] for path in storage.list() if "/" in path}
-    assert storage.calls == [f"list {folder}/"]
+    assert [call for call in storage.calls if folder in call] == [f"list {folder}/"]
 
 
 def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-CONFIRM_SECONDS = 0.3
-"""How late the heartbeat of a suspected agent may be."""
+CONFIRM_SECONDS = 1.0
+"""How late the heartbeat of a suspected agent may be: it has to connect anew, on a busy machine."""
 BEAT_SECONDS = 1.0
 """Time between two heartbeats of an agent that has not said it."""
 FORGET_SECONDS = 3600.0
