@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -86,7 +87,8 @@ class Agent:
     def close(self) -> None:
         self.warm.close()
         for handler in self.handlers:
-            kill(handler.proc.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(handler.proc.pid, signal.SIGKILL)  # with what the script has forked
             handler.proc.wait()
             for file in (handler._stdout, handler._stderr):
                 assert file is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ class Job:
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         return self
 
@@ -79,6 +82,9 @@ class Job:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+        # The writers that Megatron's package starts do not end with their ranks.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def run(self, run: Run) -> list[float]:
         """The losses of a run.
