@@ -39,7 +39,7 @@ class Clock:
         return self.now
 
 
-_KEPT: dict[tuple[str, str], http.client.HTTPConnection] = {}
+_KEPT: dict[str, dict[str, http.client.HTTPConnection]] = {}
 """The connection of each agent, by the server's URL and its incarnation: one that lives has one."""
 _LOCK = threading.Lock()
 
@@ -56,9 +56,10 @@ def start(
         return Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock)
 
     with ServerThread(make, options or ServerOptions()) as server:
+        _KEPT[server.url] = {}
         yield server
-    for key in [key for key in _KEPT if key[0] == server.url]:
-        _KEPT.pop(key).close()
+    for connection in _KEPT.pop(server.url).values():
+        connection.close()
 
 
 @pytest.fixture
@@ -79,10 +80,10 @@ def ask(
     response = connection.getresponse()
     text = response.read()
     done: http.client.HTTPConnection | None = connection
-    if isinstance(body, dict) and "incarnation" in body:
-        key = url, body["incarnation"]
+    if isinstance(body, dict) and "incarnation" in body and url in _KEPT:
+        agent, kept = body["incarnation"], _KEPT[url]
         with _LOCK:
-            done, _KEPT[key] = _KEPT.get(key), connection
+            done, kept[agent] = kept.get(agent), connection
     if done is not None:
         done.close()
     return response.status, json.loads(text)

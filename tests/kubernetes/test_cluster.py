@@ -66,7 +66,7 @@ def test_a_node_dies_and_another_takes_its_place(bed: Bed) -> None:
     bed.start_operator()
     bed.submit("train")
     bed.until_trained("train", 0, 1, 2)
-    assert "Running" in bed.run("status")
+    bed.until("train", "the status says so", lambda: "Running" in bed.run("status"))
     lost = bed.workers("train")[1]
     bed.kill_node(lost)
     bed.until("train", "two ranks train", lambda: bed.last_step()[1] == 2)
