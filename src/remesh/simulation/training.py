@@ -29,7 +29,8 @@ FormationSeconds = Callable[[FailureKind | None, int], float]
 """Seconds from a failure that takes so many nodes, or from a join (None), to the next world."""
 
 COPY_SHARE = 1.3
-"""A background save blocks training for this part of the time of one copy (docs/performance.md)."""
+"""A background save blocks training for this part of the time of one copy: more than was measured
+(docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
