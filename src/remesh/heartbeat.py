@@ -14,7 +14,10 @@ a collective. That the file is there tells the agent that the signal does no har
 
 A process whose agent has ended must end as well, since another may train in its place. The kernel
 sees to that for the process that the agent has started. One that a wrapper script has started in a
-process group of its own notices it by the `AgentLock`.
+process group of its own notices it by the `AgentLock`: the agent holds a lock on its directory
+while it lives, and removes the directory when it ends in order. A process that does not find the
+directory knows that the agent has removed it if it sees the directory in which it was made, whose
+`directory_mark` is part of its name.
 
 All these files are hints of the moment and not worth a disk's time: they are not synced, and one
 that a loss of power has spoiled is taken for none. A request may also lie in a file of any name,
@@ -26,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import hashlib
 import os
 import secrets
 import signal
@@ -171,24 +175,50 @@ def clear_request_file(file: StrPath) -> None:
         raise _cannot("remove", file, error) from error
 
 
+def directory_mark(parent: StrPath) -> str:
+    """A part of the name of an agent's directory: it says in which directory it was made.
+
+    It is the same for all processes that see that directory, in containers too, and another for
+    any other directory, also that of the same path on another machine.
+
+    Args:
+        parent: The directory in which it is made.
+
+    Raises:
+        OSError: If it cannot be seen.
+    """
+    status = os.stat(parent)
+    boot = _read(Path("/proc/sys/kernel/random/boot_id"))
+    identity = f"{boot!r}:{status.st_dev}:{status.st_ino}"
+    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+
 class AgentLock:
     """The lock that the agent of this process holds while it lives.
 
     Args:
-        directory: What the agent keeps locked (`RunInfo.agent_dir`). If it is empty, or not to be
-            seen from here (in a container, say), nothing is known of the agent.
+        directory: What the agent keeps locked (`RunInfo.agent_dir`). If it is empty, or was made
+            where this process does not see it (in a container, say), nothing is known of the agent.
     """
 
     def __init__(self, directory: str) -> None:
         self._descriptor: int | None = None
-        if directory:
+        self._is_removed = False
+        if not directory:
+            return
+        try:
+            self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            parent, name = os.path.split(directory)
             with contextlib.suppress(OSError):
-                self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._is_removed = directory_mark(parent) in name
+        except OSError:
+            pass  # nothing is known
 
     def is_free(self) -> bool:
         """Whether the agent has ended. False if nothing is known of it."""
         if self._descriptor is None:
-            return False
+            return self._is_removed
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:  # it is held, or the file system knows no locks
@@ -197,7 +227,8 @@ class AgentLock:
         return True
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Give the descriptor back; nothing is known of the agent after that."""
+        self._is_removed = False
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

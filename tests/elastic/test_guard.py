@@ -40,6 +40,22 @@ def test_the_lock_of_an_agent_is_free_when_it_has_ended(tmp_path: Path) -> None:
     assert not lock.is_free()
 
 
+def test_a_directory_that_is_gone_from_where_it_was_made_is_of_an_agent_that_has_ended(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "another directory under this path, as in a container"
+    other.mkdir()
+    with agent_directory(str(tmp_path), BEATS) as directory:
+        unseen = str(other / Path(directory).name)
+        assert not AgentLock(unseen).is_free()
+    assert not AgentLock(unseen).is_free()
+    assert not AgentLock(str(tmp_path / "none" / Path(directory).name)).is_free()
+    lock = AgentLock(directory)
+    assert lock.is_free()
+    lock.close()
+    assert not lock.is_free()
+
+
 @pytest.mark.parametrize("wrapper", ["sleep 1000 & echo $!; wait", "sleep 1000 & echo $!; exit"])
 def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: str) -> None:
     beats = str(tmp_path)
@@ -67,21 +83,25 @@ def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: st
         training.communicate()
 
 
+def run_wrapper(directory: Path, script: str, processes: int) -> Command:
+    """Start an agent whose processes are those of a wrapper script."""
+    wrapper = directory / "wrapper.sh"
+    wrapper.write_text(f"#!/bin/bash\n{script}\n")
+    wrapper.chmod(0o755)
+    return Command(
+        [*REMESH, "run", "--nproc-per-node", str(processes), "--no-python", str(wrapper)],
+        directory / "output",
+        environment={"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(directory)},
+        directory=directory,
+    )
+
+
 def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
     # Rank 1 gets a session of its own, so that it has to notice by itself. (Bash could give it a
     # process group, but goes on when that is stopped, as if it had ended.)
     train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
-    wrapper = tmp_path / "wrapper.sh"
     apart = '[ "$RANK" = 0 ] || apart="setsid --wait"'
-    wrapper.write_text(f"#!/bin/bash\n{apart}\n$apart {train}\necho ended\n")
-    wrapper.chmod(0o755)
-    command = [*REMESH, "run", "--nproc-per-node", "2", "--no-python", str(wrapper)]
-    agent = Command(
-        command,
-        tmp_path / "output",
-        environment={"PYTHONPATH": os.pathsep.join(sys.path)},
-        directory=tmp_path,
-    )
+    agent = run_wrapper(tmp_path, f"{apart}\n$apart {train}\necho ended", 2)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     pids: list[int] = []
     try:
@@ -90,6 +110,26 @@ def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -
         agent.kill()
         agent.wait()
         wait_until(lambda: not any(map(lives, pids)), "the end of both processes")
+        assert (tmp_path / "noticed").exists()
+    finally:
+        agent.kill()
+        agent.wait()
+        for pid in pids:
+            kill(pid)
+
+
+def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Path) -> None:
+    # The wrapper ends, and its agent with it, when the training runs in a session of its own.
+    abandoned = tmp_path / f"{BEATS}abandoned"
+    abandoned.mkdir()
+    train = f'setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
+    agent = run_wrapper(tmp_path, f"read < <({train})", 1)
+    pids: list[int] = []
+    try:
+        assert agent.wait(120) == 0
+        assert not list(tmp_path.glob(f"{BEATS}*"))  # neither its own nor that of a dead one
+        pids = [int((tmp_path / "pid-0").read_text())]
+        wait_until(lambda: not lives(pids[0]), "the end of the training")
         assert (tmp_path / "noticed").exists()
     finally:
         agent.kill()

@@ -138,6 +138,7 @@ def test_a_hanging_rank_is_found_its_stack_shown_and_the_job_restarted(tmp_path:
         cluster.until(lambda: "train.py" in cluster.status().stacks.get(0, ""))
         assert "the job hangs: no rank has finished a step for" in history(cluster)
         cluster.until_trained(0, 1, round_after=1)
+        assert not (tmp_path / "terminated-1").exists()  # it was killed, not waited for
         cluster.stop(0, 1)
         assert_same_run(cluster)
 

@@ -3,9 +3,10 @@
 `train.py DIRECTORY JOB [SECONDS [EVERY MEMORY_EVERY REPLICAS]]`. JOB is `numpy`, `fsdp` or one of
 `REENTRANT`. The losses are the same for every number of ranks. Each rank appends what it did to a
 file of its own. The training ends after the step in which a rank sees the file `stop`. A file
-`hang-RANK` lets a rank hang once, `fail-RANK` lets it raise an error. With `torn-RANK` a rank kills
-itself once while it writes a checkpoint or a snapshot, with `die-PHASE-RANK` in a phase of a step,
-of a save or of its recovery; its agent, if that file says `agent`.
+`hang-RANK` lets a rank hang once, whom SIGTERM does not end: it leaves `terminated-RANK`.
+`fail-RANK` lets it raise an error. With `torn-RANK` a rank kills itself once while it writes a
+checkpoint or a snapshot, with `die-PHASE-RANK` in a phase of a step, of a save or of its recovery;
+its agent, if that file says `agent`.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def train(entered: TrainingJob) -> None:
                 raise LookupError("an error of the user's")
             if hanging.exists():
                 hanging.unlink()
+                terminated = directory / f"terminated-{job.rank}"
+                signal.signal(signal.SIGTERM, lambda *_: terminated.touch())
                 hang()
             time.sleep(seconds)  # the work of a larger model
             # All ranks stop after the same step.

@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -90,4 +91,5 @@ def _run(command: list[str], output: str, environment: dict[str, str], directory
     # What the interpreter would have done with it, had it begun with this environment.
     extra = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [path for path in extra if path not in sys.path]
+    tempfile.tempdir = None  # what the fork server has found
     runpy.run_path(command[0], run_name="__main__")

@@ -3,7 +3,8 @@
 The agent makes them, tells its processes where they are, and removes them when it ends, so that no
 memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
 directory that can be locked belongs to no living agent: the next agent on the machine removes it,
-and a training process that can lock it has lost its agent (`remesh.heartbeat.AgentWatch`).
+and a training process that can lock it, or finds it gone from where it was made, has lost its agent
+(`remesh.heartbeat.AgentLock`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from remesh.heartbeat import directory_mark
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ def remove_abandoned(parent: str, prefix: str) -> list[str]:
 
 
 def _make(parent: str, prefix: str) -> tuple[str, int]:
+    prefix = f"{prefix}{directory_mark(parent)}-"
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         descriptor = _lock(path)
