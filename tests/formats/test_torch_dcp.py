@@ -329,6 +329,27 @@ def test_transformations_work(saved: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def test_tensors_with_a_prefix_lie_in_files_of_their_own(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.arange(3.0)},
+        "optimizer": {"m": torch.ones(4), "v": torch.ones(2)},
+    }
+    hint = {"separation_hint": "optimizer."}
+    remesh.save(state, tmp_path, format="torch_dcp", format_options=hint)
+    index = remesh.Checkpoint(tmp_path).index
+    apart = {piece.path for name in index for piece in index.pieces(name) if name != "model.w"}
+    assert apart == {path.name for path in tmp_path.glob("optimizer.*")}
+    assert len(apart) == 1
+    target = {"model": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(4)}}
+    dcp.state_dict_loader.load(target, checkpoint_id=tmp_path)
+    assert target["model"]["w"].tolist() == [0, 1, 2]
+    assert target["optimizer"]["m"].tolist() == [1, 1, 1, 1]
+    with pytest.raises(remesh.errors.StateError, match="is a text without '/'"):
+        remesh.save(
+            state, tmp_path / "x", format="torch_dcp", format_options={"separation_hint": "a/b"}
+        )
+
+
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
     remesh.save({"w": torch.zeros(3)}, tmp_path, format="torch_dcp")
     before = set(tmp_path.iterdir())

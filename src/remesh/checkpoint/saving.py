@@ -60,7 +60,9 @@ def save(
         format: The format of the files: `remesh`, or that of another system which shall load them
             (`huggingface`, `safetensors`, `torch_file`, `torch_dcp`, `torch_dist`, `zarr`,
             `paddle_safetensors`).
-        format_options: Options of the format: of `huggingface`, `max_shard_bytes`.
+        format_options: Options of the format: of `huggingface`, `max_shard_bytes`; of `torch_dcp`
+            and `torch_dist`, `separation_hint`: tensors whose names begin with it are written to
+            files of their own, whose names begin with it.
         overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
             the new one is committed; its files are removed afterwards. Small files with fixed names
             in formats of other systems are replaced one after the other, so a reader may see some

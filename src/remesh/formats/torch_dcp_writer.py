@@ -1,8 +1,9 @@
 """Writing what `torch.distributed.checkpoint` and Megatron's `torch_dist` read.
 
-Every rank writes one file of archives back to back (see `archive_writer`); rank 0 writes one more
-with the values, each an archive of its own, and then `.metadata`. File names carry the id of the
-save, so that a save never meets the files of another; `.metadata` says which ones count.
+Every rank writes one file of archives back to back (see `archive_writer`), and another one for the
+tensors that the option `separation_hint` sets apart. Rank 0 writes one more with the values, each
+an archive of its own, and then `.metadata`. File names carry the id of the save, so that a save
+never meets the files of another; `.metadata` says which ones count.
 
 For Megatron, values that are equal on all ranks go to `common.pt`, nested as they were, and
 `metadata.json` comes last.
@@ -18,6 +19,7 @@ import numpy as np
 
 from remesh import values
 from remesh.dtypes import DType
+from remesh.errors import StateError
 from remesh.formats.archive_writer import archive_of, frame, tensor_pickle
 from remesh.formats.framing import (
     Existing,
@@ -27,7 +29,6 @@ from remesh.formats.framing import (
     SmallFile,
     Writer,
     existing_files,
-    no_grid,
 )
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
@@ -48,8 +49,35 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
 
 
-def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid) -> list[Frame]:
-    """The data file of a rank: an archive for each of its boxes."""
+def separation_hint(
+    _boxes: BoxTable, _document: ValuesDocument, options: Mapping[str, object]
+) -> Grid:
+    """The option `separation_hint`: what the names of the tensors begin with that lie apart.
+
+    Raises:
+        StateError: If no name of a file can begin with it.
+    """
+    hint = options.get("separation_hint", "")
+    if not isinstance(hint, str) or "/" in hint:
+        raise StateError(
+            f"separation_hint={hint!r}: names of files begin with it, so it is a text without '/'"
+        )
+    return hint.encode()
+
+
+def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
+    """The data file of a rank, and another one for the tensors that `separation_hint` names."""
+    hint, names, name = grid.decode(), boxes.tensors.names, _file_name(rank, 0, save_id)
+    apart = np.array(
+        [bool(hint) and names[tensor].startswith(hint) for tensor in boxes.tensor[rows].tolist()],
+        dtype=bool,
+    )
+    files = [(name, rows[~apart]), (hint + name, rows[apart])]
+    return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
+
+
+def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
+    """A data file: an archive for each box."""
     positions, fillers, at = [], [], 0
     for row in rows.tolist():
         box, dtype = boxes.box(row), boxes.tensors.dtype(int(boxes.tensor[row]))
@@ -59,10 +87,7 @@ def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid
         fillers += [(at, head), (start + num_bytes, tail)]
         positions.append(start)
         at = start + num_bytes + len(tail)
-    if not positions:
-        return []
-    path = _file_name(rank, 0, save_id)
-    return [Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))]
+    return Frame(path, at, rows, np.array(positions), fillers=tuple(fillers))
 
 
 def dcp_files(saved: Saved) -> list[SmallFile]:
@@ -261,5 +286,8 @@ def _existing(storage: Storage) -> Existing | None:
     return existing_files(storage, METADATA_NAME, index, (COMMON_NAME, CONFIG_NAME))
 
 
-TORCH_DCP = Writer("torch_dcp", no_grid, frames, dcp_files, _existing)
-TORCH_DIST = Writer("torch_dist", no_grid, frames, torch_dist_files, _existing)
+_OPTIONS = ("separation_hint",)
+TORCH_DCP = Writer("torch_dcp", separation_hint, frames, dcp_files, _existing, options=_OPTIONS)
+TORCH_DIST = Writer(
+    "torch_dist", separation_hint, frames, torch_dist_files, _existing, options=_OPTIONS
+)

@@ -38,6 +38,7 @@ from remesh.compat.megatron.strategies.native import (
     RemeshLoadShardedStrategy,
     RemeshSaveShardedStrategy,
 )
+from remesh.compat.megatron.strategies.torch import TorchDistSaveShardedStrategy
 from tests.compat.megatron.layouts import flat_shards, row_shards
 
 BACKENDS = ["remesh", "torch_dist", "zarr"]
@@ -399,6 +400,20 @@ def test_tensors_are_removed_by_the_prefix_of_their_keys(tmp_path: Path, backend
         assert dist_checkpointing.load_common_state_dict(tmp_path) == {"step": 4}
     with pytest.raises(CheckpointingException, match=r"optimizer\.a"):
         load({"a": ShardedTensor.from_rank_offsets("optimizer.a", torch.ones(3))}, tmp_path)
+
+
+def test_the_bytes_of_tensors_that_were_set_apart_are_given_back(tmp_path: Path) -> None:
+    keys = ("optimizer.a", "model.a")
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in keys}
+    strategy = TorchDistSaveShardedStrategy(separation_hint="optimizer.")
+    save(state, tmp_path, strategy)
+    request = save(state, tmp_path, strategy, async_sharded_save=True)  # replaces it
+    assert request is not None
+    request.execute_sync()
+    assert len(list(tmp_path.glob("optimizer.*.distcp"))) == 1
+    dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")
+    assert not list(tmp_path.glob("optimizer.*"))
+    assert dist_checkpointing.load_plain_tensors(tmp_path)["model.a"].tolist() == [1, 1, 1]
 
 
 class _TensorsOnly(SaveShardedStrategy):

@@ -55,6 +55,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         writer: What writes saves beside the training: threads of this process, or a process of its
             own, which neither shares the interpreter with the trainer nor dies with it.
         file_format: What the engine calls the format.
+        **format_options: Options of the format; see `remesh.save`.
     """
 
     def __init__(
@@ -64,10 +65,17 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         *,
         writer: Literal["thread", "process"] = "thread",
         file_format: str = FORMAT_NAME,
+        **format_options: object,
     ) -> None:
         super().__init__(backend, version)
         # The common state has a strategy of its own, or is one of the objects.
-        self._make_saver = partial(Saver, writer=writer, format=file_format, without=(COMMON_NAME,))
+        self._make_saver = partial(
+            Saver,
+            writer=writer,
+            format=file_format,
+            format_options=format_options,
+            without=(COMMON_NAME,),
+        )
         self._saver = self._make_saver()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

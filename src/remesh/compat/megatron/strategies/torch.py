@@ -89,7 +89,8 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         keep_only_main_replica: Only main replicas are written, whatever is said.
         thread_count: A rank writes one file, whatever is said.
         cached_metadata: Sets `use_cached_ckpt_structure`.
-        separation_hint: No file is made of some keys alone; `remove_sharded_tensors` needs none.
+        separation_hint: Tensors whose keys begin with it are written to files of their own, whose
+            names begin with it; `remove_sharded_tensors` then gives their bytes back.
         writer: See `EngineSaveShardedStrategy`.
         **_ignored: What newer Megatron tunes its writer by.
 
@@ -113,7 +114,8 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         writer: Literal["thread", "process"] = "thread",
         **_ignored: Any,
     ) -> None:
-        super().__init__(backend, version, writer=writer, file_format="torch_dcp")
+        options = {} if separation_hint is None else {"separation_hint": separation_hint}
+        super().__init__(backend, version, writer=writer, file_format="torch_dcp", **options)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.use_cached_ckpt_structure = cached_metadata
