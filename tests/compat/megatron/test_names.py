@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -256,6 +257,9 @@ def test_a_save_in_the_layout_of_a_loaded_checkpoint_is_known(tmp_path: Path) ->
         save({"v": ShardedObject("v", 1, (1,), (0,))}, tmp_path / "c", strategy)
         said.append(strategy.validated_loaded_metadata_reuse)
         assert said == [False, True, False]
+    load(state(2), tmp_path / "a", loading)
+    shutil.rmtree(tmp_path / "a")
+    assert loading.cached_global_metadata is None
 
 
 def test_digests_of_files_are_checked(tmp_path: Path) -> None:

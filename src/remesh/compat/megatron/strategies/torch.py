@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -57,7 +58,7 @@ from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
-from remesh.errors import CorruptCheckpointError
+from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
 from remesh.exchange import run_on_all, run_on_one
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
@@ -145,17 +146,17 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         return request
 
     def _compare_with_loaded(self, sharded_state_dict: Any) -> None:
-        plans = getattr(self.cached_global_metadata, _PLANS, None)
-        if not self.use_cached_ckpt_structure or plans is None:
+        if not self.use_cached_ckpt_structure:
             return
         exchange = exchange_of(None)
+        plans = getattr(self.cached_global_metadata, _PLANS, None)
         written = {
             place
             for leaf in nested_values(sharded_state_dict)
             if is_main_replica(leaf.replica_id)
             for place in _places_of(leaf)
         }
-        is_same = written == plans.get(exchange.rank, set())
+        is_same = plans is not None and written == plans.get(exchange.rank, set())
         replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
         self.validated_loaded_metadata_reuse = all(replies)
 
@@ -240,8 +241,6 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         stream_ckpt_dequant: Quantised tensors are read as they are, whatever is said.
         **_ignored: What newer Megatron tunes its reader by.
 
-    Attributes:
-        cached_global_metadata: The metadata of the last checkpoint that was loaded.
     """
 
     backend = "torch_dist"
@@ -252,7 +251,21 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
     ) -> None:
         self.cache_metadata = cache_metadata
         self.stream_ckpt_dequant = stream_ckpt_dequant
-        self.cached_global_metadata: Metadata | None = None
+        self._loaded_dir: Any = None
+        self._loaded_metadata: Metadata | None = None
+
+    @property
+    def cached_global_metadata(self) -> Metadata | None:
+        """The metadata of the last checkpoint that was loaded, read when it is first asked for.
+
+        None if nothing was loaded, or that checkpoint has been removed.
+        """
+        if self._loaded_metadata is None and self._loaded_dir is not None:
+            with as_checkpointing_exception(), suppress(CheckpointNotFoundError):
+                found = _torch_metadata(storage_of(self._loaded_dir))
+                vars(found)[_PLANS] = _local_plans(found)
+                self._loaded_metadata = found
+        return self._loaded_metadata
 
     def _load(
         self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool
@@ -264,10 +277,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
             )
         except CheckpointingException as error:
             raise TorchDistException(str(error)) from error.__cause__
-        with as_checkpointing_exception():
-            found = _torch_metadata(storage_of(checkpoint_dir))
-        vars(found)[_PLANS] = _local_plans(found)
-        self.cached_global_metadata = found
+        self._loaded_dir, self._loaded_metadata = checkpoint_dir, None
         return loaded
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
