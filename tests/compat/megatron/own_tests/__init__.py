@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class Result:
     why: str
 
 
+Results = dict[str, Result]
+"""Name of a test → what became of it."""
+
 _WORST_LAST = ["passed", "skipped", "failed", "cannot start", "ended"]
 
 
@@ -47,7 +51,7 @@ def files_of_tests(sources: Path) -> list[str]:
 
 def run_files(
     sources: Path, names: list[str], package: str, *, only: str = "", limit: float = LIMIT
-) -> Iterator[tuple[str, dict[str, Result]]]:
+) -> Iterator[tuple[str, Results]]:
     """Run files of tests on all ranks; what became of the tests of each file, as it is done.
 
     Args:
@@ -93,8 +97,8 @@ def run_files(
         ranks.wait()
 
 
-def _collected(folder: Path) -> dict[str, Result]:
-    results: dict[str, Result] = {}
+def _collected(folder: Path) -> Results:
+    results: Results = {}
     for rank in range(NUM_RANKS):
         path = folder / f"{rank}.json"
         if not path.exists():
@@ -116,12 +120,12 @@ def _severity(result: Result) -> int:
     return 2 * _WORST_LAST.index(result.outcome) + (not is_consequence)
 
 
-def count(results: dict[str, Result]) -> dict[str, int]:
+def count(results: Results) -> dict[str, int]:
     """How many tests came to each outcome."""
     return dict(Counter(result.outcome for result in results.values()))
 
 
-def report(name: str, results: dict[str, Result], *, verbose: bool = False) -> str:
+def report(name: str, results: Results, *, verbose: bool = False) -> str:
     """The counts of a file, and each test that did not pass, with the reason or the last line."""
     lines = [f"{name}: {count(results)}"]
     for test, result in results.items():
@@ -130,3 +134,43 @@ def report(name: str, results: dict[str, Result], *, verbose: bool = False) -> s
             text = result.why if verbose else reason_of(test) or why[-1][:300]
             lines.append(f"  {result.outcome} {test.rpartition('::')[2]}: {text}")
     return "\n".join(lines)
+
+
+def table(
+    sources: Path, found: Mapping[str, Mapping[str, Results]], packages: Sequence[str]
+) -> str:
+    """How many of the tests of each file pass with each package, as a table of Markdown.
+
+    Below it are the tests that pass with Megatron's own package only, each with the reason.
+
+    Args:
+        sources: A checkout of Megatron-LM.
+        found: File → package → results.
+        packages: The columns.
+    """
+    about = runpy.run_path(str(sources / "megatron/core/package_info.py"))["__shortversion__"]
+    today = datetime.now(UTC).date()
+    lines = [
+        f"tests that pass / all: Megatron {about}, torch {torch.__version__}, {today}",
+        "",
+        f"| file | {' | '.join(packages)} |",
+        "|---|" + "---|" * len(packages),
+    ]
+    totals: dict[str, Results] = {package: {} for package in packages}
+    for name, of in found.items():
+        lines.append(_row(Path(name).stem, [of.get(package, {}) for package in packages]))
+        for package, results in of.items():
+            totals[package] |= results
+    lines.append(_row("all", list(totals.values())))
+    lost = _passed(totals.get("own", {})) - _passed(totals.get("remesh", {}))
+    lines += [f"{test}: {reason_of(test) or 'not known'}" for test in sorted(lost)]
+    return "\n".join(lines)
+
+
+def _row(name: str, columns: Sequence[Results]) -> str:
+    cells = [f"{len(_passed(results))} / {len(results)}" for results in columns]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _passed(results: Results) -> set[str]:
+    return {test for test, one in results.items() if one.outcome == "passed"}
