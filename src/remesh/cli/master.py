@@ -8,8 +8,12 @@ import json
 import logging
 import resource
 import signal
+import socket
 import ssl
 import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -22,6 +26,10 @@ from remesh.elastic.journal import Journal
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import Status
 from remesh.errors import StorageError
+
+if TYPE_CHECKING:
+    from remesh.elastic.master import Authority, Master
+    from remesh.elastic.server import ServerOptions
 
 
 class _JsonLines(logging.Formatter):
@@ -40,6 +48,7 @@ class _JsonLines(logging.Formatter):
     epilog=output.example(
         "remesh master --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
+        "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5",
     )
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -49,6 +58,13 @@ class _JsonLines(logging.Formatter):
     default=":memory:",
     metavar="FILE",
     help="Keep what must not be forgotten here, so that a restarted master goes on.",
+)
+@click.option(
+    "--lease",
+    type=click.FloatRange(min=0.5),
+    metavar="SECONDS",
+    help="Share the directory --state with other masters: one leads, and another takes over after "
+    "so many seconds without a sign of it.",
 )
 @click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
 @click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
@@ -65,6 +81,7 @@ def master(
     host: str,
     port: int,
     state: str,
+    lease: float | None,
     token_file: str | None,
     tls_cert: str | None,
     tls_key: str | None,
@@ -78,8 +95,7 @@ def master(
     that is killed and started again with the same `--state` goes on where it was.
     """
     try:
-        from remesh.elastic.master import Master
-        from remesh.elastic.server import ServerOptions, serve
+        from remesh.elastic.server import ServerOptions
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"the master needs {error.name}: pip install 'remesh[elastic]'"
@@ -102,13 +118,15 @@ def master(
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
+    if lease is not None and state == ":memory:":
+        raise click.UsageError("--lease needs --state DIRECTORY, which all masters share")
+
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
-        served = Master(policy, Journal(state))
-        await serve(served, options, click.echo, end_with_job=end_with_job)
+        served = await _serve(policy, options, state, lease, end_with_job=end_with_job)
         world = served.job.rendezvous
         assert world is not None, "only a job that has begun can end"
         sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
@@ -120,6 +138,28 @@ def master(
         raise
     except OSError as error:
         raise StorageError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+async def _serve(
+    policy: Policy, options: ServerOptions, state: str, lease: float | None, *, end_with_job: bool
+) -> Master:
+    """Serve until the job has ended, or this is cancelled."""
+    from remesh.elastic.master import Master
+    from remesh.elastic.server import serve
+    from remesh.elastic.standby import serve_in_turn
+
+    if lease is None:
+        served = Master(policy, Journal(state))
+        await serve(served, options, click.echo, end_with_job=end_with_job)
+        return served
+
+    def make(directory: Path, authority: Authority) -> Master:
+        return Master(policy, Journal(directory / "journal.sqlite"), authority=authority)
+
+    me = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    return await serve_in_turn(
+        Path(state), me, lease, options, click.echo, make=make, end_with_job=end_with_job
+    )
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
@@ -134,7 +174,7 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
 
 
 @click.command(epilog=output.example("remesh status http://127.0.0.1:29400"))
-@click.argument("url")
+@click.argument("url", metavar="URL[,URL...]")
 @click.option("--token-file", metavar="FILE", help="The master's token.")
 @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
 @output.json_option

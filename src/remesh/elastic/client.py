@@ -86,9 +86,11 @@ class Client:
     """Sends requests to a master.
 
     Args:
-        url: Where it is, `http://host:port`, as it prints it; or the path of a file that holds the
-            URL. Text with a slash and without `://` is a path. The client waits for the file, and
-            reads it again whenever the master does not answer: it may have restarted elsewhere.
+        url: Where it is, `http://host:port`, as it prints it. Several, with commas, are masters of
+            which one leads: a request goes to the next when one does not answer or stands by. Or
+            the path of a file that holds this: text with a slash and without `://` is a path. The
+            client waits for the file, and reads it again whenever the master does not answer: it
+            may have restarted elsewhere.
         token: The master's token.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
         patience: Seconds for which a request is repeated while the master does not answer.
@@ -123,7 +125,8 @@ class Client:
         self._sleep = sleep
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
-        self._endpoint = self._at(self._await_url(self._url_file) if self._url_file else url)
+        self._endpoints = self._at(self._await_url(self._url_file) if self._url_file else url)
+        self._endpoint = self._endpoints[0]
 
     def __del__(self) -> None:
         self.close()
@@ -138,7 +141,10 @@ class Client:
         """The master's URL, as last known."""
         return self._endpoint.url
 
-    def _at(self, url: str) -> _Endpoint:
+    def _at(self, urls: str) -> tuple[_Endpoint, ...]:
+        return tuple(self._endpoint_of(url.strip()) for url in urls.split(","))
+
+    def _endpoint_of(self, url: str) -> _Endpoint:
         parts = _parts_of(url)
         assert parts.hostname is not None
         is_https = parts.scheme == "https"
@@ -164,13 +170,19 @@ class Client:
     def _has_moved(self) -> bool:
         """Whether the URL has changed; if so, requests go to the new one from now on."""
         url = _read_url(self._url_file) if self._url_file else ""
-        endpoint = self._at(url) if url else self._endpoint
-        if endpoint.url == self.url:
+        endpoints = self._at(url) if url else self._endpoints
+        if [each.url for each in endpoints] == [each.url for each in self._endpoints]:
             return False
-        log.warning("the master is at %s now; it was at %s", endpoint.url, self.url)
-        self._endpoint = endpoint
+        log.warning("the master is at %s now; it was at %s", url, self.url)
+        self._endpoints, self._endpoint = endpoints, endpoints[0]
         self.close()
         return True
+
+    def _turn_from(self, endpoint: _Endpoint) -> None:
+        """Go on with the next endpoint, unless another thread has done so."""
+        if self._endpoint is endpoint and len(self._endpoints) > 1:
+            number = self._endpoints.index(endpoint) + 1
+            self._endpoint = self._endpoints[number % len(self._endpoints)]
 
     def ask(
         self,
@@ -213,16 +225,18 @@ class Client:
         """Send a request until it is answered; the body of the reply."""
         patience = self.patience if patience is None else patience
         began, logged_at = self._clock(), None
+        problems: list[str] = []
         while True:
+            endpoint = self._endpoint
             try:
                 status, text = self._send(name, body, limit)
-                problem = f"{self.url}: {_problem(status, text)}"
+                problems.append(f"{endpoint.url}: {_problem(status, text)}")
             except ssl.SSLCertVerificationError as error:
-                raise MasterError(f"{self.url} is not trusted: {error}") from error
+                raise MasterError(f"{endpoint.url} is not trusted: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 status, text = 0, b""
                 why = str(error) or type(error).__name__
-                problem = f"the master at {self.url} does not answer ({why})"
+                problems.append(f"the master at {endpoint.url} does not answer ({why})")
             waited = self._clock() - began
             if status == http.HTTPStatus.OK:
                 if logged_at is not None:
@@ -231,7 +245,11 @@ class Client:
             if self._has_moved():
                 continue
             if status and status not in _BUSY:
-                raise MasterError(problem)
+                raise MasterError(problems[-1])
+            self._turn_from(endpoint)
+            if len(problems) < len(self._endpoints):
+                continue
+            problem, problems = "; ".join(problems), []
             if waited >= patience:
                 if status:
                     raise MasterError(problem)
@@ -258,10 +276,9 @@ class Client:
         """
         ends = time.monotonic() + limit
         while True:
-            try:
-                connection, kept = self._idle.pop(), True
-            except IndexError:
-                connection, kept = self._connect(), False
+            endpoint = self._endpoint
+            found = self._take_idle(endpoint)
+            connection, kept = (found, True) if found else (_connect(endpoint), False)
             try:
                 reply = self._exchange(connection, name, body, ends)
             except BaseException as error:
@@ -286,18 +303,22 @@ class Client:
         connection.request(method, f"/v{PROTOCOL_VERSION}/{name}", body, self._headers)
         response = connection.getresponse()
         text = response.read()
-        _close_all(self._late)
+        if response.status not in _BUSY:  # as a master that stands by is
+            _close_all(self._late)
         if response.will_close:
             connection.close()
         else:
             self._idle.append(connection)
         return response.status, text
 
-    def _connect(self) -> http.client.HTTPConnection:
-        endpoint = self._endpoint
-        if endpoint.tls is None:
-            return http.client.HTTPConnection(endpoint.host, endpoint.port)
-        return http.client.HTTPSConnection(endpoint.host, endpoint.port, context=endpoint.tls)
+    def _take_idle(self, endpoint: _Endpoint) -> http.client.HTTPConnection | None:
+        """A connection to an endpoint that no request uses; None if there is none."""
+        for connection in reversed(self._idle):
+            if (connection.host, connection.port) == (endpoint.host, endpoint.port):
+                with contextlib.suppress(ValueError):  # another thread has taken it
+                    self._idle.remove(connection)
+                    return connection
+        return None
 
     def local_address(self) -> str:
         """The address of this machine as others on the master's network reach it.
@@ -314,6 +335,12 @@ class Client:
                 return str(probe.getsockname()[0])
         except OSError as error:
             raise MasterError(f"the master at {self.url} cannot be reached: {error}") from error
+
+
+def _connect(endpoint: _Endpoint) -> http.client.HTTPConnection:
+    if endpoint.tls is None:
+        return http.client.HTTPConnection(endpoint.host, endpoint.port)
+    return http.client.HTTPSConnection(endpoint.host, endpoint.port, context=endpoint.tls)
 
 
 def _read_url(file: Path) -> str:

@@ -80,10 +80,11 @@ class Journal:
                 self._path, isolation_level=None, check_same_thread=False, timeout=1.0
             )
             self._database = database
+            # A second master on the same file would undo what this one writes. Set first, this also
+            # keeps SQLite from sharing memory through a file, which network file systems cannot.
+            database.execute("pragma locking_mode=exclusive")
             database.execute("pragma journal_mode=wal")
             database.execute("pragma synchronous=full")
-            # A second master on the same file would undo what this one writes.
-            database.execute("pragma locking_mode=exclusive")
             database.execute("begin exclusive")
             for statement in _SCHEMA.split(";"):
                 database.execute(statement)

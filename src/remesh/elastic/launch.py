@@ -82,8 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("remesh")
     ours.add_argument(
         "--master",
-        metavar="URL|FILE",
-        help="the job's master, or a file with its URL; its own by default",
+        metavar="URL[,URL...]|FILE",
+        help="the job's master, or masters of which one leads, or a file with that; its own by "
+        "default",
     )
     ours.add_argument("--token-file", metavar="FILE", help="what the master wants to know")
     ours.add_argument("--tls-ca", metavar="FILE", help="trust certificates signed by this one")

@@ -14,13 +14,14 @@ needed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -36,6 +37,7 @@ from remesh.elastic.job import (
     node_of,
 )
 from remesh.elastic.journal import Journal
+from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.live import (
     Live,
     events_of_time,
@@ -106,6 +108,31 @@ class RequestError(Exception):
         self.status = status
 
 
+class Authority(Protocol):
+    """Whether a master may act, where there are several."""
+
+    def leads(self) -> bool:
+        """Whether it may act now."""
+
+    def check(self) -> None:
+        """Return if later masters know what was written before this call.
+
+        Raises:
+            NotLeadingError: If they may not.
+        """
+
+
+class Alone:
+    """The authority of the only master."""
+
+    def leads(self) -> bool:
+        """It may always act."""
+        return True
+
+    def check(self) -> None:
+        """There are no others."""
+
+
 class SteadyClock:
     """Seconds since the epoch that never jump.
 
@@ -128,12 +155,18 @@ class Master:
         policy: How the job is treated.
         journal: Where the events of the job are kept.
         clock: The time; by default one that goes on where the journal ended.
+        authority: Whether it may act; it always may if it is the only one.
     """
 
     def __init__(
-        self, policy: Policy, journal: Journal, clock: Callable[[], float] | None = None
+        self,
+        policy: Policy,
+        journal: Journal,
+        clock: Callable[[], float] | None = None,
+        authority: Authority | None = None,
     ) -> None:
         self._journal = journal
+        self._authority = Alone() if authority is None else authority
         self._job, last = journal.load(policy)
         for text in journal.warnings:
             log.warning(text)
@@ -182,6 +215,15 @@ class Master:
         """Whether the journal can be written."""
         return self._journal_failure is None
 
+    def check_leads(self) -> None:
+        """Return if this master may act.
+
+        Raises:
+            NotLeadingError: If it may not.
+        """
+        if not self._authority.leads():
+            raise NotLeadingError("this master does not lead any more")
+
     def apply(self, event: events.Event) -> None:
         """Apply an event to the job; `written` returns when it is durable."""
         now = self.clock()
@@ -198,7 +240,11 @@ class Master:
             self._changed = asyncio.Event()
 
     async def written(self) -> None:
-        """Wait until the events up to now are in the journal, or cannot be written."""
+        """Wait until the events up to now are in the journal, or cannot be written.
+
+        Raises:
+            NotLeadingError: If another master may have taken over before they were.
+        """
         if (self._pending or self._journal_failure is not None) and self._next_write is None:
             self._next_write = asyncio.create_task(self._write(self._last_write))
         task = self._next_write or self._last_write
@@ -211,10 +257,10 @@ class Master:
             await asyncio.wait([before])
         self._last_write, self._next_write = self._next_write, None
         batch, self._pending = self._pending, []
-        now = self.clock()
+        now, loop = self.clock(), asyncio.get_running_loop()
         if self._journal_failure is not None and now < self._journal_failure.retry_at:
+            await loop.run_in_executor(None, self._authority.check)
             return  # the job has it, and is written whole later
-        loop = asyncio.get_running_loop()
         work = functools.partial(
             self._store, batch, self._job, now, self._journal_failure is not None
         )
@@ -228,12 +274,15 @@ class Master:
     def _store(
         self, batch: list[tuple[float, events.Event]], job: Job, now: float, recover: bool
     ) -> None:
-        if recover:
-            self._journal.recover(job, now)
-        elif batch:
-            self._journal.append(batch)
-            if self._journal.wants_snapshot:
-                self._journal.snapshot(job, batch[-1][0])
+        try:
+            if recover:
+                self._journal.recover(job, now)
+            elif batch:
+                self._journal.append(batch)
+                if self._journal.wants_snapshot:
+                    self._journal.snapshot(job, batch[-1][0])
+        finally:
+            self._authority.check()
 
     def _record_journal_failure(self, text: str, now: float) -> None:
         old = self._journal_failure
@@ -258,7 +307,8 @@ class Master:
         """Write what is pending, and close the journal."""
         if self._journal_failure is not None:
             self._journal_failure.retry_at = -math.inf
-        await self.written()
+        with contextlib.suppress(NotLeadingError):
+            await self.written()
         try:
             self._journal.close()
         except StorageError as error:
@@ -269,11 +319,15 @@ class Master:
 
         Args:
             end_with_job: Return when the job has ended and its agents have stopped sending.
+
+        Raises:
+            NotLeadingError: If another master may have taken over.
         """
         loop = asyncio.get_running_loop()
         while not (end_with_job and is_over(self._live, self._job, self.clock())):
             due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
+            self.check_leads()
             self.tick(loop.time() - due)
             await self.written()
 
@@ -316,7 +370,9 @@ class Master:
 
         Raises:
             RequestError: If it is refused.
+            NotLeadingError: If another master may have taken over.
         """
+        self.check_leads()
         special = self._answers.get(type(request))
         if connection is not None and isinstance(request, NodeRequest | Join):
             pause = request.pause if isinstance(request, Beat) else None
@@ -335,6 +391,7 @@ class Master:
         if isinstance(request, NodeRequest):
             # A node that waits for the reply is alive, however long that takes.
             self._hear(request.node_id, request.incarnation)
+        self.check_leads()
         return cast("R", reply)
 
     def _hear(self, node_id: int, incarnation: str) -> None:

@@ -10,12 +10,13 @@ are refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
@@ -26,6 +27,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import connections
+from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
 from remesh.elastic.protocol import (
@@ -181,10 +183,19 @@ def _too_many() -> web.Response:
     return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
 
 
+def stands_by() -> web.Response:
+    """The reply of a master that does not lead."""
+    text = "this master stands by, another one leads; name the addresses of both: URL,URL"
+    return _reply(Problem(text), 503)
+
+
 def _make_guard(
     master: Master, options: ServerOptions, listener: connections.Listener
 ) -> Middleware:
-    """Refuses requests without the token, and those that do not arrive whole in time."""
+    """Refuses requests without the token, and those that do not arrive whole in time.
+
+    A master that does not lead refuses all.
+    """
     wrong = RateLimit(MAX_WRONG_TOKENS)
     wanted = f"Bearer {options.token}".encode()
 
@@ -206,13 +217,16 @@ def _make_guard(
             reply.force_close()
             return reply
         connection = listener.of(request.transport) if trusted else None
-        if connection is None:
-            return await handler(request)
-        connection.begin_request()
+        if connection is not None:
+            connection.begin_request()
         try:
+            master.check_leads()
             return await handler(request)
+        except NotLeadingError:
+            return stands_by()
         finally:
-            connection.end_request(asyncio.get_running_loop().time())
+            if connection is not None:
+                connection.end_request(asyncio.get_running_loop().time())
 
     return guard
 
@@ -270,6 +284,40 @@ async def serve(
         options: How it can be reached.
         on_ready: Is given its URL as soon as it listens.
         end_with_job: Return when the job has ended and its agents have stopped sending.
+
+    Raises:
+        NotLeadingError: If another master may have taken over.
+    """
+
+    def app(listener: connections.Listener) -> web.Application:
+        return make_app(master, options, listener)
+
+    try:
+        async with listening(app, options, master.close_connection) as port:
+            on_ready(url_of(options, port))
+            await master.keep_time(end_with_job=end_with_job)
+    finally:
+        await master.close()
+
+
+def url_of(options: ServerOptions, port: int) -> str:
+    """The URL of a master that listens on a port."""
+    scheme = "https" if options.tls is not None else "http"
+    return f"{scheme}://{options.host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    make: Callable[[connections.Listener], web.Application],
+    options: ServerOptions,
+    on_close: connections.OnClose,
+) -> AsyncIterator[int]:
+    """Listen as long as the context lasts; gives the port.
+
+    Args:
+        make: Makes the application.
+        options: Where and how to listen.
+        on_close: Is told of each connection that is closed.
     """
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()
@@ -277,20 +325,15 @@ async def serve(
     for logger in quiet:
         logger.addFilter(once)
     most = options.max_connections or connections.max_connections()
-    listener = connections.Listener(options.tls, most, master.close_connection)
-    app = make_app(master, options, listener)
-    runner = web.AppRunner(app, access_log=None, logger=requests_log)
+    listener = connections.Listener(options.tls, most, on_close)
+    runner = web.AppRunner(make(listener), access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
     try:
-        port = listener.listen(runner.server, options.host, options.port)
-        scheme = "https" if options.tls is not None else "http"
-        on_ready(f"{scheme}://{options.host}:{port}")
-        await master.keep_time(end_with_job=end_with_job)
+        yield listener.listen(runner.server, options.host, options.port)
     finally:
         await listener.close()
         await runner.cleanup()
-        await master.close()
         for logger in quiet:
             logger.removeFilter(once)
 

@@ -7,46 +7,14 @@ import base64
 import contextlib
 import secrets
 
-from lightkube import ApiError, AsyncClient
+from lightkube import AsyncClient
 
+from remesh.elastic.lease import Leader
 from remesh.errors import ClusterError
-from remesh.kubernetes.api import CONFLICT, LEASES, SECRETS, ApiCluster, errors_of, read
-from remesh.kubernetes.leader import Leader, Lease
-from remesh.kubernetes.looking import ConflictError
+from remesh.kubernetes.api import CONFLICT, SECRETS, ApiCluster, errors_of, read
+from remesh.kubernetes.leases import ApiLeases
 from remesh.kubernetes.manifests import KEY_SECRET, NAME
 from remesh.kubernetes.operator import OperatorOptions, run_operator
-
-
-class ApiLeases:
-    """The lease in the cluster; a `remesh.kubernetes.leader.Leases`.
-
-    Args:
-        client: Sends the requests.
-        namespace: Where the lease is.
-    """
-
-    def __init__(self, client: AsyncClient, namespace: str) -> None:
-        self._client = client
-        self._namespace = namespace
-
-    async def read(self) -> Lease | None:
-        """The lease; None if there is none yet."""
-        return await read(self._client, LEASES, self._namespace, NAME)
-
-    async def write(self, lease: Lease) -> None:
-        """Create the lease, or replace it if it has not changed since it was read."""
-        meta = {**lease["metadata"], "namespace": self._namespace}
-        body = LEASES.from_dict({**lease, "metadata": meta})
-        with errors_of("write the lease"):
-            try:
-                if "resourceVersion" in lease["metadata"]:
-                    await self._client.replace(body, NAME)
-                else:
-                    await self._client.create(body)
-            except ApiError as error:
-                if error.status.code == CONFLICT:
-                    raise ConflictError from error
-                raise
 
 
 async def read_key(client: AsyncClient, namespace: str) -> bytes:
@@ -97,7 +65,8 @@ def main(
     async def operate(client: AsyncClient) -> None:
         own = own_namespace or client.namespace
         key = await read_key(client, own)
-        leader = Leader(ApiLeases(client, own), NAME, identity, lease_seconds)
+        leases = ApiLeases(client, own, NAME, lease_seconds)
+        leader = Leader(leases, identity, lease_seconds)
         await run_operator(ApiCluster(client, key, identity), key, leader, options)
         if not leader.leads():
             raise ClusterError("the lease is lost; another instance leads")

@@ -24,10 +24,10 @@ import kopf
 import msgspec
 from aiohttp import web
 
+from remesh.elastic.lease import Leader
 from remesh.elastic.protocol import PROTOCOL_VERSION
 from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
-from remesh.kubernetes.leader import Leader
 from remesh.kubernetes.looking import Ask, Cluster, ConflictError, Key, Look, look
 from remesh.kubernetes.metrics import Metrics
 from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master

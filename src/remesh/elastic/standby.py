@@ -1,0 +1,124 @@
+"""A master that is not alone: it stands by until it leads, then serves, and steps down.
+
+It listens from the start. While another one leads it refuses requests, and clients turn to the next
+address of their list. With the lease it takes the journals over (`lease_files`), and is a master
+like any other. When it loses the lease it closes its connections and stands by again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from remesh.elastic import connections
+from remesh.elastic.lease import Leader, NotLeadingError
+from remesh.elastic.lease_files import LeaseFiles, take_over
+from remesh.elastic.master import Master
+from remesh.elastic.server import ServerOptions, listening, serve, stands_by, url_of
+
+log = logging.getLogger(__name__)
+
+
+class FileAuthority:
+    """The authority of the holder of a lease in a directory.
+
+    Args:
+        files: The lease.
+        leader: This instance's part in the election.
+    """
+
+    def __init__(self, files: LeaseFiles, leader: Leader) -> None:
+        self.leads = leader.leads
+        self.check = files.check
+
+
+Make = Callable[[Path, FileAuthority], Master]
+"""Makes the master that serves, with its journals in a directory."""
+
+
+async def serve_in_turn(
+    directory: Path,
+    me: str,
+    seconds: float,
+    options: ServerOptions,
+    on_ready: Callable[[str], None],
+    *,
+    make: Make,
+    end_with_job: bool = False,
+) -> Master:
+    """Stand by, and serve while this master leads, until this is cancelled.
+
+    Args:
+        directory: Where the lease and the journals are, on storage that the masters share.
+        me: The name of this master, which no other has.
+        seconds: Silence of the leader after which another takes over.
+        options: How it can be reached.
+        on_ready: Is given its URL as soon as it listens, before it leads.
+        make: Makes the master.
+        end_with_job: Return when the job has ended and its agents have stopped sending.
+
+    Returns:
+        The master of a job that has ended.
+    """
+    files = LeaseFiles(directory)
+    leader = Leader(files, me, seconds)
+    authority = FileAuthority(files, leader)
+    try:
+        while True:
+            options = await _stand_by(leader, options, on_ready)
+            on_ready = _ignore
+            log.info("this master leads, term %d", leader.term)
+            async with _while_leading(leader):
+                try:
+                    place = await asyncio.to_thread(take_over, directory, leader.term)
+                    master = make(place, authority)
+                    await serve(master, options, on_ready, end_with_job=end_with_job)
+                except NotLeadingError as error:
+                    log.warning("%s; it stands by", error)
+                else:
+                    return master
+    finally:
+        await leader.release()
+
+
+def _ignore(_url: str) -> None:
+    """The URL is known."""
+
+
+@contextlib.asynccontextmanager
+async def _while_leading(leader: Leader) -> AsyncIterator[None]:
+    """Renew the lease meanwhile."""
+    keeping = asyncio.create_task(leader.keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _stand_by(
+    leader: Leader, options: ServerOptions, on_ready: Callable[[str], None]
+) -> ServerOptions:
+    """Refuse requests until this master leads; the options with the port where it listens."""
+
+    async def refuse(_request: web.Request) -> web.StreamResponse:
+        return stands_by()
+
+    def app(_listener: connections.Listener) -> web.Application:
+        made = web.Application()
+        made.router.add_route("*", "/{path:.*}", refuse)
+        return made
+
+    def forget(number: int, *, by_peer: bool) -> None:
+        """No node is known yet."""
+
+    async with listening(app, options, forget) as port:
+        on_ready(url_of(options, port))
+        await leader.acquire()
+    return dataclasses.replace(options, port=port)
