@@ -37,8 +37,9 @@ PHASES = {"save.file_created": "save", "load.planned": "recovery"}
 """Where a rank may die besides, by the points of saves and loads."""
 
 
-def hang() -> None:
-    """Be stuck until a signal ends the process."""
+def hang(terminated: Path) -> None:
+    """Be stuck until SIGKILL ends the process; SIGTERM makes a file."""
+    signal.signal(signal.SIGTERM, lambda *_: terminated.touch())
     while True:
         signal.pause()
 
@@ -72,7 +73,8 @@ def train(entered: TrainingJob) -> None:
             victim = os.getppid() if order.read_text() == "agent" else os.getpid()
             order.unlink()
             os.kill(victim, signal.SIGKILL)
-            hang()  # until the kernel ends this process with its agent
+            while True:  # until the kernel ends this process with its agent
+                signal.pause()
 
     job.reach = reach
 
@@ -115,9 +117,7 @@ def train(entered: TrainingJob) -> None:
                 raise LookupError("an error of the user's")
             if hanging.exists():
                 hanging.unlink()
-                terminated = directory / f"terminated-{job.rank}"
-                signal.signal(signal.SIGTERM, lambda *_: terminated.touch())
-                hang()
+                hang(directory / f"terminated-{job.rank}")
             time.sleep(seconds)  # the work of a larger model
             # All ranks stop after the same step.
             loss, must_stop = job.train(step, stop=(directory / "stop").exists())
