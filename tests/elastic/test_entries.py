@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.elastic import TrainingJob, run
+from remesh.elastic import TrainingJob, entries, run
 from remesh.elastic.orders import read_report, send_order
 from remesh.elastic.reentry import Enter, Leave, Report
 from remesh.errors import WorldChangedError
@@ -110,6 +111,39 @@ def test_a_function_that_lost_a_peer_waits_for_the_order(
         return job.entries
 
     assert run(train) == 1
+
+
+def test_the_function_is_entered_when_rank_0_has_made_the_store(
+    agent: Agent, beside: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "STORE_SECONDS", 60.0)
+    steps = []
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))  # connections are refused until it listens
+        address, port = store.getsockname()
+        world = {"RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+        def may_enter() -> bool:
+            report = agent.report()
+            return report is not None and not report.is_out
+
+        def play() -> None:
+            agent.wait_out(0)
+            send_order(agent.file, Enter(1, world))
+            wait_until(may_enter, "it may enter")
+            time.sleep(0.05)  # without waiting, it would be inside by now
+            steps.append("listens")
+            store.listen()
+
+        def train(job: TrainingJob) -> None:
+            if job.entries == 0:
+                beside.append(threading.Thread(target=play))
+                beside[0].start()
+                raise RuntimeError("[gloo] Connection closed by peer")
+            steps.append("entered")
+
+        run(train)
+    assert steps == ["listens", "entered"]
 
 
 def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from remesh.elastic.events import NodeLost
+from remesh.elastic.failures import ProcessFailure
+from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.live import Live, events_of_time, hear_beat, hear_failures
 from remesh.elastic.presence import BEAT_SECONDS, CONFIRM_SECONDS, Presence
+from remesh.elastic.protocol import Beat, Join, ReportFailures
+from remesh.elastic.rendezvous import Settings
 from tests.elastic.cluster import Cluster
 
 LATE = BEAT_SECONDS + CONFIRM_SECONDS
@@ -31,6 +37,77 @@ def test_a_restart_of_the_master_is_no_death() -> None:
     presence = Presence()
     presence.close(1, 0.0, by_peer=True)  # of the time before
     assert not presence.is_dead("a", 99.0)
+
+
+def test_a_suspected_agent_is_dead_if_processes_of_its_world_have_lost_a_peer() -> None:
+    presence = Presence()
+    presence.hear(1, "a", 0.0)
+    presence.hear(2, "b", 0.0)
+    presence.hear(3, "c", 0.0)
+    presence.close(1, 0.1, by_peer=True)
+    presence.close(2, 0.1, by_peer=False)
+    dead = [name for name in "abc" if presence.is_dead(name, 0.1, lost_peer=True)]
+    assert dead == ["a"]
+
+
+def _world_of_two() -> tuple[Job, Live]:
+    """A job that trains on two nodes, which have a connection each, of the same number."""
+    job = Job(policy=Policy(heartbeat_timeout=100.0))
+    settings = Settings(min_nodes=1, max_nodes=2)
+    for node in (0, 1):
+        name = str(node)
+        join = Join(
+            name=name,
+            node_id=node,
+            incarnation=name,
+            address=name,
+            num_processes=1,
+            settings=settings,
+        )
+        job = apply(job, join, 0.0)
+    live = Live.after_start(job, 0.0)
+    for node in (0, 1):
+        live.presence.hear(node, str(node), 0.0)
+    return job, live
+
+
+def _fails(text: str, round_of_node: int) -> ReportFailures:
+    failure = ProcessFailure(
+        node_id=0,
+        round=round_of_node,
+        rank=0,
+        local_rank=0,
+        exit_code=1,
+        time=1.0,
+        message=text,
+        log_tail="",
+    )
+    return ReportFailures(node_id=0, incarnation="0", round=round_of_node, failures=(failure,))
+
+
+@pytest.mark.parametrize("how", ["goes on", "failed"])
+def test_a_lost_peer_is_that_of_the_closed_connection(how: str) -> None:
+    job, live = _world_of_two()
+    assert job.rendezvous is not None
+    this_round = job.rendezvous.round
+
+    def says(round_of_node: int, *, lost_peer: bool) -> None:
+        if how == "goes on":
+            beat = Beat(node_id=0, incarnation="0", round=round_of_node, lost_peer=lost_peer)
+            hear_beat(live, job, beat, 1.0)
+        else:
+            text = "Connection reset by peer" if lost_peer else "ValueError"
+            hear_failures(live, job, _fails(text, round_of_node))
+
+    live.presence.close(1, 1.0, by_peer=True)
+    says(this_round - 1, lost_peer=True)  # of another world
+    says(this_round, lost_peer=False)
+    assert events_of_time(live, job, 1.0) == []
+    says(this_round, lost_peer=True)
+    lost = NodeLost(node_id=1, incarnation="1", is_closed=True)
+    assert events_of_time(live, job, 1.0) == [lost]
+    live.presence.hear(7, "1", 1.0)  # it lives and has connected again
+    assert events_of_time(live, job, 1.0) == []
 
 
 class Agents(RuleBasedStateMachine):

@@ -394,7 +394,7 @@ class Agent(LocalElasticAgent):
             self._dumped = reply.dump
             self._send_stacks(reply.dump)
         if reply.restart is None and any(report.error for report in self._reports().values()):
-            self._node.beat_now()  # a peer is lost: the master may know more
+            self._node.beat_now(lost_peer=True)  # the master may know more
         grows = reply.restart is Change.GROW
         if self._draining_since is None and (grows or reply.restart is None):
             in_memory = (reply.grow or grows) and len(self._reports()) == len(self._files)

@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -55,6 +56,8 @@ RETRY_SECONDS = 0.1
 """Time between two attempts to get the main thread out."""
 RAISE_AGAIN_SECONDS = 3.0
 """After so long another exception is raised: what handled the last one hangs."""
+STORE_SECONDS = 0.5
+"""How long a process waits for the store of its world before it enters the training function."""
 PEER_SECONDS = 60.0
 """How long a function that lost a peer waits for an order before its error ends the process."""
 
@@ -131,6 +134,7 @@ class _Entrance:
         while True:
             self._raised_at, self._is_forced = 0.0, False
             self._job.is_changing = self._job.is_called_out = False
+            _await_store()
             error: BaseException
             try:
                 try:
@@ -243,6 +247,27 @@ class _Entrance:
 
 def _store_port() -> int:
     return int(os.environ.get("MASTER_PORT", "0") or 0)
+
+
+def _await_store() -> None:
+    """Wait until rank 0 has made the store of the world.
+
+    All processes enter at the same time. torch waits half a second after a connection that was
+    refused, which is as long as the rest of a recovery takes. If the training function makes its
+    process group later, nothing more is lost than that.
+    """
+    rank, host, port = os.environ.get("RANK"), os.environ.get("MASTER_ADDR"), _store_port()
+    if rank == "0" or not host or not port:
+        return
+    deadline, pause = time.monotonic() + STORE_SECONDS, 0.002
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+        except OSError:
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, 0.05)
+        else:
+            return
 
 
 def _lost_peer(error: BaseException) -> bool:

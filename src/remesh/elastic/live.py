@@ -20,6 +20,7 @@ from remesh.elastic.events import (
     RanksWait,
     StacksCollected,
 )
+from remesh.elastic.failures import is_consequence
 from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
 from remesh.elastic.presence import Presence
 from remesh.elastic.progress import (
@@ -31,7 +32,7 @@ from remesh.elastic.progress import (
     lagging_ranks,
     report,
 )
-from remesh.elastic.protocol import Beat, ReportStacks
+from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
 
 STACKS_TIMEOUT = 20.0
 """Seconds after which the stacks of a hanging job are awaited no longer."""
@@ -57,6 +58,7 @@ class Live:
         answered: Nodes that have sent them.
         presence: Which agents have died, by their connections.
         claims: Which other agent requests a node id, and since when, by node id.
+        broken_round: The newest round of which a process has lost a peer.
     """
 
     heard: dict[int, tuple[str, float]]
@@ -70,6 +72,7 @@ class Live:
     answered: set[int] = field(default_factory=set)
     presence: Presence = field(default_factory=Presence)
     claims: dict[int, tuple[str, float]] = field(default_factory=dict)
+    broken_round: int = 0
 
     @classmethod
     def after_start(cls, job: Job, now: float) -> Live:
@@ -153,6 +156,8 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
         live.round = nodes.round
         live.progress = begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
+    if beat.lost_peer:
+        live.broken_round = beat.round
     events: list[Event] = []
     for rank, heard in beat.ranks.items():
         known = live.ranks.get(rank)
@@ -177,6 +182,12 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
     return events[-1:]
 
 
+def hear_failures(live: Live, job: Job, request: ReportFailures) -> None:
+    """Record whether the processes of a node failed because they lost a peer."""
+    if any(is_consequence(failure, job.policy.patterns) for failure in request.failures):
+        live.broken_round = max(live.broken_round, request.round)
+
+
 def hear_stacks(live: Live, job: Job, request: ReportStacks) -> None:
     """Record the stacks of a node, if they belong to the last hang."""
     if request.dump == job.dump:
@@ -194,13 +205,14 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
         return [ProgressRecorded(live.progress)] if live.progress != job.progress else []
     events: list[Event] = []
     limit = job.policy.heartbeat_timeout
+    lost_peer = live.broken_round == nodes.round
     for node_id in (*nodes.active, *nodes.ready):
         known = nodes.known(node_id)
         assert known is not None
         incarnation, at = live.heard.get(node_id, ("", now))
         if incarnation != known.incarnation:
             live.heard[node_id] = (known.incarnation, now)
-        elif live.presence.is_dead(incarnation, now):
+        elif live.presence.is_dead(incarnation, now, lost_peer=lost_peer):
             events.append(NodeLost(node_id=node_id, incarnation=incarnation, is_closed=True))
         elif now - at > limit:
             events.append(NodeLost(node_id=node_id, incarnation=incarnation))

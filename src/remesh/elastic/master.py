@@ -45,6 +45,7 @@ from remesh.elastic.live import (
     has_living_agent,
     hear,
     hear_beat,
+    hear_failures,
     hear_stacks,
     is_over,
 )
@@ -449,6 +450,7 @@ class Master:
         return beat_reply(self._job, request, now)
 
     async def _failures(self, request: ReportFailures) -> FailureDecision:
+        hear_failures(self._live, self._job, request)
         self.apply(request)
         await self.written()
         record = failure_record(self._job, request.node_id, request.round)

@@ -86,11 +86,13 @@ class _Current:
         assignment: The node's assignment in the current round.
         reply: The reply to the newest heartbeat of that round.
         files: Heartbeat files of the processes, by rank.
+        lost_peer: Whether one of them has left its training function because it lost a peer.
     """
 
     assignment: Assignment | None = None
     reply: BeatReply = field(default_factory=BeatReply)
     files: Mapping[int, str] = field(default_factory=dict)
+    lost_peer: bool = False
 
 
 class NodeClient:
@@ -218,8 +220,14 @@ class NodeClient:
         with self._lock:
             self._current.files = dict(files)
 
-    def beat_now(self) -> None:
-        """Send the next heartbeat at once: its reply is needed."""
+    def beat_now(self, *, lost_peer: bool = False) -> None:
+        """Send the next heartbeat at once: its reply is needed.
+
+        Args:
+            lost_peer: Tell the master that a process of this round has lost a peer.
+        """
+        with self._lock:
+            self._current.lost_peer |= lost_peer
         self._hurry.set()
 
     def _begin_to_beat(self) -> None:
@@ -251,8 +259,10 @@ class NodeClient:
     def _beat_once(self, limit: float) -> None:
         with self._lock:
             current, sender = self._current, self.sender()
+            lost_peer = current.lost_peer
         pause = min(self._beat_seconds, limit)
-        request = Beat(**sender, ranks=_reports_of(current.files), pause=pause)
+        ranks = _reports_of(current.files)
+        request = Beat(**sender, ranks=ranks, pause=pause, lost_peer=lost_peer)
         reply = self.client.ask(request, limit=limit, patience=0.0)
         with self._lock:
             if self._current is current:

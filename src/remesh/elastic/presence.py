@@ -4,7 +4,8 @@ When a process dies, its machine closes its connections at once, long before its
 conspicuous. So an agent whose last connection was closed from its side is *suspected*. It is
 confirmed dead if it says nothing on another connection until its next heartbeat is overdue: an
 agent that lives connects again by then, whatever broke the connection. An agent never closes its
-last connection while it lives (`client`).
+last connection while it lives (`client`). If processes of its world have lost a peer, nothing is
+waited for: the world is broken, and the suspected agent is where.
 
 No suspicion follows where the master itself closes connections, to make room or because they were
 idle, nor when it begins anew: then it knows no connection of any agent. A machine that dies closes
@@ -78,12 +79,19 @@ class Presence:
                 agent.suspected = now if by_peer else None
         self._forget(now)
 
-    def is_dead(self, incarnation: str, now: float) -> bool:
-        """Whether an agent is confirmed dead."""
+    def is_dead(self, incarnation: str, now: float, *, lost_peer: bool = False) -> bool:
+        """Whether an agent is confirmed dead.
+
+        Args:
+            incarnation: The agent.
+            now: The time.
+            lost_peer: Whether processes of its world have lost a peer.
+        """
         agent = self._agents.get(incarnation)
         if agent is None or agent.suspected is None:
             return False
-        return now > max(agent.suspected, agent.heard + agent.pause) + CONFIRM_SECONDS
+        due = max(agent.suspected, agent.heard + agent.pause) + CONFIRM_SECONDS
+        return lost_peer or now > due
 
     def postpone(self, seconds: float) -> None:
         """Do not count seconds in which the master was stopped and received nothing."""

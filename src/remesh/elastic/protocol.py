@@ -224,10 +224,12 @@ class Beat(NodeRequest[BeatReply], frozen=True, kw_only=True, tag="beat"):
     Attributes:
         ranks: What its processes report, by rank; only those that report.
         pause: Seconds, at most, until the next one.
+        lost_peer: Whether a process has left its training function because it lost a peer.
     """
 
     ranks: dict[int, RankReport] = {}
     pause: float = 1.0
+    lost_peer: bool = False
 
 
 class ReportFailures(NodeRequest[FailureDecision], frozen=True, kw_only=True, tag="failures"):
