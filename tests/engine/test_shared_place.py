@@ -153,7 +153,7 @@ def test_a_listing_that_is_older_than_the_files_is_no_error(save: Any) -> None:
     assert stored is None or stored[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_files_are_seen_with_one_listing() -> None:
+def test_data_files_are_looked_for_by_one_listing_of_their_folder() -> None:
     """Rank 0 does not ask for the files one by one where a listing has their sizes."""
 
     class Listing(MemoryStorage):

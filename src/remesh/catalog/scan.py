@@ -177,7 +177,7 @@ def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
         return None
     place = Place(open_storage(path))
     for row in FORMATS:
-        if not (row.lists and here.directories) and row.recognise(place):
+        if not (row.lists and here.directories) and row.is_at(place):
             num_bytes = sum(list_sizes(place.storage).values())
             return Entry(
                 name,

@@ -101,7 +101,8 @@ class Format:
     Attributes:
         name: What a user calls it.
         looks_for: What marks a place that holds it, for messages.
-        recognise: Whether a place has the mark.
+        recognise: Whether a directory has the mark; of a format that `is_file`, also whether a
+            file has it.
         read: Reads what a place holds.
         lists: Whether recognising it takes a listing; then it is asked only if all others fail.
         writers: How it is written: one writer, or several where files for several systems are read
@@ -117,40 +118,44 @@ class Format:
     writers: tuple[Writer, ...] = ()
     is_file: bool = False
 
+    def is_at(self, place: Place) -> bool:
+        """Whether a place has the mark of this format."""
+        return (self.is_file or not place.file) and self.recognise(place)
+
 
 FORMATS: tuple[Format, ...] = (
     Format(
         native.FORMAT_NAME,
         f"{native.RECORD_NAME} (remesh)",
-        lambda place: not place.file and exists(place.storage, native.RECORD_NAME),
+        lambda place: exists(place.storage, native.RECORD_NAME),
         lambda place: _read_native(place.storage),
         writers=(native_writer.NATIVE,),
     ),
     Format(
         torch_dcp.NAME,
         torch_dcp.LOOKS_FOR,
-        lambda place: not place.file and torch_dcp.recognise(place.storage),
+        lambda place: torch_dcp.recognise(place.storage),
         lambda place: torch_dcp.read(place.storage, place.listing, allow=place.allow),
         writers=(torch_dcp_writer.TORCH_DCP, torch_dcp_writer.TORCH_DIST),
     ),
     Format(
         zarr.NAME,
         zarr.LOOKS_FOR,
-        lambda place: not place.file and zarr.recognise(place.storage),
+        lambda place: zarr.recognise(place.storage),
         lambda place: zarr.read(place.storage, place.listing, allow=place.allow),
         writers=(zarr.ZARR,),
     ),
     Format(
         zarr3.NAME,
         zarr3.LOOKS_FOR,
-        lambda place: not place.file and zarr3.recognise(place.listing),
+        lambda place: zarr3.recognise(place.listing),
         lambda place: zarr3.read(place.storage, place.listing),
         lists=True,
     ),
     Format(
         huggingface.NAME,
         huggingface.LOOKS_FOR,
-        lambda place: not place.file and huggingface.recognise(place.listing),
+        lambda place: huggingface.recognise(place.listing),
         lambda place: huggingface.read(place.storage, place.listing, allow=place.allow),
         lists=True,
         writers=(huggingface_writer.HUGGINGFACE,),
@@ -189,7 +194,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         paddle.NAME,
         paddle.LOOKS_FOR,
-        lambda place: not place.file and paddle.recognise(place.listing),
+        lambda place: paddle.recognise(place.listing),
         lambda place: paddle.read(
             place.storage, place.listing_beside, place.file, allow=place.allow
         ),
@@ -199,21 +204,21 @@ FORMATS: tuple[Format, ...] = (
     Format(
         flat_param.NAME,
         flat_param.LOOKS_FOR,
-        lambda place: not place.file and flat_param.recognise(place.listing),
+        lambda place: flat_param.recognise(place.listing),
         lambda place: flat_param.read(place.storage, place.listing, allow=place.allow),
         lists=True,
     ),
     Format(
         deepspeed.NAME,
         deepspeed.LOOKS_FOR,
-        lambda place: not place.file and deepspeed.recognise(place.listing),
+        lambda place: deepspeed.recognise(place.listing),
         lambda place: deepspeed.read(place.storage, place.listing, allow=place.allow),
         lists=True,
     ),
     Format(
         megatron_legacy.NAME,
         megatron_legacy.LOOKS_FOR,
-        lambda place: not place.file and megatron_legacy.recognise(place.listing),
+        lambda place: megatron_legacy.recognise(place.listing),
         lambda place: megatron_legacy.read(place.storage, place.listing, allow=place.allow),
         lists=True,
     ),
@@ -266,8 +271,8 @@ def place_of(source: Any) -> Place:
 
 def formats_at(place: Place) -> list[Format]:
     """The formats whose marks are at a place; a listing is made only if no file is a mark."""
-    found = [row for row in FORMATS if not row.lists and row.recognise(place)]
-    return found or [row for row in FORMATS if row.lists and row.recognise(place)]
+    found = [row for row in FORMATS if not row.lists and row.is_at(place)]
+    return found or [row for row in FORMATS if row.lists and row.is_at(place)]
 
 
 def format_at(place: Place) -> Format:
@@ -288,8 +293,9 @@ def format_at(place: Place) -> Format:
     if len(found) > 1:
         marks = " and ".join(row.looks_for for row in found)
         raise StateError(
-            f"{place.storage.url}: holds {marks}; say which to read: "
-            f"remesh.formats.Source(path, format={' or '.join(repr(row.name) for row in found)})"
+            f"{place.storage.url}: holds {marks}; say which to read, "
+            f"{' or '.join(row.name for row in found)}: --format (of `remesh convert`: "
+            "--source-format), or remesh.formats.Source(path, format=...)"
         )
     return found[0]
 
