@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -256,7 +258,7 @@ def test_one_that_is_killed_goes_on(name: str, tmp_path: Path) -> None:
     assert total / 8 <= report.num_reused < total
     found = remesh.Checkpoint(target, framework="numpy")
     assert all(np.array_equal(found[key], array) for key, array in arrays.items())
-    assert not list(target.rglob("*.journal"))
+    assert not (target / "conversion").exists()
 
 
 def test_another_conversion_uses_nothing_of_one_that_was_killed(tmp_path: Path) -> None:
@@ -267,6 +269,37 @@ def test_another_conversion_uses_nothing_of_one_that_was_killed(tmp_path: Path) 
     report = convert(tmp_path / "source", target, format="remesh", transform={"w0": "x"})
     assert report.num_reused == 0
     assert remesh.Checkpoint(target).verify().ok
+
+
+def command(source: Path, target: Path) -> list[str]:
+    return ["-m", "remesh", "convert", str(source), str(target), "--format", "torch_dcp"]
+
+
+def test_a_second_one_to_the_same_place_is_refused(native: Path, tmp_path: Path) -> None:
+    seconds: list[subprocess.CompletedProcess[str]] = []
+
+    def start_second(event: Event) -> None:
+        if event.point == "save.before_commit":
+            words = [sys.executable, *command(native, tmp_path / "new")]
+            seconds.append(subprocess.run(words, capture_output=True, text=True, check=False))
+
+    convert(native, tmp_path / "new", format="torch_dcp", on_event=start_second)
+    (second,) = seconds
+    assert (second.returncode, "another process is writing there" in second.stderr) == (2, True)
+    assert_loads(tmp_path / "new")
+    assert not (tmp_path / "new/conversion").exists()
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_the_work(native: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*torchrun, *command(native, tmp_path / "new"), "--json"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["format"] == "torch_dcp"
+    for rank in range(2):
+        assert list((tmp_path / "new").glob(f"__{rank}_*.distcp"))
+    assert_loads(tmp_path / "new")
 
 
 @pytest.mark.parametrize("name", ["remesh", "safetensors", "torch_dist"])

@@ -14,8 +14,8 @@ import fnmatch
 import importlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,11 +44,14 @@ from remesh.formats.decoding import decoded
 from remesh.formats.table import FORMATS, Place, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
 from remesh.integrity import raw_digest
-from remesh.pipeline import Journal
+from remesh.pipeline import JOURNALS, Journal
 from remesh.sharded import ArrayLike, Part, ShardedObject
 from remesh.state import Description, Role, TensorEntry
-from remesh.storage import SharedFiles, list_directory, open_storage
+from remesh.storage import SharedFiles, Storage, list_directory, open_storage
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
+
+LOCK_NAME = f"{JOURNALS}/lock"
+"""The file that a conversion holds while it writes to a directory."""
 
 MAX_COMPARED = 64 << 20
 """Bytes of a tensor that are compared with another one: it is read whole for that."""
@@ -183,15 +186,13 @@ def _write(
     on_event: OnEvent,
 ) -> int:
     """Save this rank's share of a description; how many bytes an earlier attempt had written."""
-    journal = _journal_of(path, options.overwrite, exchange, key)
-    options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
-    share = _share_of(description, exchange.rank, exchange.world_size)
-    cache = PlanCache(journal=journal)
-    try:
-        save_agreed(share, path, options, group=exchange, cache=cache, on_event=on_event)
-    finally:
-        if journal is not None:
-            journal.close()
+    with _journal_at(open_storage(path), options.overwrite, exchange, key) as journal:
+        options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
+        share = _share_of(description, exchange.rank, exchange.world_size)
+        cache = PlanCache(journal=journal)
+        save_agreed(
+            share, path, options, group=exchange, cache=cache, on_event=on_event, is_shown=True
+        )
     return 0 if journal is None else journal.num_reused
 
 
@@ -246,12 +247,30 @@ def _key_of(place: Place, contents: Contents, identity: str, told: tuple[object,
     return raw_digest(repr((place.storage.url, place.file, identity, facts, told)).encode())
 
 
-def _journal_of(path: Any, overwrite: bool, exchange: Exchange, key: bytes) -> Journal | None:
-    """The journal of this rank, where one can be kept."""
-    storage = open_storage(path)
-    if overwrite or not isinstance(storage, SharedFiles):
-        return None
-    return Journal(storage, exchange.rank, key)
+@contextmanager
+def _journal_at(
+    storage: Storage, overwrite: bool, exchange: Exchange, key: bytes
+) -> Iterator[Journal | None]:
+    """The journal of this rank, where one can be kept, until the conversion ends. Collective.
+
+    Two conversions with one journal would write to the same files, and one that fails would remove
+    those of the other. So rank 0 holds a lock; without one there is no journal.
+
+    Raises:
+        StorageError: If another conversion is writing there.
+    """
+    with ExitStack() as held:
+
+        def lock() -> bytes:
+            release = storage.lock(LOCK_NAME) if isinstance(storage, SharedFiles) else None
+            if release is not None:
+                held.callback(release)
+            return b"locked" if release is not None else b""
+
+        if overwrite or not run_on_one(exchange, lock):
+            yield None
+        else:
+            yield held.enter_context(closing(Journal(storage, exchange.rank, key)))
 
 
 def _share_of(description: Description, rank: int, world_size: int) -> Description:

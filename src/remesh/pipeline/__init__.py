@@ -13,7 +13,7 @@ need only wait for the first half.
 
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
-from remesh.pipeline.journal import Journal
+from remesh.pipeline.journal import JOURNALS, Journal
 from remesh.pipeline.read import Destination, read_runs
 from remesh.pipeline.write import (
     FileLayout,
@@ -26,6 +26,7 @@ from remesh.pipeline.write import (
 )
 
 __all__ = [
+    "JOURNALS",
     "Destination",
     "FileLayout",
     "FilePiece",

@@ -1,9 +1,10 @@
 """What a killed conversion has written, so that the next attempt need not write it again.
 
-A journal is a file beside those that are written, with a slot for each chunk of the stream: its
-digest, once it is written. The next attempt that wants the same bytes at the same places reads such
-a chunk back and compares it; what is not what the journal says is written again. So a journal is
-only a hint: nothing that was damaged, or lost with the power, gets into the checkpoint by it.
+A journal is a file in a folder beside the files that are written, with a slot for each chunk of the
+stream: its digest, once it is written. The next attempt that wants the same bytes at the same
+places reads such a chunk back and compares it; what is not what the journal says is written again.
+So a journal is only a hint: nothing that was damaged, or lost with the power, gets into the
+checkpoint by it.
 
 Which bytes an attempt wants follows from its key (the source, the transformation, the format, the
 number of ranks) and from the layout of the stream. If either differs, the journal is begun anew.
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field
 from remesh.errors import CheckpointNotFoundError
 from remesh.integrity import raw_digest
 from remesh.storage import SharedFiles, Storage, Writer, aligned_buffer
+
+JOURNALS = "conversion"
+"""The folder of the journals, beside the files that are written."""
 
 _MAGIC = b"remesh\x001"
 _DIGEST = 16
@@ -65,7 +69,7 @@ class Journal:
     @property
     def path(self) -> str:
         """The file."""
-        return f"conversion-{self.rank}.journal"
+        return f"{JOURNALS}/{self.rank}.journal"
 
     def begin(self, save_id: str, layout: bytes, num_chunks: int) -> None:
         """Learn which bytes of which files the chunks are.
