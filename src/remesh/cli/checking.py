@@ -95,7 +95,7 @@ def _check(path: str) -> Verdict:
     """
     storage = open_storage(path)
     try:
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(places.source(path))
         num_bytes = sum(file.num_bytes for file in checkpoint.index.files)
         with progress(f"reading {path}", num_bytes) as on_read:
             report = checkpoint.verify(on_read)

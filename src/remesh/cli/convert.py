@@ -13,15 +13,14 @@ import click
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint, ConversionReport
 from remesh.checkpoint import convert as convert_checkpoint
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.errors import CheckpointNotFoundError, StateError
-from remesh.events import Event
 from remesh.formats.huggingface_writer import CONFIG_NAME
 from remesh.formats.table import WRITERS
 from remesh.index import Index
-from remesh.progress import progress
 from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
 from remesh.run_info import run_info
+from remesh.script import finish
 from remesh.storage import open_storage, shown_url
 from remesh.transform import Transform
 
@@ -44,6 +43,7 @@ RECIPES = ("huggingface-to-megatron", "megatron-to-huggingface")
     required=True,
     help="The format to write.",
 )
+@places.format_option("--source-format")
 @click.option(
     "--transform",
     "program",
@@ -91,7 +91,8 @@ def convert(
     --nproc-per-node 4 -m remesh convert ...) share the work. The exit code is 1 if SRC is damaged,
     2 if it cannot be read or the format does not take what it holds, else 0.
     """
-    checkpoint = Checkpoint(source)
+    opened = places.source(source)
+    checkpoint = Checkpoint(opened)
     metadata = None if metadata_file is None else _json_object(metadata_file)
     transform = None if program is None else read_transform(program)
     if recipe is not None:
@@ -99,15 +100,9 @@ def convert(
             raise StateError("--recipe and --transform are two transformations; give one of them")
         transform = _recipe(recipe, source, checkpoint.index, metadata)
         only = only or _sources_of(transform, checkpoint.index)
-    num_bytes = int(checkpoint.index.boxes.num_bytes.sum())
-    with _ranks() as (rank, group), progress(f"writing {target}", num_bytes) as on_bytes:
-
-        def on_event(event: Event) -> None:
-            if event.point == "save.chunk_written":
-                on_bytes(event.num_bytes)
-
+    with _ranks() as (rank, group):
         report = convert_checkpoint(
-            source,
+            opened,
             target,
             format=name,
             transform=transform,
@@ -115,10 +110,11 @@ def convert(
             metadata=metadata,
             overwrite=overwrite,
             group=group,
-            on_event=on_event,
         )
     if rank == 0:
         _print_report(report, source, target, as_json=as_json)
+    if group is not None:
+        finish()  # without a race between gloo's threads and the end of the interpreter
 
 
 @contextmanager

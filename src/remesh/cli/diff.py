@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.cli.comparing import Comparison, TensorDifference, Tolerance, compare
 from remesh.formats import native
 from remesh.progress import progress
@@ -40,6 +40,7 @@ from remesh.transform import Transform
     "--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance; 0 by default."
 )
 @output.all_option
+@places.format_option()
 @output.json_option
 @click.pass_context
 def diff(
@@ -65,7 +66,7 @@ def diff(
     tolerance = None if structure else Tolerance(rtol, atol)
 
     def run() -> Comparison:
-        one, other = Checkpoint(first), Checkpoint(second)
+        one, other = Checkpoint(places.source(first)), Checkpoint(places.source(second))
         num_bytes = 0 if structure else int(other.index.boxes.num_bytes.sum())
         with progress(f"comparing {second}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)

@@ -12,7 +12,6 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
-from remesh.formats import native
 from remesh.index import Index
 from remesh.storage import open_storage, shown_url
 
@@ -45,6 +44,7 @@ class Usage:
     help="Unite tensors whose names have these first parts in common.",
 )
 @output.all_option
+@places.format_option()
 @output.json_option
 def du(*, path: str, depth: int, show_all: bool, as_json: bool) -> None:
     """Show which parts of a state take how many bytes, the largest first.
@@ -53,7 +53,7 @@ def du(*, path: str, depth: int, show_all: bool, as_json: bool) -> None:
     that several ranks hold counts once; the last line has the bytes of the files.
     """
     if places.is_checkpoint(path):
-        checkpoint = native.begin_anew(lambda: Checkpoint(path))
+        checkpoint = places.open_checkpoint(path)
         _show_checkpoint(path, checkpoint, depth, show_all=show_all, as_json=as_json)
         return
     entries = catalog.scan(open_storage(path))

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import click
 
-from remesh.checkpoint import Checkpoint
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.plan import layout_option, rules_option
 from remesh.demo import picture
 from remesh.demo.picture import Column, PlacedTensor
 from remesh.errors import StateError
-from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Index
 from remesh.storage import shown_url
@@ -41,6 +39,7 @@ target_option = click.option(
 @layout_option
 @rules_option
 @target_option
+@places.format_option()
 @output.json_option
 def layout(
     *,
@@ -56,7 +55,7 @@ def layout(
     As stored, each file is drawn as one holder; with --layout (see `remesh plan`), the ranks of
     that layout stand beside it. PATTERNs choose tensors, by default the 12 largest.
     """
-    index = native.begin_anew(lambda: Checkpoint(path)).index
+    index = places.open_checkpoint(path).index
     names = _chosen(index, patterns)
     if not names:
         raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")

@@ -29,6 +29,7 @@ from remesh.storage import open_storage, shown_url
 @click.option("--values", "with_values", is_flag=True, help="List plain values and objects too.")
 @click.option("--pieces", "with_pieces", is_flag=True, help="List the pieces of each tensor.")
 @output.all_option
+@places.format_option()
 @output.json_option
 def ls(
     *,
@@ -144,7 +145,7 @@ class _Listing:
             StateError: If no name matches.
             CheckpointError: If there is no sound checkpoint, or it was replaced meanwhile.
         """
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(places.source(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
         listing = cls(
             shown_url(path),

@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
 
 from remesh import catalog
 from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
 from remesh.formats import native
-from remesh.formats.table import place_of
+from remesh.formats.table import FORMATS, Source, formats_at, place_of
 from remesh.storage import Storage, shown_url
+
+_FORMAT = f"{__name__}.format"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _keep(ctx: click.Context, _parameter: click.Parameter, name: str | None) -> None:
+    ctx.meta[_FORMAT] = name
+
+
+def format_option(flag: str = "--format") -> Callable[[_Command], _Command]:
+    """The option of commands that read checkpoints; `source` takes what it says."""
+    return click.option(
+        flag,
+        type=click.Choice([row.name for row in FORMATS]),
+        metavar="NAME",
+        callback=_keep,
+        expose_value=False,
+        help="Which to read where a path holds checkpoints of several formats.",
+    )
+
+
+def source(path: str) -> str | Source:
+    """What to open for a path: of several formats, the one that the user named."""
+    name = click.get_current_context().meta.get(_FORMAT)
+    if name is None or len(formats_at(place_of(path))) < 2:
+        return path
+    return Source(path, format=name)
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open the checkpoint at a path, anew if it is replaced meanwhile."""
+    return native.begin_anew(lambda: Checkpoint(source(path)))
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether a path holds one checkpoint; errors are those of `catalog.is_checkpoint`."""
-    return catalog.is_checkpoint(place_of(path))
+    return catalog.is_checkpoint(place_of(source(path)))
 
 
 def findings_of(storage: Storage, checkpoint: Checkpoint) -> list[Finding]:

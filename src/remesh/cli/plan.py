@@ -11,12 +11,10 @@ import numpy as np
 from rich.console import Console
 
 from remesh._repr import format_bytes
-from remesh.checkpoint import Checkpoint
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.cli.convert import read_transform
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.errors import CoverageError
-from remesh.formats import native
 from remesh.index import BoxTable, Index, TensorTable
 from remesh.pipeline.read import NUM_THREADS
 from remesh.planner import ReadLimits, plan_load
@@ -83,6 +81,7 @@ class RankPlan:
     help="The transformation of the load: statements, or renames in *.json.",
 )
 @output.all_option
+@places.format_option()
 @output.json_option
 @click.pass_context
 def plan(
@@ -105,8 +104,8 @@ def plan(
     missing or shapes differ.
     """
     mesh = parse_mesh(layout_text or "dp=1", rules)
-    stored = native.begin_anew(lambda: Checkpoint(path)).index
-    wanted = None if like is None else native.begin_anew(lambda: Checkpoint(like)).index
+    stored = places.open_checkpoint(path).index
+    wanted = None if like is None else places.open_checkpoint(like).index
     transform = Transform("") if program is None else read_transform(program)
     resolved = transform.resolve(stored, wanted)
     missing, unexpected = tuple(resolved.missing), resolved.unused

@@ -60,6 +60,7 @@ class Report:
     help="Read all tensors for their statistics.",
 )
 @target_option
+@places.format_option()
 @output.json_option
 def report(*, path: str, with_statistics: bool, target: str | None, as_json: bool) -> None:
     """Write an HTML page about a checkpoint: one file, which needs nothing else.
@@ -68,7 +69,7 @@ def report(*, path: str, with_statistics: bool, target: str | None, as_json: boo
     """
 
     def collect() -> tuple[Checkpoint, Report]:
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(places.source(path))
         return checkpoint, _collect(path, checkpoint, with_statistics=with_statistics)
 
     checkpoint, found = native.begin_anew(collect)

@@ -39,6 +39,7 @@ NUM_BOX_ELEMENTS = 1000
     help="A region to look at, such as 0:10,5:7. A single number is one index, an empty side the "
     "end of the dim; dims that are not given are whole.",
 )
+@places.format_option()
 @output.json_option
 def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> None:
     """Show one tensor or value of a checkpoint.
@@ -74,7 +75,7 @@ def _open_and_look(
     path: str, name: str, box_text: BoxText | None
 ) -> tuple[Checkpoint, _Looked | None]:
     """A checkpoint, and what is found in it if the name is that of a tensor."""
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(places.source(path))
     is_tensor = name in checkpoint.index
     return checkpoint, _look_at(checkpoint, name, box_text) if is_tensor else None
 

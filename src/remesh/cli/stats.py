@@ -11,7 +11,7 @@ from rich.console import Console
 
 from remesh import catalog
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output, summary
+from remesh.cli import output, places, summary
 from remesh.errors import StateError
 from remesh.formats import native
 from remesh.geometry import Box
@@ -29,6 +29,7 @@ _BAR_WIDTH = 40
 )
 @click.argument("path")
 @click.argument("patterns", metavar="NAME...", nargs=-1, required=True)
+@places.format_option()
 @output.json_option
 def stats(*, path: str, patterns: tuple[str, ...], as_json: bool) -> None:
     """Show minimum, maximum, mean, deviation, NaN and infinities of tensors.
@@ -47,7 +48,7 @@ def stats(*, path: str, patterns: tuple[str, ...], as_json: bool) -> None:
 
 def _measure(path: str, patterns: Sequence[str]) -> list[dict[str, object]]:
     """The statistics of each tensor that matches, and the histogram if it is only one."""
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(places.source(path))
     index = checkpoint.index
     names = [
         name

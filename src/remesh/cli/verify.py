@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from remesh._repr import format_bytes
-from remesh.cli import output
+from remesh.cli import output, places
 from remesh.cli.checking import Verdict, check, check_entry, paths_in
 from remesh.errors import RemeshError
 
@@ -17,6 +17,7 @@ from remesh.errors import RemeshError
 @click.command(epilog=output.example("remesh verify runs/step_00001000", "remesh verify runs"))
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @output.all_option
+@places.format_option()
 @output.json_option
 @click.pass_context
 def verify(ctx: click.Context, *, paths: tuple[str, ...], show_all: bool, as_json: bool) -> None:
