@@ -81,6 +81,7 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.transform_planning
 	$(BIN)/python -m benchmarks.reshard
+	$(BIN)/python -m benchmarks.foreign
 	$(BIN)/python -m benchmarks.megatron
 	$(BIN)/python -m benchmarks.elastic
 	$(BIN)/python -m benchmarks.recovery

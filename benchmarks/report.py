@@ -14,7 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("remesh", "torch", "numpy", "safetensors", "megatron-core", "torchsnapshot")
+PACKAGES = (
+    "remesh", "torch", "numpy", "safetensors", "transformers", "megatron-core", "torchsnapshot"
+)  # fmt: skip
 
 
 def median(values: Sequence[float]) -> float:
