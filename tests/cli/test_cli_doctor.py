@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import remesh
@@ -28,6 +30,20 @@ def test_a_good_place(tmp_path: Path) -> None:
         "room",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_elastic_jobs_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in {"torch", "aiohttp"}:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert "no: remesh run needs torch and aiohttp\n" in done.stdout
+    assert "not installed: needed for training jobs; pip install 'remesh[torch]'" in done.stdout
+    report = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
+    assert report["elastic"] is False
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

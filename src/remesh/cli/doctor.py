@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import click
@@ -29,6 +29,8 @@ _PACKAGES = {
     "prometheus-client": "the metrics of the master; pip install 'remesh[elastic]'",
 }
 """Distribution → what is missing without it."""
+_OF_ELASTIC = ("torch", "aiohttp", "prometheus-client")
+"""What `remesh run` needs."""
 
 
 @click.command(epilog=output.example("remesh doctor", "remesh doctor /mnt/runs"))
@@ -63,11 +65,12 @@ def doctor(ctx: click.Context, *, place: str | None, timeout: float, as_json: bo
             trials.append(Trial("write and read", "bad", str(error)))
     is_bad = any(trial.status == "bad" for trial in trials)
     if as_json and info.rank == 0:
+        versions = _versions()
         output.print_json(
             {
                 "kind": "doctor",
-                "versions": _versions(),
-                "elastic": _is_linux(),
+                "versions": versions,
+                "elastic": not _lacking_for_elastic(versions),
                 "place": None if place is None else shown_url(place),
                 "trials": [asdict(trial) for trial in trials],
             }
@@ -92,18 +95,22 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _is_linux() -> bool:
-    return sys.platform == "linux"
+def _lacking_for_elastic(versions: Mapping[str, str]) -> list[str]:
+    """What `remesh run` needs and this machine lacks."""
+    lacking = [] if sys.platform == "linux" else ["Linux"]
+    return lacking + [name for name in _OF_ELASTIC if not versions[name]]
 
 
 def _print(place: str | None, trials: Sequence[Trial]) -> None:
     console = output.stdout_console()
     console.out("installed", style="bold", highlight=False)
+    versions = _versions()
     facts = [
         (name, version or f"not installed: needed for {_PACKAGES[name]}")
-        for name, version in _versions().items()
+        for name, version in versions.items()
     ]
-    elastic = "yes" if _is_linux() else "no: remesh run needs Linux; all else works here"
+    lacking = _lacking_for_elastic(versions)
+    elastic = f"no: remesh run needs {' and '.join(lacking)}" if lacking else "yes"
     memory = available_memory()
     facts += [
         ("system", platform.platform()),
