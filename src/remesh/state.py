@@ -149,6 +149,19 @@ class Loaded(Protocol):
 Rebuild = Callable[[Loaded], Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """A state with entries beside it, which are stored as if they were entries of it.
+
+    Attributes:
+        state: The state, of any kind; optimizers have their modules there.
+        beside: Further entries, by names that the state does not have.
+    """
+
+    state: Any
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Description:
     """A state in flat form.
@@ -444,15 +457,23 @@ def describe(
     """Walk a state.
 
     Args:
-        state: The nested state.
+        state: The nested state; of one that is `Joined`, rebuilding returns the state itself.
         describe_leaf: Describes leaves that belong to a framework.
         stored: What the checkpoint holds, when the state is a target for loading.
 
     Raises:
         StateError: If something in the state cannot be stored; the message names its path.
     """
-    walk = Walk(state, describe_leaf, stored)
-    walk.description.rebuild = walk.visit((), state)
+    parts = (state.state, state.beside) if isinstance(state, Joined) else (state,)
+    walk = Walk(parts[0], describe_leaf, stored)
+    first, *others = [walk.visit((), part) for part in parts]
+
+    def rebuild(loaded: Loaded) -> Any:
+        for make in others:
+            make(loaded)
+        return first(loaded)
+
+    walk.description.rebuild = rebuild
     return walk.description
 
 

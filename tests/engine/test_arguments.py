@@ -50,7 +50,7 @@ def test_step_and_state_are_swapped(call: str, tmp_path: Path) -> None:
             getattr(manager, call)(STATE, 1)
         with pytest.raises(StateError, match="the step is a number of steps, and not a str"):
             getattr(manager, call)("one", STATE)
-        with pytest.raises(StateError, match=r'the state is a dict, and not a list.*"model"'):
+        with pytest.raises(StateError, match=r'a dict or a module, and not a list\n.*"model"'):
             getattr(manager, call)(1, [STATE])
         with pytest.raises(StateError, match=r"got the place 'run'.*remesh.load\(state, path\)"):
             getattr(manager, call)(1, "run")
@@ -62,7 +62,7 @@ def test_a_path_in_place_of_the_state_to_resume(tmp_path: Path) -> None:
         remesh.Manager(tmp_path) as manager,
         pytest.raises(StateError, match=r"Manager.resume: got the place .*step_00000001"),
     ):
-        manager.resume(tmp_path / "step_00000001")  # type: ignore[arg-type]
+        manager.resume(tmp_path / "step_00000001")
 
 
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

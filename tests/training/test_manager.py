@@ -897,3 +897,24 @@ def test_ranks_of_one_role_that_draw_differently_are_named(
     (message,) = messages
     assert "ranks 0 and 2 have the same role {'dp': 0}" in message
     assert "(generators.own)" in message
+
+
+def test_a_module_alone_is_saved_and_resumed(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with Manager(tmp_path, every=2) as manager:
+        assert manager.resume(model) is None
+        assert not manager.step(1, model)
+        assert manager.step(2, model)
+    drawn = torch.rand(2)
+    other = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    with Manager(tmp_path) as manager:
+        resumed = manager.resume(other)
+    assert resumed is not None
+    assert (resumed.step, resumed.same_random) == (2, True)
+    assert torch.equal(torch.rand(2), drawn)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+    # Without a manager it is the checkpoint of a module.
+    assert "0.weight" in remesh.Checkpoint(tmp_path / "step_00000002")

@@ -25,20 +25,22 @@ def check_step(call: str, step: object, state: object) -> None:
 
 
 def check_state(call: str, state: object) -> None:
-    """Refuse anything but a dict as the state of a job, to which the manager adds entries.
+    """Refuse what is no state of a job.
 
     Raises:
-        StateError: If it is a place, which the manager chooses by itself, or no dict.
+        StateError: If it is a place, which the manager chooses by itself, or neither a dict nor an
+            object with a state dict.
     """
     if is_place(state):
         raise StateError(
             f"Manager.{call}: got the place {state!r} where the state is expected. A manager finds "
             "the checkpoints below its root by itself; remesh.load(state, path) loads a given one."
         )
-    if not isinstance(state, MutableMapping):
+    has_state_dict = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+    if not has_state_dict and not isinstance(state, MutableMapping):
         raise StateError(
-            f"Manager.{call}: the state is a dict, and not a {type(state).__name__}; name its "
-            'parts, such as {"model": model, "optimizer": optimizer}.'
+            f"Manager.{call}: the state is a dict or a module, and not a {type(state).__name__}\n"
+            'Name its parts: {"model": model, "optimizer": optimizer}.'
         )
 
 

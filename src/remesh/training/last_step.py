@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class LastStep:
     """
 
     step: int
-    state: MutableMapping[str, Any]
+    state: Any
     metrics: Mapping[str, float] | None
     versions: tuple[int, ...]
 
@@ -108,7 +108,7 @@ def parameter_versions(state: Any) -> tuple[int, ...]:
     if torch is None:
         return ()
     found = []
-    for value in state.values():
+    for value in state.values() if isinstance(state, Mapping) else [state]:
         if isinstance(value, torch.nn.Module):
             first = next(value.parameters(), None)
         elif isinstance(value, torch.optim.Optimizer):

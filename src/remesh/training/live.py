@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,7 +150,7 @@ class LiveMemory:
     def mark(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         note: Callable[[], ManagerNote],
         parent: str,
         rows: Callable[[], Mapping[str, ShardedTensor]],
@@ -220,7 +220,7 @@ class LiveMemory:
             note=note,
         )
         boundary = self._job.boundary
-        source: dict[str, Any] = {}
+        source: Any = {}
         if self._exchange.rank in ranks:
             rows = boundary.rows() if note.streams else {}
             source = resuming.with_rows(state, rows)

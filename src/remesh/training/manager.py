@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from types import TracebackType
@@ -46,6 +46,7 @@ from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
 from remesh.heartbeat import HOLDS
 from remesh.run_info import run_info
+from remesh.state import Joined
 from remesh.storage import is_local, open_storage
 from remesh.training import last_step, policies, resuming, retention, rng
 from remesh.training.arguments import check_options, check_state, check_step
@@ -216,7 +217,7 @@ class Manager:
     def step(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         *,
         metrics: Mapping[str, float] | None = None,
         own_seconds: float | None = None,
@@ -225,7 +226,8 @@ class Manager:
 
         Args:
             step: Steps done, the same on every rank; it grows from call to call.
-            state: See `remesh.save`: what the rest of the run depends on, by name.
+            state: What the rest of the run depends on: a dict that names its parts, or one module
+                or object with a state dict; see `remesh.save`.
             metrics: Numbers by which checkpoints are compared; those of rank 0 count.
             own_seconds: Time of this rank's own work of the step, without waiting for other ranks.
                 It shows which rank is slow. The whole step, the default, takes as long on all.
@@ -269,7 +271,7 @@ class Manager:
     def save(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -315,14 +317,14 @@ class Manager:
     def _begin(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, object] | None,
         reason: str,
     ) -> None:
         if self._last is not None and self._last.step == step:
             self._last = None
-        full: dict[str, Any] = {}
+        full = Joined(state)
         what: dict[str, object] = dict(metadata or {})
         now: list[str] = []
 
@@ -330,7 +332,7 @@ class Manager:
             self._watch.check_agent()
             self._end_save()
             now.append(fingerprint(state))
-            return self._recorder.describe(step, state, metrics, full, what)
+            return self._recorder.describe(step, full, metrics, what)
 
         told = run_on_all(self._exchange, prepare)
         if self._exchange.rank == 0 and self._saving_step is None:
@@ -357,7 +359,7 @@ class Manager:
         """Whether something holds on all ranks. Collective."""
         return all(run_on_all(self._exchange, lambda: b"yes" * holds))
 
-    def _warm(self, state: MutableMapping[str, Any]) -> None:
+    def _warm(self, state: Any) -> None:
         """Get memory for the first save ready, now that optimizers have their state."""
         self._is_cold = False
         try:
@@ -419,7 +421,7 @@ class Manager:
 
     def resume(
         self,
-        state: MutableMapping[str, Any],
+        state: Any,
         *,
         missing: Literal["error", "keep"] = "error",
         cast: bool = False,
@@ -484,7 +486,7 @@ class Manager:
         return resuming.in_order(sources), incomplete
 
     def _secure(
-        self, resumed: Resumed, sources: Sequence[Source], state: MutableMapping[str, Any]
+        self, resumed: Resumed, sources: Sequence[Source], state: Any
     ) -> None:
         """Save at once what came from memory, and give back memory that is no longer needed."""
         if self._memory is None:

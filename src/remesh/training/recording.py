@@ -6,7 +6,7 @@ record. Both are taken on each rank when a save begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from remesh import catalog
 from remesh.catalog import ManagerNote, TrackerRun
 from remesh.exchange import Exchange, run_on_one
+from remesh.state import Joined
 from remesh.training import resuming, rng
 from remesh.training.memory import Memory
 from remesh.training.provenance import digest_of, new_run, provenance
@@ -72,15 +73,14 @@ class Recorder:
     def describe(
         self,
         step: int,
-        state: MutableMapping[str, Any],
+        full: Joined,
         metrics: Mapping[str, float] | None,
-        full: dict[str, Any],
         metadata: dict[str, object],
     ) -> bytes:
-        """Fill in what is saved: the state with random numbers, and the note; `rng.summary`."""
+        """Fill in what is saved beside the state: random numbers, and the note; `rng.summary`."""
         streams = self.streams()
         rows = rng.rows_of(streams, self._roles)
-        full.update(resuming.with_rows(state, rows))
+        full.beside.update(resuming.with_rows(full.state, rows).beside)
         note = self.note(step, metrics, streams)
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
         return rng.summary(rows, self._roles)
@@ -89,15 +89,15 @@ class Recorder:
         self,
         memory: Memory,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         metrics: Mapping[str, float] | None,
     ) -> None:
         """Save a snapshot in memory. Collective."""
-        full: dict[str, Any] = {}
+        full = Joined(state)
         what: dict[str, object] = {}
 
         def describe() -> bytes:
-            return self.describe(step, state, metrics, full, what)
+            return self.describe(step, full, metrics, what)
 
         memory.save(step, full, metadata=what, first=describe)
 
@@ -105,7 +105,7 @@ class Recorder:
         self,
         live: LiveMemory | None,
         step: int,
-        state: MutableMapping[str, Any],
+        state: Any,
         metrics: Mapping[str, float] | None,
     ) -> None:
         """Note that a step is complete in the memory of this process, if live memory is used.

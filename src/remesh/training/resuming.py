@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from remesh.errors import (
 from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.maintenance import orphans
 from remesh.sharded import ShardedTensor
+from remesh.state import Joined
 from remesh.storage import Storage, is_local
 from remesh.training import rng
 
@@ -260,7 +261,7 @@ def restore(
     exchange: Exchange,
     source: Source,
     note: ManagerNote,
-    state: MutableMapping[str, Any],
+    state: Any,
     *,
     streams: Mapping[str, rng.Stream],
     roles: rng.Roles,
@@ -288,7 +289,7 @@ def restore(
     stored = {name: s for name, s in streams.items() if is_same_grid and name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
     reports: list[RestoreReport] = []
-    full = source.load(
+    source.load(
         with_rows(state, rows if random is None else {}), on_report=reports.append, **options
     )
     if random is not None and stored:
@@ -302,7 +303,6 @@ def restore(
         return b""
 
     run_on_all(exchange, take)
-    state.update({key: full[key] for key in state})
     return Restored(len(stored) == len(streams), reports[0])
 
 
@@ -339,15 +339,15 @@ def resumed_from(
     )
 
 
-def with_rows(state: Mapping[str, Any], rows: Mapping[str, ShardedTensor]) -> dict[str, Any]:
+def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
     """The user's state and the states of random numbers, as they are stored together.
 
     Raises:
         StateError: If the state uses the manager's name.
     """
-    if catalog.NOTE_KEY in state:
+    if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
         raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
-    return {**state, catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else dict(state)
+    return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})
 
 
 def nothing_loads(

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from remesh.host_memory import available_memory
 from remesh.sharded import ShardedTensor
+from remesh.state import Joined
 
 HOST = torch.device("cpu")
 
@@ -40,6 +41,8 @@ def tensors_of(state: Any) -> Iterator[torch.Tensor]:
         case ShardedTensor():
             for part in state.parts:
                 yield from tensors_of(part.data)
+        case Joined():
+            yield from tensors_of([state.state, state.beside])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
