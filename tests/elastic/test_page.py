@@ -70,6 +70,9 @@ def test_the_page_shows_the_job_and_escapes_what_it_shows(tmp_path: Path) -> Non
     for part in (
         "round 1 on 3 of 3 nodes",
         "newest checkpoint 40",
+        "Checkpoints step reported after steps 40",
+        "3 active",
+        "1 report, 0 slow, 0 behind",
         "restart budget: 3 restarts a node, none is given back",
         "charged restarts",
         "1 of 3",

@@ -11,6 +11,7 @@ are DLRover's: 201 and 202 are what its operators give to broken devices.
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -136,6 +137,8 @@ def read_patterns(path: str | None) -> Patterns:
         raise StorageError(f"{path}: the failure patterns cannot be used: {error}") from error
 
 
+# A page asks every second, and searching the logs of hundreds of failures takes as long.
+@functools.lru_cache(maxsize=4096)
 def classify(failure: ProcessFailure, patterns: Patterns) -> Kind:
     """The kind of one failure.
 

@@ -53,9 +53,12 @@ from remesh.elastic.protocol import (
     RequestCheck,
 )
 from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
+from remesh.elastic.trend import Trend, extend, num_ranks, sample
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
+MAX_CHECKPOINTS = 20
+"""Checkpoints that are remembered."""
 
 
 class HangAction(StrEnum):
@@ -136,6 +139,13 @@ class HistoryLine(msgspec.Struct, frozen=True):
     text: str
 
 
+class SavedCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that a rank has reported, and when."""
+
+    step: int
+    time: float
+
+
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that the ranks should save before the world changes.
 
@@ -172,10 +182,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         check_findings: What the last check found, as text by node id.
         save_request: The checkpoint that is awaited before the world changes.
         saved_step: The step of the newest checkpoint.
+        checkpoints: The newest checkpoints, oldest first.
         dump: Number of the last request for stacks.
         hanging: Round and reason of a hang whose stacks are being collected.
         hang_restart: Round and reason of a restart of all processes after a hang.
         progress: How far the training was when that was recorded last.
+        trend: How the training went.
         history: What happened.
         missing_rounds: Which rounds the nodes remember and the journal does not; empty if none.
     """
@@ -198,10 +210,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     check_findings: dict[int, str] = {}
     save_request: SaveRequest | None = None
     saved_step: int | None = None
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
     dump: int = 0
     hanging: tuple[int, str] | None = None
     hang_restart: tuple[int, str] | None = None
     progress: TrainingProgress | None = None
+    trend: Trend = Trend()
     history: tuple[HistoryLine, ...] = ()
     missing_rounds: str = ""
 
@@ -249,12 +263,19 @@ def assign_id(
 def apply(job: Job, event: Event, now: float) -> Job:
     """The job after an event."""
     if isinstance(event, Join):
-        job = _join(job, event, now)
+        after = _join(job, event, now)
     elif job.rendezvous is None:
         return job
     else:
-        job = _apply(job, event, job.rendezvous, now)
-    return _settle(job, now)
+        after = _apply(job, event, job.rendezvous, now)
+    after = _settle(after, now)
+    nodes = after.rendezvous
+    assert nodes is not None
+    is_resized = job.rendezvous is None or nodes.active is not job.rendezvous.active
+    if is_resized or isinstance(event, ProgressRecorded):
+        new = sample(after.progress, num_ranks(nodes), now)
+        return _replace(after, trend=extend(after.trend, new))
+    return after
 
 
 def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
@@ -279,7 +300,8 @@ def _apply(job: Job, event: Event, nodes: Rendezvous, now: float) -> Job:
         case RequestCheck(reason=reason):
             return _note(_replace(job, check_reason=reason), now, f"check requested: {reason}")
         case CheckpointSaved(step) if job.saved_step is None or step > job.saved_step:
-            return _replace(job, saved_step=step)
+            saved = (*job.checkpoints, SavedCheckpoint(step, now))[-MAX_CHECKPOINTS:]
+            return _replace(job, saved_step=step, checkpoints=saved)
         case RanksWait(number) if number == nodes.round and is_for_growth(job):
             job = _replace(job, save_request=_ended(job.save_request, now))
         case HangDetected(number, reason) if number == nodes.round and job.hanging is None:

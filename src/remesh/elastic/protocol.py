@@ -3,7 +3,8 @@
 An agent sends a request, the master replies; the master opens no connection. A request may be lost
 or repeated: each names its node, the agent's incarnation and its round, and has no further effect
 the second time. A reply with an HTTP status of 400 or above is a `Problem`. `GET
-/v<version>/status` returns a `remesh.elastic.status.Status`.
+/v<version>/status` returns a `remesh.elastic.status.Status`, and `GET /v<version>/overview` the
+part of it that the page shows, a `remesh.elastic.overview.Overview`.
 
 A message is a class here and a row in `PURPOSES`. The class says everything else: its tag is the
 request's name, its type parameter is the reply. `Client.ask` sends any request and returns its

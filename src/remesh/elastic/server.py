@@ -30,6 +30,7 @@ from remesh.elastic import connections
 from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
+from remesh.elastic.overview import Query, overview_of
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     PURPOSES,
@@ -149,6 +150,16 @@ def make_app(
     async def status(request: web.Request) -> web.StreamResponse:
         return _reply(seen()) if limit.allows(request.remote or "") else _too_many()
 
+    async def overview(request: web.Request) -> web.StreamResponse:
+        if not limit.allows(request.remote or ""):
+            return _too_many()
+        try:
+            query = msgspec.convert(dict(request.query), Query, strict=False)
+        except msgspec.ValidationError as error:
+            return _reply(Problem(f"overview: {error}"), 400)
+        now = master.clock()
+        return _reply(overview_of(master.job, master.live, now, master.warnings, query))
+
     async def page(_request: web.Request) -> web.StreamResponse:
         return web.Response(text=PAGE, content_type="text/html")
 
@@ -163,6 +174,7 @@ def make_app(
         client_max_size=options.max_request_bytes,
     )
     app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
+    app.router.add_get(f"/v{PROTOCOL_VERSION}/overview", overview)
     app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit, listener))
     app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
     app.router.add_get("/metrics", metrics)

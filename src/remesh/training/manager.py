@@ -485,9 +485,7 @@ class Manager:
             sources += self._live.find()
         return resuming.in_order(sources), incomplete
 
-    def _secure(
-        self, resumed: Resumed, sources: Sequence[Source], state: Any
-    ) -> None:
+    def _secure(self, resumed: Resumed, sources: Sequence[Source], state: Any) -> None:
         """Save at once what came from memory, and give back memory that is no longer needed."""
         if self._memory is None:
             return

@@ -1,0 +1,171 @@
+"""What the page shows of a job: a status that is cut to a bounded size.
+
+A job of a thousand nodes has some megabytes of status, and a page asks for it every second. The
+overview has one page of the nodes that match a filter, and one page of the ranks, those in trouble
+first; it counts the others. Of failures, stacks and history it has what is newest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from remesh.elastic.job import HistoryLine, Job, SavedCheckpoint
+from remesh.elastic.live import Live
+from remesh.elastic.status import (
+    FailureStatus,
+    NodeStatus,
+    RankStatus,
+    RoundFailures,
+    Status,
+    status_of,
+)
+from remesh.elastic.trend import Sample, num_ranks, sample
+
+PAGE_ROWS = 50
+"""Nodes, or ranks, on a page."""
+MAX_ROUNDS = 10
+"""Rounds with failures that are shown."""
+MAX_FAILURES = 5
+"""Failures of a round that are shown."""
+MAX_STACKS = 10
+"""Ranks whose stacks are shown."""
+MAX_LINES = 100
+"""Lines of history that are shown."""
+MAX_LINE = 500
+"""Characters of such a line."""
+MAX_TEXT = 4000
+"""Characters of a message, a log or a stack."""
+
+_T = TypeVar("_T")
+
+
+class Query(msgspec.Struct, frozen=True):
+    """What a page asks for.
+
+    Attributes:
+        find: Words that a node shows, in its id, name, address, state or check.
+        nodes: Which page of them; the first is 1.
+        ranks: Which page of the ranks.
+    """
+
+    find: str = ""
+    nodes: int = 1
+    ranks: int = 1
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a list is shown.
+
+    Attributes:
+        page: Number of the page.
+        num_pages: Pages that there are.
+        num_found: Rows on all of them.
+    """
+
+    page: int
+    num_pages: int
+    num_found: int
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as its page shows it.
+
+    Attributes:
+        job: Its status, without what other pages show.
+        nodes_by_state: State → number of nodes.
+        nodes: Which nodes are in `job`.
+        ranks: Which ranks are in `job`; slow ranks and those behind the others come first.
+        num_slow: Ranks that are slow.
+        num_behind: Ranks that have finished fewer steps than others.
+        trend: How the training went, oldest first; the last sample is of now.
+        checkpoints: The newest checkpoints, newest first.
+        num_stacks: Ranks that have sent their stacks.
+        more_failures: For each round in `job`, the failures that are not shown.
+    """
+
+    job: Status
+    nodes_by_state: dict[str, int]
+    nodes: Part
+    ranks: Part
+    num_slow: int
+    num_behind: int
+    trend: tuple[Sample, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    num_stacks: int
+    more_failures: tuple[int, ...]
+
+
+def overview_of(
+    job: Job, live: Live, now: float, warnings: tuple[str, ...], query: Query
+) -> Overview:
+    """The overview of a job."""
+    status = status_of(job, live, now, warnings)
+    found = [node for node in status.nodes if _matches(node, query.find)]
+    troubled = sorted(status.ranks, key=_trouble)
+    nodes, nodes_part = _page(found, query.nodes)
+    ranks, ranks_part = _page(troubled, query.ranks)
+    rounds = status.failures[:MAX_ROUNDS]
+    stacks = sorted(status.stacks.items())[:MAX_STACKS]
+    shown = msgspec.structs.replace(
+        status,
+        nodes=nodes,
+        ranks=ranks,
+        failures=tuple(_cut_round(failed) for failed in rounds),
+        stacks={rank: text[:MAX_TEXT] for rank, text in stacks},
+        reason=status.reason[:MAX_TEXT],
+        history=tuple(
+            HistoryLine(line.time, line.text[:MAX_LINE]) for line in status.history[:MAX_LINES]
+        ),
+    )
+    return Overview(
+        job=shown,
+        nodes_by_state=dict(Counter(node.state for node in status.nodes).most_common()),
+        nodes=nodes_part,
+        ranks=ranks_part,
+        num_slow=sum(rank.slow is not None for rank in status.ranks),
+        num_behind=sum(rank.behind for rank in status.ranks),
+        trend=(*job.trend.samples, *_present(job, live, now)),
+        checkpoints=job.checkpoints[::-1],
+        num_stacks=len(status.stacks),
+        more_failures=tuple(max(len(one.failures) - MAX_FAILURES, 0) for one in rounds),
+    )
+
+
+def _present(job: Job, live: Live, now: float) -> list[Sample]:
+    """A sample of now, of a job that runs."""
+    if job.rendezvous is None or job.ended is not None:
+        return []
+    return [sample(live.progress, num_ranks(job.rendezvous), now)]
+
+
+def _matches(node: NodeStatus, find: str) -> bool:
+    shown = (node.id, node.name, node.address, node.state, node.reason or node.check)
+    text = " ".join(map(str, shown)).casefold()
+    return all(word in text for word in find.casefold().split())
+
+
+def _trouble(rank: RankStatus) -> tuple[float, bool, int]:
+    return -(rank.slow or 0.0), not rank.behind, rank.rank
+
+
+def _page(rows: Sequence[_T], number: int) -> tuple[tuple[_T, ...], Part]:
+    """One page of a list; the last one if there are not so many."""
+    num_pages = max(-(-len(rows) // PAGE_ROWS), 1)
+    number = min(max(number, 1), num_pages)
+    shown = tuple(rows[(number - 1) * PAGE_ROWS : number * PAGE_ROWS])
+    return shown, Part(page=number, num_pages=num_pages, num_found=len(rows))
+
+
+def _cut_round(failed: RoundFailures) -> RoundFailures:
+    failures = tuple(map(_cut_failure, failed.failures[:MAX_FAILURES]))
+    return msgspec.structs.replace(failed, failures=failures)
+
+
+def _cut_failure(failure: FailureStatus) -> FailureStatus:
+    """A failure with the beginning of its message and the end of its log."""
+    message, log_tail = failure.message[:MAX_TEXT], failure.log_tail[-MAX_TEXT:]
+    return msgspec.structs.replace(failure, message=message, log_tail=log_tail)
