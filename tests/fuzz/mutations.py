@@ -127,10 +127,15 @@ def _change_record(content: bytes, dice: random.Random) -> bytes:
     if dice.random() < 0.1:
         return change_json(content, dice)
     body = change_json(json.dumps(document["record"]).encode(), dice)
-    return _record_file(body)
+    return record_file(body)
 
 
-def _record_file(body: bytes) -> bytes:
+def record_file(body: bytes) -> bytes:
+    """A commit record with its digest.
+
+    Args:
+        body: JSON of the record.
+    """
     try:
         compact = msgspec.json.format(body, indent=-1)
     except (msgspec.MsgspecError, RecursionError):
@@ -196,7 +201,7 @@ def forge(files: Files, dice: random.Random) -> str:
             entry |= {"num_bytes": len(content), "digest": hex_digest(content)}
     except Exception as error:  # noqa: BLE001 - there is nothing left that could be forged
         return f"not forged: {type(error).__name__}"
-    files[_RECORD] = _record_file(to_json(record))
+    files[_RECORD] = record_file(to_json(record))
     return f"forged {folder}"
 
 
