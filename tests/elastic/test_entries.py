@@ -146,6 +146,39 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
     assert steps == ["listens", "entered"]
 
 
+def test_a_process_prepares_once_before_its_first_entry(agent: Agent) -> None:
+    def tokens(job: TrainingJob) -> list[int]:
+        calls.append("tokens")
+        return job.keep("tokens", lambda: [len(calls)])
+
+    calls: list[str] = []
+    assert run(tokens, prepare=tokens) == [1]
+    assert calls == ["tokens", "tokens"]
+    calls.clear()
+    run(lambda _job: calls.append("train"), prepare=lambda _job: calls.append("prepare"))
+    assert calls == ["prepare", "train"]
+
+
+def test_a_process_prepares_before_its_node_joins(
+    agent: Agent, beside: list[threading.Thread]
+) -> None:
+    ranks: list[str] = []
+
+    def play() -> None:
+        agent.wait_out(7)
+        assert ranks == ["0"]
+        send_order(agent.file, Enter(8, {"RANK": "3"}))
+
+    def note_rank(_job: TrainingJob) -> None:
+        ranks.append(os.environ["RANK"])
+
+    send_order(agent.file, Leave(7))
+    beside.append(threading.Thread(target=play))
+    beside[0].start()
+    run(note_rank, prepare=note_rank)
+    assert ranks == ["0", "3"]
+
+
 def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
     def train(_job: TrainingJob) -> None:
         raise LookupError("no such sample")

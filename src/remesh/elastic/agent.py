@@ -9,6 +9,7 @@ the job hangs. Nodes that finish wait for the others, and start again with them 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined] # not said to be exported
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -60,10 +62,11 @@ EXIT_DRAINED = 143
 """How it ends after SIGTERM, as other programs do."""
 EXIT_UNSAVED = 1
 """How it ends after SIGTERM when the ranks could not save in time."""
-LAST_LINES = 40
 REENTRY_SECONDS = 10.0
 SETTLE_SECONDS = 0.005
 """Time between two looks whether the processes have left their training function."""
+PREPARE_LOOK_SECONDS = 0.1
+"""The same where they prepare, which takes longer and holds nothing up."""
 
 
 class Agent(LocalElasticAgent):
@@ -75,6 +78,7 @@ class Agent(LocalElasticAgent):
         reentry_timeout: How long a process may take to leave its training function.
         snapshots: Directory for the snapshots of the ranks; empty for none.
         preload: Modules that processes find imported; without any they start cold.
+        prepares: Whether processes start and prepare before the node joins.
         **options: What torch's agent takes.
     """
 
@@ -86,6 +90,7 @@ class Agent(LocalElasticAgent):
         reentry_timeout: float = REENTRY_SECONDS,
         snapshots: str = "",
         preload: Sequence[str] = (),
+        prepares: bool = False,
         **options: Any,
     ) -> None:
         self._resources = ExitStack()
@@ -113,6 +118,7 @@ class Agent(LocalElasticAgent):
         self._held_since = 0.0
         self._context: SubprocessContext
         self._reentry_timeout = reentry_timeout
+        self._prepares = prepares
         self._recovery: Recovery | None = None
         self._number = 0  # of the last order
 
@@ -161,20 +167,29 @@ class Agent(LocalElasticAgent):
             if recovery.out:
                 return self._enter_again(worker_group, recovery)
             self._stop(signal.SIGKILL)
-        for leftover in self._directory.iterdir():
-            leftover.unlink()  # written by the processes of an earlier round
+        self._clear_directory()
         self._holds = False
         # torch subtracts this for TORCHELASTIC_RESTART_COUNT, which is the same on all ranks of a
         # round: the number of worlds before it.
         assert self._node.assignment is not None
         num_worlds = self._node.assignment.round - 1
         self._remaining_restarts = worker_group.spec.max_restarts - num_worlds
+        pids = self._start_all(worker_group)
+        self._node.watch(self._files)
+        return pids
+
+    def _clear_directory(self) -> None:
+        """Remove what the processes of an earlier round have written."""
+        for leftover in self._directory.iterdir():
+            leftover.unlink()
+
+    def _start_all(self, group: WorkerGroup) -> dict[int, Any]:
+        """Start all processes; their ids."""
         with self._warm.for_torch():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            pids: dict[int, Any] = super()._start_workers(group)
         assert isinstance(self._pcontext, SubprocessContext)
         self._context = self._pcontext
         processes.look_after(self._context, str(self._directory))
-        self._node.watch(self._files)
         return pids
 
     def close(self) -> None:
@@ -263,7 +278,28 @@ class Agent(LocalElasticAgent):
                 send_order(self._file_of(local_rank), Leave(self._number))
         return recovery
 
-    def _settle(self, recovery: Recovery) -> Recovery:
+    def _prepare(self, group: WorkerGroup) -> Recovery:
+        """Start the processes before the node joins, and wait until they have prepared.
+
+        They are ordered to leave the training function before they enter it first: then they are
+        in the state of processes that go on in the next world.
+        """
+        self._clear_directory()
+        self._number += 1
+        # What a rendezvous sets; the ranks are -1 until then.
+        nowhere: Any = {"store": HashStore(), "group_rank": -1, "group_world_size": -1}
+        for name, value in (nowhere | {"master_addr": "", "master_port": 0}).items():
+            setattr(group, name, value)
+        self._files = {rank: self._file_of(rank) for rank in range(len(group.workers))}
+        for file in self._files.values():
+            send_order(file, Leave(self._number))
+        log.info("the processes prepare before this node joins")
+        pids = self._start_all(group)
+        return self._settle(
+            Recovery(number=self._number, deadline=math.inf, leaving=pids), PREPARE_LOOK_SECONDS
+        )
+
+    def _settle(self, recovery: Recovery, pause: float = SETTLE_SECONDS) -> Recovery:
         """Wait until each process is out or has ended; kill those that are not in time."""
         while True:
             for local_rank, report in self._reports().items():
@@ -281,7 +317,7 @@ class Agent(LocalElasticAgent):
                 recovery = reentry.end(recovery, local_rank)
             if recovery.is_settled:
                 return recovery
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(pause)
 
     def _enter_again(self, group: WorkerGroup, recovery: Recovery) -> dict[int, Any]:
         """Let the processes that are out into the new world, and start those that are missing."""
@@ -343,6 +379,8 @@ class Agent(LocalElasticAgent):
         try:
             if self._node.assignment is None:
                 self._warm.wait()  # a node that joins keeps no world waiting for its imports
+                if self._prepares:
+                    self._recovery = self._prepare(group)
             self._initialize_workers(group)
         except RendezvousClosedError as closed:
             log.error("%s", closed)
@@ -522,8 +560,8 @@ class Agent(LocalElasticAgent):
             local_rank=failure.local_rank,
             exit_code=failure.exitcode,
             time=float(failure.timestamp),
-            message=_message_of(failure)[-MAX_MESSAGE:],
-            log_tail=_tail(self._logs_of(failure.local_rank)),
+            message=processes.message_of(failure)[-MAX_MESSAGE:],
+            log_tail=processes.tail_of(self._logs_of(failure.local_rank)),
             step=None if beat is None else beat.step,
         )
 
@@ -546,31 +584,6 @@ def _guard(directory: str) -> Iterator[None]:
         yield
     finally:
         process.communicate()
-
-
-def _message_of(failure: Any) -> str:
-    """The message in the error file of a process; empty if there is none."""
-    data = failure.error_file_data
-    message = data.get("message", "") if isinstance(data, Mapping) else ""
-    if isinstance(message, Mapping):
-        extra = message.get("extraInfo")
-        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
-        return str(stack or message.get("message", ""))
-    return "" if failure.error_file == "<N/A>" else str(message)
-
-
-def _tail(paths: list[str]) -> str:
-    """The last lines of log files."""
-    lines: list[str] = []
-    for path in paths:
-        try:
-            with Path(path).open("rb") as file:
-                file.seek(max(file.seek(0, os.SEEK_END) - 4 * MAX_MESSAGE, 0))
-                text = file.read().decode(errors="replace")
-        except OSError as error:
-            text = f"{path}: {error}"
-        lines += text.splitlines()[-LAST_LINES:]
-    return "\n".join(lines)[-MAX_MESSAGE:]
 
 
 def handle_sigterm(agent: Agent) -> None:

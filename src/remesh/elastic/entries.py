@@ -62,7 +62,9 @@ PEER_SECONDS = 60.0
 """How long a function that lost a peer waits for an order before its error ends the process."""
 
 
-def run(train: Callable[[TrainingJob], T]) -> T:
+def run(
+    train: Callable[[TrainingJob], T], *, prepare: Callable[[TrainingJob], object] | None = None
+) -> T:
     """Call a training function; under `remesh run`, enter it again whenever the world changes.
 
     The function makes its process groups, model and manager, resumes and trains. Give its manager
@@ -73,6 +75,10 @@ def run(train: Callable[[TrainingJob], T]) -> T:
 
     Args:
         train: Takes the job.
+        prepare: Called once in each process, before its first entry. What it makes and keeps
+            (`job.keep`) need not be made while the others wait. With `remesh run --prepare` it is
+            called before the node joins the job; then `RANK` and `WORLD_SIZE` are -1 and nothing
+            of a world is there yet.
 
     Returns:
         What it returns.
@@ -82,13 +88,19 @@ def run(train: Callable[[TrainingJob], T]) -> T:
     """
     info = run_info()
     if not info.heartbeat_file:
-        return train(TrainingJob())
+        job = TrainingJob()
+        if prepare is not None:
+            prepare(job)
+        return train(job)
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("remesh.elastic.run needs the main thread; call it there")
     # NCCL's watchdog would end the process when its communicators are aborted.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     entrance = _Entrance(info)
     try:
+        if prepare is not None:
+            prepare(entrance.job)
+        entrance.await_world()
         return entrance.run(train)
     finally:
         entrance.close()
@@ -99,11 +111,14 @@ class _Entrance:
 
     Args:
         info: What the agent says.
+
+    Attributes:
+        job: What the entries share.
     """
 
     def __init__(self, info: RunInfo) -> None:
         self._file = info.heartbeat_file
-        self._job = TrainingJob(is_reentrant=True)
+        self.job = TrainingJob(is_reentrant=True)
         self._report = Report(pid=os.getpid())
         self._order: Order | None = None
         self._changed = threading.Condition()
@@ -129,18 +144,27 @@ class _Entrance:
 
     # The main thread ----------------------------------------------------------------------
 
+    def await_world(self) -> None:
+        """If the node has not joined yet, wait until it has: the agent has ordered to leave."""
+        with self._changed:
+            self._order = read_order(self._file)
+        order = self._order
+        if order is not None and self._is_called_out():
+            self._say(is_out=True, number=order.number)
+            self._wait_for_entry(WorldChangedError("the node has not joined"))
+
     def run(self, train: Callable[[TrainingJob], T]) -> T:
         """Call the function until it returns."""
         while True:
             self._raised_at, self._is_forced = 0.0, False
-            self._job.is_changing = self._job.is_called_out = False
+            self.job.is_changing = self.job.is_called_out = False
             _await_store()
             error: BaseException
             try:
                 try:
                     self._is_inside = True
                     self._bell.ring()  # an order may have come while it was out
-                    return train(self._job)
+                    return train(self.job)
                 finally:
                     self._is_inside = False
             except WorldChangedError as left:
@@ -153,7 +177,7 @@ class _Entrance:
             self._get_out(error)
             self._wait_for_entry(error)
             del error
-            self._job.entries += 1
+            self.job.entries += 1
 
     def _is_called_out(self) -> bool:
         return next_act(self._report, self._order) is Act.LEAVE
@@ -165,7 +189,7 @@ class _Entrance:
         _clear_frames(error)
         leave_groups()
         gc.collect()
-        self._job.make_room()
+        self.job.make_room()
         text = "" if self._is_called_out() else f"{type(error).__name__}: {error}"
         self._say(is_out=True, error=text[:500])
         log.info(
@@ -203,7 +227,7 @@ class _Entrance:
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         """Handle the signal: raise, if the function is to be left at this moment."""
-        if self._is_inside and (not self._job.is_changing or self._is_forced):
+        if self._is_inside and (not self.job.is_changing or self._is_forced):
             self._raised_at = time.monotonic()
             raise WorldChangedError("the world of the job changes")
 
@@ -234,8 +258,8 @@ class _Entrance:
         Args:
             seconds: Since when it has been tried.
         """
-        self._job.is_called_out = True
-        if self._job.is_changing and seconds < CHANGE_SECONDS:
+        self.job.is_called_out = True
+        if self.job.is_changing and seconds < CHANGE_SECONDS:
             return RETRY_SECONDS / 10
         self._is_forced = seconds >= CHANGE_SECONDS
         break_collectives(_store_port())

@@ -129,6 +129,12 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
         "a script that uses remesh.elastic imports first of torch, numpy and remesh",
     )
     ours.add_argument(
+        "--prepare",
+        action="store_true",
+        help="start the processes before this node joins, and let the `prepare` that the script "
+        "gives to remesh.elastic.run make what they need",
+    )
+    ours.add_argument(
         "--snapshot-dir",
         default=MEMORY,
         metavar="DIR",
@@ -303,6 +309,7 @@ def _run_agent(
         reentry_timeout=options.reentry_timeout,
         snapshots=snapshots,
         preload=preload,
+        prepares=options.prepare,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,

@@ -15,17 +15,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from remesh.elastic.failures import MAX_MESSAGE
 from remesh.script import done_note
 
 log = logging.getLogger(__name__)
 
+LAST_LINES = 40
+"""Lines of the logs of a process that are part of the report of its failure."""
 _KNOWN_CAUSE = (
     "; a known cause is a thread of torch (gloo) that needs Python while Python ends; see "
     "docs/how-to/torchrun.md"
@@ -176,3 +179,28 @@ def _new_logs(context: SubprocessContext, rank: int, name: str) -> list[str]:
         shown.start()
         context._tail_logs.append(shown)  # noqa: SLF001
     return found
+
+
+def message_of(failure: Any) -> str:
+    """The message in the error file of a process; empty if there is none."""
+    data = failure.error_file_data
+    message = data.get("message", "") if isinstance(data, Mapping) else ""
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        return str(stack or message.get("message", ""))
+    return "" if failure.error_file == "<N/A>" else str(message)
+
+
+def tail_of(paths: list[str]) -> str:
+    """The last lines of log files."""
+    lines: list[str] = []
+    for path in paths:
+        try:
+            with Path(path).open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - 4 * MAX_MESSAGE, 0))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            text = f"{path}: {error}"
+        lines += text.splitlines()[-LAST_LINES:]
+    return "\n".join(lines)[-MAX_MESSAGE:]
