@@ -11,14 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch.distributed.device_mesh import init_device_mesh
 
 import remesh
 from remesh.checkpoint import convert
 from remesh.cli import cli
 from remesh.errors import StateError
-from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
+from remesh.exchange import Exchange
+from remesh.recipes import (
+    huggingface_to_megatron,
+    huggingface_to_module,
+    megatron_to_huggingface,
+)
+from remesh.testing import run_processes
 from remesh.transform import TensorInfo
-from tests.recipes.models import KINDS, logits_of, make
+from tests.compat.megatron.interop_jobs import megatron_on_cpu
+from tests.recipes.models import KINDS, logits_of, make, shard
 from tests.recipes.test_transformers import tensors_in
 
 pytest.importorskip("transformers", minversion="5")
@@ -105,19 +113,16 @@ def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
 
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext())
+    without_cuda(monkeypatch)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def gpt_model(kind: str, theta: float) -> Any:
-    """Megatron Core's model of a configuration, with its local layers."""
+def gpt_model(kind: str, theta: float, *, tensor: int = 1, expert: int = 1) -> Any:
+    """Megatron Core's model of a configuration, with its local layers, in a layout."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -140,6 +145,7 @@ def gpt_model(kind: str, theta: float) -> Any:
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         apply_rope_fusion=False, gradient_accumulation_fusion=False, qk_layernorm=has_norms,
+        tensor_model_parallel_size=tensor, expert_model_parallel_size=expert,
         **(experts if num_experts else {}),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(
@@ -147,9 +153,26 @@ def gpt_model(kind: str, theta: float) -> Any:
     )
     return GPTModel(
         config, spec, vocab_size=32, max_sequence_length=32, position_embedding_type="rope",
-        rotary_base=int(theta),
+        rotary_base=int(theta), parallel_output=False,
         share_embeddings_and_output_weights=kind == "tied Llama",
     ).eval()  # fmt: skip
+
+
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron's local layers look for where there is no GPU."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext())
+
+
+def logits_of_gpt(model: Any) -> torch.Tensor:
+    """What `logits_of` gives of the same model of transformers."""
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.arange(12)[None] % 30, torch.arange(12)[None], mask)
+    return logits[..., :30]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +191,46 @@ def test_the_logits_are_those_of_megatron_core(kind: str, saved: Path, tmp_path:
     wanted = model.sharded_state_dict()
     loaded = dist_checkpointing.load(wanted, str(tmp_path / "dist"), strict="log_all")
     model.load_state_dict(loaded, strict=False)
-    tokens = torch.arange(12)[None] % 30
-    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
-    with torch.no_grad():
-        logits = model(tokens, torch.arange(12)[None], mask)
-    torch.testing.assert_close(logits[..., :30], logits_of(original), rtol=0, atol=2e-7)
+    torch.testing.assert_close(logits_of_gpt(model), logits_of(original), rtol=0, atol=2e-7)
     back = megatron_to_huggingface(config, remesh.Checkpoint(tmp_path / "dist").index)
     convert(tmp_path / "dist", tmp_path / "hub", format="huggingface", transform=back)
     found, expected = tensors_in(tmp_path / "hub"), tensors_in(saved / kind)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def train_there_and_go_on_here(exchange: Exchange, root: Path) -> None:
+    """Saved by Megatron's own package, cut over two ranks; loaded into modules under FSDP2."""
+    package: Any = megatron_on_cpu()
+    from megatron.core import parallel_state
+
+    without_cuda(pytest.MonkeyPatch())  # this process ends with the test
+    mesh = init_device_mesh("cpu", (exchange.world_size,))
+    for kind, tensor, expert in (("tied Llama", 2, 1), ("Mixtral", 1, 2)):
+        parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
+        module, folder = make(kind, 1), root / kind
+        theirs = gpt_model(
+            kind, module.config.rope_parameters["rope_theta"], tensor=tensor, expert=expert
+        )
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                # Norms begin as ones, and the experts of all ranks alike.
+                if "norm" in name or ".experts." in name:
+                    torch.manual_seed(exchange.rank if ".experts." in name else 0)
+                    parameter.add_(torch.randn_like(parameter), alpha=0.03)
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        package.save(theirs.sharded_state_dict(), str(folder))
+        shard(module, "fsdp", mesh)
+        files = megatron_to_huggingface(config_of(kind), remesh.Checkpoint(folder).index)
+        recipe = remesh.Transform([str(files), str(huggingface_to_module(module))])
+        remesh.load(module, folder, transform=recipe)
+        expected = logits_of_gpt(theirs)
+        torch.testing.assert_close(logits_of(module), expected, rtol=0, atol=1e-6)
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.slow
+def test_a_megatron_checkpoint_goes_on_under_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("megatron")
+    run_processes(2, train_there_and_go_on_here, tmp_path)
