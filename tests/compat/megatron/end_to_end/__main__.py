@@ -30,14 +30,13 @@ def layouts(model: str, optimizer_format: str, num_ranks: int) -> list[Run]:
 
     What `dp_reshardable` saves loads in another number of ranks, in the same layout otherwise.
     """
-    if model == "gpt":
-        first = Run(model, 2, 2 if num_ranks > 4 else 1, 1, num_ranks, optimizer_format)
-        other = msgspec.structs.replace(first, tensor=1, pipeline=4 if num_ranks > 4 else 2)
-    else:
-        first = Run(model, 2, 1, 2, num_ranks, optimizer_format)
-        other = msgspec.structs.replace(first, tensor=1, pipeline=2)
+    is_moe, is_wide = model == "moe", num_ranks > 4
+    first = Run(model, 2, 2 if is_wide else 1, 2 if is_moe else 1, num_ranks, optimizer_format)
+    other = msgspec.structs.replace(first, tensor=1, pipeline=2)
+    if is_wide:
+        other = msgspec.structs.replace(other, **({"expert": 4} if is_moe else {"pipeline": 4}))
     if optimizer_format == "dp_reshardable":
-        if model == "moe":
+        if is_moe:
             first = msgspec.structs.replace(first, tensor=1)
         other = msgspec.structs.replace(first, world_size=num_ranks // 2)
     return [first, other]
