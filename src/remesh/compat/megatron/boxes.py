@@ -142,11 +142,3 @@ def objects_metadata(stored: StoredState) -> dict[str, ShardedObject]:
         for unique, element in stored.document.objects.items()
         if element.name != COMMON_KEY
     }
-
-
-def num_elements(tensor: ShardedTensor) -> int:
-    """Elements of the data of a shard."""
-    if tensor.flattened_range is None:
-        return math.prod(tensor.local_shape)
-    start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
-    return max(stop - start, 0)

@@ -7,13 +7,13 @@ main replica is in another group come last, so that a load is spread as the save
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from remesh.checkpoint.local import exchange_of
-from remesh.compat.megatron.boxes import num_elements
 from remesh.compat.megatron.core import CheckpointingException, as_checkpointing_exception
 from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import ShardedTensor, is_main_replica
@@ -108,7 +108,9 @@ def determine_main_replica_uniform_distribution(
     shards = set(holders) if ignore_groups else mains
     holders = {shard: ranks for shard, ranks in holders.items() if shard in shards}
     sizes = {
-        shard: num_elements(described[shard]) * described[shard].dtype.itemsize for shard in holders
+        shard: math.prod(one.data_shape) * one.dtype.itemsize
+        for shard, one in described.items()
+        if shard in holders
     }
     chosen = distribute_shards_to_ranks(holders, sizes, len(of_all), shards - mains)
     return ShardDistribution(chosen, shards, described, holders)

@@ -109,19 +109,25 @@ class ShardedTensor(ShardedBase):
             pairs = zip(offsets, local_shape, strict=True)
             if any(extent and offset % extent for offset, extent in pairs):
                 return "global_offset is not a multiple of local_shape, so there is no grid"
-        shape = local_shape
         if self.flattened_range is not None:
             if self.flattened_range.step is not None:
                 return "flattened_range has a step"
             start, stop, _ = self.flattened_range.indices(math.prod(local_shape))
             if (start, stop) != (self.flattened_range.start or 0, self.flattened_range.stop):
                 return "flattened_range leaves the local shard"
-            shape = (max(stop - start, 0),)
         if self.data is not None and self.data.dtype != self.dtype:
             return f"data is of {self.data.dtype}, not of dtype {self.dtype}"
-        if self.data is not None and tuple(self.data.shape) != shape:
-            return f"data has shape {tuple(self.data.shape)}, not {shape}"
+        if self.data is not None and tuple(self.data.shape) != self.data_shape:
+            return f"data has shape {tuple(self.data.shape)}, not {self.data_shape}"
         return None
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of `data`, whether there is any or not."""
+        if self.flattened_range is None:
+            return tuple(self.local_shape)
+        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
+        return (max(stop - start, 0),)
 
     @property
     def has_regular_grid(self) -> bool:
@@ -285,14 +291,8 @@ class ShardedTensor(ShardedBase):
             device: Where.
             init_fn: Makes a tensor of a shape; called with `dtype` and `device`.
         """
-        if self.data is not None:
-            return
-        if self.flattened_range is None:
-            shape = tuple(self.local_shape)
-        else:
-            start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
-            shape = (max(stop - start, 0),)
-        self.data = init_fn(shape, dtype=self.dtype, device=device)
+        if self.data is None:
+            self.data = init_fn(self.data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """`torch.narrow`, done to the local shards of all ranks at once.

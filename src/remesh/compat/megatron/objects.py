@@ -14,7 +14,7 @@ from remesh import values
 from remesh.compat.megatron.core import CheckpointingException
 
 
-def known(value: Any, where: str) -> Any:
+def require_known(value: Any, where: str) -> Any:
     """The value, if this program knows the types of everything in it.
 
     Args:
@@ -36,5 +36,5 @@ def known(value: Any, where: str) -> Any:
 
 
 def decode_object(data: bytes, where: str) -> Any:
-    """The value of its encoding by `remesh.values`; errors are those of `known`."""
-    return known(values.decode(data), where)
+    """The value of its encoding by `remesh.values`; errors are those of `require_known`."""
+    return require_known(values.decode(data), where)

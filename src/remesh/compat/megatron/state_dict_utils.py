@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from remesh.compat.megatron.boxes import num_elements
 from remesh.compat.megatron.dict_utils import dict_list_map_inplace, extract_matching_values
 from remesh.compat.megatron.mapping import (
     ShardedTensor,
@@ -80,7 +79,7 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: Any) -> Any:
             not (
                 isinstance(leaf, ShardedTensor)
                 and leaf.flattened_range is not None
-                and num_elements(leaf) == 0
+                and leaf.data_shape == (0,)
             )
         ),
     )

@@ -21,8 +21,12 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedObject, is_main_replica
-from remesh.compat.megatron.objects import known
-from remesh.compat.megatron.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from remesh.compat.megatron.objects import require_known
+from remesh.compat.megatron.strategies.base import (
+    LoadCommonStrategy,
+    OneBackend,
+    SaveCommonStrategy,
+)
 from remesh.errors import CheckpointNotFoundError
 from remesh.exchange import Alone, run_on_all, run_on_one
 from remesh.formats.archive import read_archive
@@ -58,7 +62,7 @@ def read_torch_file(checkpoint_dir: Any, path: str) -> Any:
     place = place_of(checkpoint_dir)
     data, where = place.storage.read(path), f"{place.storage.url}/{path}"
     archive = read_archive(io.BytesIO(data), where, allow=place.allow)
-    return known(opaque(archive, data, 0), where)
+    return require_known(opaque(archive, data, 0), where)
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -106,23 +110,15 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             run_on_all(exchange_of(None), write)
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):
+class TorchCommonLoadStrategy(OneBackend, LoadCommonStrategy):
     """Reads what `TorchCommonSaveStrategy` and Megatron write."""
+
+    backend = "torch"
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         """Each object is a file `<key>/shard_<offset>_<shape>.pt`."""
         return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_backend != "torch":
-            raise CheckpointingException(f"the common state is stored by {loaded_backend!r}")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_version != 1:
-            raise CheckpointingException(f"common state of version {loaded_version} is not known")
 
     def load_common(self, checkpoint_dir: Any) -> Any:
         """See `LoadCommonStrategy`; newer Megatron keeps the common state among the objects."""
@@ -172,7 +168,7 @@ def _common_among_objects(checkpoint_dir: Any) -> Any:
     stored = open_shared(Alone(), source)
     document = stored.document
     leaves: dict[Path, object] = {
-        document.path_of(name): known(stored.value(name), f"{checkpoint_dir}: {name}")
+        document.path_of(name): require_known(stored.value(name), f"{checkpoint_dir}: {name}")
         for name in document.values
     }
     nested = [name for name in stored.index if document.path_of(name) != (name,)]

@@ -93,7 +93,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         *args: As for `DefaultLoadPlanner`.
         shapes_validation_sharded_tensors: Tensors that must be stored with their global shape.
         allow_shape_mismatch_sharded_tensors: Tensors by key that may be stored with another one.
-        stream_ckpt_dequant: Quantised tensors are read as they are, whatever is said.
+        stream_ckpt_dequant: Ignored: quantised tensors are read as they are.
         **kwargs: As for `DefaultLoadPlanner`.
     """
 

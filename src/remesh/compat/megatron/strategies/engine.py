@@ -31,9 +31,13 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import dict_list_map_outplace, nested_values
 from remesh.compat.megatron.mapping import ShardedBase, ShardedTensor, is_main_replica
-from remesh.compat.megatron.objects import known
+from remesh.compat.megatron.objects import require_known
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest, run_here
-from remesh.compat.megatron.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+from remesh.compat.megatron.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    OneBackend,
+)
 from remesh.exchange import Alone, run_on_all
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.torch_dcp import COMMON_NAME
@@ -170,7 +174,7 @@ def _engine_state(leaves: Sequence[Any], describe: Describe = engine_tensor) -> 
     return state
 
 
-class EngineLoadShardedStrategy(LoadShardedStrategy):
+class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
     """Loads what the engine can open. A backend says its name, and that of its format."""
 
     backend = "remesh"
@@ -180,21 +184,6 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects are read with the tensors."""
         return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_backend != self.backend:
-            raise CheckpointingException(
-                f"{type(self).__name__} reads backend {self.backend!r}, not {loaded_backend!r}; "
-                "leave sharded_strategy out, and the right one is taken"
-            )
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_version != 1:
-            raise CheckpointingException(
-                f"{self.backend} version {loaded_version} is not known, only version 1"
-            )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         """Load; each rank reads what it needs. Collective."""
@@ -240,7 +229,7 @@ class EngineLoadShardedStrategy(LoadShardedStrategy):
                 new = next(filled)
                 if isinstance(leaf, ShardedTensor):
                     return None if leaf.data is None else leaf.data.detach()
-                return known(new.data, f"{checkpoint_dir}: {leaf.key}")
+                return require_known(new.data, f"{checkpoint_dir}: {leaf.key}")
 
             found.append(dict_list_map_outplace(result, sharded_state_dict))
             return b""

@@ -52,7 +52,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     Args:
         path: The checkpoint.
         *args: As for `FileSystemWriter`.
-        separation_hint: No file is made of some keys alone; `remove_sharded_tensors` needs none.
+        separation_hint: Ignored; `TorchDistSaveShardedStrategy` uses it.
         use_msc: Not supported.
         **kwargs: As for `FileSystemWriter`.
 

@@ -16,7 +16,11 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.mapping import ShardedObject
 from remesh.compat.megatron.objects import decode_object
-from remesh.compat.megatron.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from remesh.compat.megatron.strategies.base import (
+    LoadCommonStrategy,
+    OneBackend,
+    SaveCommonStrategy,
+)
 from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
@@ -88,8 +92,10 @@ class RemeshSaveCommonStrategy(SaveCommonStrategy):
         )
 
 
-class RemeshLoadCommonStrategy(LoadCommonStrategy):
+class RemeshLoadCommonStrategy(OneBackend, LoadCommonStrategy):
     """Reads the common state of remesh's own format."""
+
+    backend = "remesh"
 
     def load_common(self, checkpoint_dir: Any) -> Any:
         """The common state, read by this process alone."""
@@ -103,13 +109,3 @@ class RemeshLoadCommonStrategy(LoadCommonStrategy):
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
         """The sharded objects of a state dict, loaded."""
         return RemeshLoadShardedStrategy().load(sharded_objects_state_dict, checkpoint_dir)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_backend != "remesh":
-            raise CheckpointingException(f"the common state is stored by {loaded_backend!r}")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """See `LoadStrategyBase`."""
-        if loaded_version != 1:
-            raise CheckpointingException(f"common state of version {loaded_version} is not known")

@@ -87,13 +87,13 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
     Args:
         backend: What `metadata.json` calls it.
         version: Its version.
-        keep_only_main_replica: Only main replicas are written, whatever is said.
-        thread_count: A rank writes one file, whatever is said.
+        keep_only_main_replica: Ignored: only main replicas are written.
+        thread_count: Ignored: a rank writes one file.
         cached_metadata: Sets `use_cached_ckpt_structure`.
         separation_hint: Tensors whose keys begin with it are written to files of their own, whose
             names begin with it; `remove_sharded_tensors` then gives their bytes back.
         writer: See `EngineSaveShardedStrategy`.
-        **_ignored: What newer Megatron tunes its writer by.
+        **_ignored: Options of Megatron's own writer.
 
     Attributes:
         use_cached_ckpt_structure: Whether saves have the structure of the ones before.
@@ -237,9 +237,9 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
     """Reads backend `torch_dist`.
 
     Args:
-        cache_metadata: The metadata are read once for each load, whatever is said.
-        stream_ckpt_dequant: Quantised tensors are read as they are, whatever is said.
-        **_ignored: What newer Megatron tunes its reader by.
+        cache_metadata: Ignored: the metadata are read once for each load.
+        stream_ckpt_dequant: Ignored: quantised tensors are read as they are.
+        **_ignored: Options of Megatron's own reader.
 
     """
 
