@@ -80,6 +80,12 @@ def test_formats_are_compared_through_a_transformation(
     assert [tensor["max_difference"] for tensor in mapped["tensors"]] == [0.5]
     text = "\n".join(statements)
     assert run("diff", theirs, ours, "--transform", text, "--atol", 1).exit_code == 0
+    renames = '{"": "model."}'
+    assert run("diff", theirs, ours, "--transform", renames, "--atol", 1).exit_code == 0
+    absent = run("diff", theirs, ours, "--transform", tmp_path / "absent.txt")
+    assert (absent.exit_code, "no file with them" in absent.stderr) == (2, True)
+    wrong = run("diff", theirs, ours, "--transform", "a -> b, axis=?")
+    assert (wrong.exit_code, wrong.stderr.splitlines()[-1].strip()) == (2, "^")
 
 
 def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:

@@ -411,7 +411,7 @@ def test_nothing_there(run: Run, tmp_path: Path) -> None:
         "nowhere": "no such directory",
         "empty": "no checkpoint there, the directory is empty",
         "foreign": "not a checkpoint (no remesh.json); it holds model.gguf. Looked for: ",
-        "file": "a file; give the directory of a checkpoint, which holds remesh.json",
+        "file": "a file that is no checkpoint by itself; give the directory of one, or a file",
     }.items():
         result = run("ls", tmp_path / name)
         assert (result.exit_code, result.stdout) == (2, ""), name

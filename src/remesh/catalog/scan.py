@@ -269,7 +269,8 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
         if not os.path.lexists(root):
             return CheckpointNotFoundError(f"{root}: no such directory")
         return CheckpointNotFoundError(
-            f"{root}: a file; give the directory of a checkpoint, which holds {native.RECORD_NAME}"
+            f"{root}: a file that is no checkpoint by itself; give the directory of one, or a file "
+            "*.safetensors, *.pt, *.pth, *.bin or *.ckpt"
         )
     here = list_directory(storage)
     found = [name for name in (*here.directories, *here.files) if not name.startswith(".")]

@@ -45,7 +45,7 @@ def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) 
     if found is not None and not overwrite:
         raise CheckpointExistsError(
             f"{storage.url}: there is a checkpoint already ({found.what}). Save to another path, "
-            "or pass overwrite=True to replace it."
+            "or replace it with overwrite=True (on the command line --overwrite)."
         )
     if found is not None and found.is_fixed:
         raise StateError(
@@ -75,8 +75,8 @@ def _of_another(
     if not overwrite:
         raise CheckpointExistsError(
             f"{storage.url}: there is a checkpoint of another format already, {row.name!r}. Save "
-            f"the {format_name!r} checkpoint to another path, or pass overwrite=True to replace "
-            "what is there."
+            f"the {format_name!r} checkpoint to another path, or replace what is there with "
+            "overwrite=True (on the command line --overwrite)."
         )
     if found is None or found.is_fixed or not (found.save_id or found.paths):
         raise StateError(

@@ -27,7 +27,7 @@ from remesh.cli.output import (
     exit_code_of,
     print_error,
 )
-from remesh.errors import RemeshError
+from remesh.errors import RemeshError, TransformError
 
 _HOMES = {
     "ls": "remesh.cli.ls",
@@ -82,7 +82,7 @@ class _Commands(click.Group):
         except RemeshError as error:
             if ctx.params["debug"]:
                 traceback.print_exception(error)
-            print_error(str(error))
+            print_error(str(error), as_laid_out=isinstance(error, TransformError))
             ctx.exit(exit_code_of(error))
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint, ConversionReport
 from remesh.checkpoint import convert as convert_checkpoint
 from remesh.cli import output, places
+from remesh.cli.transforms import json_object, transform_option
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats.huggingface_writer import CONFIG_NAME
 from remesh.formats.table import WRITERS
@@ -44,13 +44,7 @@ RECIPES = ("huggingface-to-megatron", "megatron-to-huggingface")
     help="The format to write.",
 )
 @places.format_option("--source-format")
-@click.option(
-    "--transform",
-    "program",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Statements (docs/transform.md); or *.json, old names or prefixes to new ones or null.",
-)
+@transform_option("What becomes of SRC")
 @click.option(
     "--recipe",
     type=click.Choice(RECIPES),
@@ -76,7 +70,7 @@ def convert(
     source: str,
     target: str,
     name: str,
-    program: Path | None,
+    transform: Transform | None,
     recipe: str | None,
     only: tuple[str, ...],
     metadata_file: Path | None,
@@ -93,8 +87,9 @@ def convert(
     """
     opened = places.source(source)
     checkpoint = Checkpoint(opened)
-    metadata = None if metadata_file is None else _json_object(metadata_file)
-    transform = None if program is None else read_transform(program)
+    metadata = None
+    if metadata_file is not None:
+        metadata = json_object(metadata_file.read_bytes(), str(metadata_file))
     if recipe is not None:
         if transform is not None:
             raise StateError("--recipe and --transform are two transformations; give one of them")
@@ -183,7 +178,7 @@ def _recipe(
             raise StateError(
                 f"{storage.url}: no {CONFIG_NAME} beside the weights, which says what the model is"
             ) from error
-        return huggingface_to_megatron(_object(text, f"{storage.url}/{CONFIG_NAME}"))
+        return huggingface_to_megatron(json_object(text, f"{storage.url}/{CONFIG_NAME}"))
     if metadata is None:
         raise StateError(f"--recipe {name}: give the model's config.json with --metadata")
     return megatron_to_huggingface(metadata, index)
@@ -193,27 +188,3 @@ def _sources_of(transform: Transform, index: Index) -> tuple[str, ...]:
     """What a recipe reads of what is stored; the rest is of the other system alone."""
     read = (name.literal for statement in transform.statements for name in statement.left)
     return tuple(dict.fromkeys(name for name in read if name is not None and name in index))
-
-
-def read_transform(file: Path) -> Transform:
-    """The transformation in a file: statements, or renames in JSON."""
-    return Transform(_json_object(file) if file.suffix == ".json" else file.read_text())
-
-
-def _json_object(file: Path) -> Mapping[str, object]:
-    """The object in a file of JSON.
-
-    Raises:
-        StateError: If there is something else in it.
-    """
-    return _object(file.read_bytes(), str(file))
-
-
-def _object(text: bytes, where: str) -> Mapping[str, object]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise StateError(f"{where}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise StateError(f"{where}: must hold a JSON object, not {type(found).__name__}")
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.console import Console
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
 from remesh.cli.comparing import Comparison, TensorDifference, Tolerance, compare
+from remesh.cli.transforms import transform_option
 from remesh.formats import native
 from remesh.progress import progress
 from remesh.storage import shown_url
@@ -26,12 +26,7 @@ from remesh.transform import Transform
 )
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option(
-    "--transform",
-    "program",
-    metavar="FILE|TEXT",
-    help="What A becomes before it is compared; see docs/transform.md.",
-)
+@transform_option("What A becomes before it is compared")
 @click.option("--structure", is_flag=True, help="Compare names, types and shapes alone.")
 @click.option(
     "--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; 0 by default."
@@ -48,7 +43,7 @@ def diff(
     *,
     first: str,
     second: str,
-    program: str | None,
+    transform: Transform | None,
     structure: bool,
     rtol: float,
     atol: float,
@@ -62,7 +57,6 @@ def diff(
     transformation plain values are not compared. The exit code is 0 if nothing differs, 1 if
     something does, 2 if one of them cannot be read.
     """
-    transform = None if program is None else Transform(_program(program))
     tolerance = None if structure else Tolerance(rtol, atol)
 
     def run() -> Comparison:
@@ -85,12 +79,6 @@ def diff(
         _print_comparison(output.stdout_console(), comparison, show_all=show_all)
     if not comparison.is_equal:
         ctx.exit(output.EXIT_DIFFERENT)
-
-
-def _program(text: str) -> str:
-    """The statements of a transformation, or those in a file."""
-    is_statement = "->" in text
-    return text if is_statement else Path(text).read_text()
 
 
 def _print_comparison(console: Console, found: Comparison, *, show_all: bool) -> None:

@@ -55,10 +55,11 @@ def exit_code_of(error: RemeshError) -> int:
     return EXIT_USAGE
 
 
-def print_error(message: str) -> None:
-    """One line on stderr."""
-    line = printable(" ".join(message.splitlines()))
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {line}", err=True)
+def print_error(message: str, *, as_laid_out: bool = False) -> None:
+    """One line on stderr; as many as the message has if their layout tells something."""
+    lines = message.splitlines() if as_laid_out else [" ".join(message.splitlines())]
+    text = "\n".join(map(printable, lines))
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
 
 
 def example(*lines: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 import numpy as np
@@ -12,8 +11,8 @@ from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
-from remesh.cli.convert import read_transform
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
+from remesh.cli.transforms import transform_option
 from remesh.errors import CoverageError
 from remesh.index import BoxTable, Index, TensorTable
 from remesh.pipeline.read import NUM_THREADS
@@ -73,13 +72,7 @@ class RankPlan:
     metavar="OTHER",
     help="A checkpoint with the names and shapes of the job that loads; by default CKPT.",
 )
-@click.option(
-    "--transform",
-    "program",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The transformation of the load: statements, or renames in *.json.",
-)
+@transform_option("The transformation of the load")
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -91,7 +84,7 @@ def plan(
     layout_text: str | None,
     rules: tuple[str, ...],
     like: str | None,
-    program: Path | None,
+    transform: Transform | None,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -106,8 +99,7 @@ def plan(
     mesh = parse_mesh(layout_text or "dp=1", rules)
     stored = places.open_checkpoint(path).index
     wanted = None if like is None else places.open_checkpoint(like).index
-    transform = Transform("") if program is None else read_transform(program)
-    resolved = transform.resolve(stored, wanted)
+    resolved = (transform or Transform("")).resolve(stored, wanted)
     missing, unexpected = tuple(resolved.missing), resolved.unused
     if wanted is not None:
         unexpected = tuple(name for name in unexpected if name not in wanted)

@@ -55,6 +55,8 @@ def _measure(path: str, patterns: Sequence[str]) -> list[dict[str, object]]:
         for name in sorted(index, key=catalog.natural_key)
         if any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
     ]
+    if not names and len(patterns) == 1:
+        raise StateError(places.no_such_name(path, patterns[0], list(index)))
     if not names:
         raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
     counted = [name for name in names if summary.is_summarised(index[name].dtype)]
