@@ -3,14 +3,16 @@
 Four ranks train a small model with DDP and save every 50 steps; after some steps a process is
 killed with SIGKILL. Measured is the time until any rank finishes a step that none had finished
 before, and how many steps were made a second time. What is killed is a worker of one node, or one
-of two agents with its workers. The same training runs under `remesh run` as a function that is
+of two agents with its workers; or these are stopped with SIGSTOP, as a machine that loses power
+falls silent. The same training runs under `remesh run` as a function that is
 entered again, under `remesh run` as an ordinary script, and, where a worker is killed, as the same
 script under torchrun with its c10d rendezvous, in turn. At last a node joins two others, and the
 longest time between two steps is measured.
 
 For processes that go on it is shown where the time goes: until the last process that lives has left
 the function, until all have entered it, have made their groups, their model and manager, have
-resumed, and until the first step.
+resumed, and until the first step. Beside it stands how long `remesh.simulation` takes to form the
+next world, with the time that processes took to leave.
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from benchmarks.elastic import BIN, Job, free_port
 from benchmarks.report import median, print_table, write_json
+from remesh.simulation.cluster import Cluster, FailureKind
+from remesh.simulation.formation import Agents, form_again
 
 NUM_RANKS = 4
+SILENCE = 3.0
+"""The silence limit where a node falls silent."""
+NUM_PLAYS = 100
 KILL_AFTER = 70
 NUM_NODES_GROWN = 3
+Results: TypeAlias = dict[str, list[dict[str, float] | None]]
+"""What `after_kill` or `measure_growth` said each time, by the name of the case."""
 STAGES = ("left", "entered", "group", "made", "resumed")
 SCRIPT = """
 import json, os, sys, time
@@ -98,7 +109,7 @@ def running(directory: Path, commands: Sequence[Sequence[str]], how: str) -> Ite
 @contextmanager
 def master_of(num_processes: int, nodes: str) -> Iterator[list[str]]:
     """A master; the command of its nodes."""
-    command = [str(BIN / "remesh"), "master", "--port", "0"]
+    command = [str(BIN / "remesh"), "master", "--port", "0", "--heartbeat-timeout", str(SILENCE)]
     master = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert master.stdout is not None
@@ -117,13 +128,13 @@ def after_kill(job: Job, victim: str, limit: float) -> dict[str, float] | None:
     workers = {one["pid"]: one for one in steps_of(job)}
     killed_one = max(workers.values(), key=lambda one: one["rank"])
     pids = [killed_one["pid"]]
-    if victim == "agent":
+    if victim != "worker":
         pids = [pid for pid, one in workers.items() if one["parent"] == killed_one["parent"]]
         pids = [killed_one["parent"], *pids]
     before = max(one["step"] for one in steps_of(job))
     killed = time.time()
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGSTOP if victim == "node" else signal.SIGKILL)
 
     def new() -> list[float]:
         # A step may have been on its way.
@@ -153,7 +164,7 @@ def measure(side: str, victim: str, limit: float) -> dict[str, float] | None:
             command += [f"--nproc-per-node={NUM_RANKS}"]
             with running(Path(name), [command], how) as job:
                 return after_kill(job, victim, limit)
-        num_nodes = 2 if victim == "agent" else 1
+        num_nodes = 1 if victim == "worker" else 2
         with (
             master_of(NUM_RANKS // num_nodes, f"1:{num_nodes}") as node,
             running(Path(name), [node] * num_nodes, how) as job,
@@ -185,23 +196,62 @@ def measure_growth(side: str, limit: float) -> dict[str, float] | None:
         return {"seconds": first - last, "again": len(own) - len(set(own))}
 
 
+WORDS = {
+    "worker": "worker killed",
+    "agent": "agent killed",
+    "node": f"node silent (limit {SILENCE:g} s)",
+    "join": "a node joins",
+}
+SIMULATED = {"worker": FailureKind.PROCESS, "node": FailureKind.NODE}
+"""A dead agent on a machine that lives is not simulated."""
+
+
+def simulate(victim: str, left: float) -> float:
+    """Seconds until the next world is formed in the simulation, median.
+
+    Args:
+        victim: What fails.
+        left: Seconds that processes take to leave.
+    """
+    num_nodes = 1 if victim == "worker" else 2
+    cluster = Cluster(num_nodes=num_nodes, ranks_per_node=NUM_RANKS // num_nodes)
+    agents = Agents(stop_seconds=left, heartbeat_timeout=SILENCE)
+    dice = np.random.default_rng(0)
+    kind, lost = SIMULATED[victim], num_nodes - 1
+    return median([form_again(cluster, kind, lost, agents, dice).formed for _ in range(NUM_PLAYS)])
+
+
+def compare_with_simulation(results: Results) -> None:
+    """Print how long worlds took to form, measured and simulated."""
+    formed = {
+        victim: [one for one in results[f"{WORDS[victim]}, go on"] if one is not None]
+        for victim in SIMULATED
+    }
+    left = median([one["left"] for one in formed["worker"]])
+    rows = []
+    for victim, found in formed.items():
+        measured = median([one["left"] + one["entered"] for one in found])
+        rows.append([WORDS[victim], f"{measured:.2f}", f"{simulate(victim, left):.2f}"])
+    head = ["", "measured, seconds", "simulated"]
+    print_table("From the failure until all processes have entered the next world", head, rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to come back")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
-    results: dict[str, list[dict[str, float] | None]] = {}
+    results: Results = {}
     cases = [(side, "worker") for side in ("go on", "start again", "torchrun")]
-    cases += [(side, "agent") for side in ("go on", "start again")]
-    cases += [(side, "join") for side in ("go on", "start again")]
+    cases += [(side, what) for what in WORDS for side in ("go on", "start again")][2:]
     for _ in range(options.repeats):
         for side, victim in cases:
             if victim == "join":
                 found = measure_growth(side, options.limit)
             else:
                 found = measure(side, victim, options.limit)
-            name = "a node joins" if victim == "join" else f"{victim} killed"
+            name = WORDS[victim]
             results.setdefault(f"{name}, {side}", []).append(found)
             sys.stderr.write(f"{name}, {side}: {found}\n")
     columns = ["seconds", *STAGES, "step", "again"]
@@ -217,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = "From the kill of a process, or the last step before a join, to the next new step"
     print_table(title, head, rows)
     sys.stdout.write(f"load of the machine before: {load:.1f}\n")
+    compare_with_simulation(results)
     write_json("recovery", {"load": load, "results": results})
 
 
