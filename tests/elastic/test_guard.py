@@ -127,8 +127,8 @@ def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Pa
     pids: list[int] = []
     try:
         assert agent.wait(120) == 0
-        assert not list(tmp_path.glob(f"{BEATS}*"))  # neither its own nor that of a dead one
         pids = [int((tmp_path / "pid-0").read_text())]
+        assert not list(tmp_path.glob(f"{BEATS}*"))  # neither its own nor that of a dead one
         wait_until(lambda: not lives(pids[0]), "the end of the training")
         assert (tmp_path / "noticed").exists()
     finally:

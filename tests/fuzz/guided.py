@@ -6,9 +6,9 @@ WRITER is one of `tests.fuzz.checkpoints.WRITERS`, FILE the end of the path of t
 checkpoint that is fuzzed. An input is the content of that file; the other files are sound.
 libFuzzer keeps an input that reaches new code in the directory INPUTS, and makes others of it: half
 of them as mere bytes, half by the mutations that know what kind of file it is. What must not happen
-is what `tests.fuzz.trial` says. An input that lets it happen ends this process with an error, and is
-written to a file whose path begins with `-artifact_prefix=`; in INPUTS, with `-runs=0`, it is tried
-again.
+is what `tests.fuzz.trial` says. An input that lets it happen ends this process with an error, and
+is written to a file whose path begins with `-artifact_prefix=`; in INPUTS, with `-runs=0`, it is
+tried again.
 
 Needs atheris, which is no requirement of the tests.
 """
