@@ -16,6 +16,7 @@ import pytest
 from remesh.elastic.agent import EXIT_JOB_FAILED
 from remesh.elastic.processes import Process
 from remesh.script import done_note
+from tests.campaigns.settings import share
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
 
@@ -136,12 +137,12 @@ def load() -> Iterator[None]:
 def test_of_many_jobs_none_aborts_at_its_end(
     tmp_path: Path, covered: Callable[[str], None]
 ) -> None:
-    """100 jobs, beside as many of torchrun, which show the race."""
+    """100 jobs at night, beside as many of torchrun, which show the race."""
     (tmp_path / "train.py").write_text(TRAINS)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    num_aborts = 0
-    for _ in range(100):
+    num_jobs, num_aborts = max(1, share()), 0
+    for _ in range(num_jobs):
         plain, ours = (
             subprocess.run(
                 [*launcher, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
@@ -158,4 +159,4 @@ def test_of_many_jobs_none_aborts_at_its_end(
         assert "at exit" not in ours.stderr
         num_aborts += plain.returncode != 0
         assert plain.returncode == 0 or "Signal 6 (SIGABRT)" in plain.stderr, plain.stderr
-    covered(f"100 jobs: {num_aborts} of torchrun's aborted, none of remesh's")
+    covered(f"{num_jobs} jobs: {num_aborts} of torchrun's aborted, none of remesh's")
