@@ -20,11 +20,26 @@ from torch.distributed.tensor.parallel import (
 
 import remesh
 from remesh.exchange import Exchange
+from remesh.pipeline import transfer
+from remesh.pipeline.shared_buffers import Offer, map_buffers
+from remesh.planner import transfer as planned
+from remesh.storage import Buffer
 from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
 from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
 from tests.engine.raised import raised
 
 WORLD_SIZE = 8
+
+
+@pytest.fixture(params=["shared", "sent", "mixed"])
+def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How messages go: through memory that both ranks see, through the exchange, or either way."""
+
+    def look(offer: Offer, *of_buffers: int) -> list[Buffer] | None:
+        is_seen = request.param == "shared" or (request.param == "mixed" and offer.token[0] % 2)
+        return map_buffers(offer, *of_buffers) if is_seen else None
+
+    monkeypatch.setattr(transfer, "map_buffers", look)
 
 
 def reshard_to(source: Layout, targets: list[Layout]) -> None:
@@ -50,6 +65,7 @@ def test_any_layout_becomes_some_others(source: Layout) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("messages")
 @pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
 def test_any_layout_becomes_any_other(source: Layout) -> None:
     reshard_to(source, targets_of(source, ALL))
@@ -244,19 +260,28 @@ def test_steps_that_differ_are_not_fused() -> None:
         assert "optimizer.state.k.weight.step must hold the same values" in str(error)
 
 
-def test_large_tensors_take_several_rounds() -> None:
-    a = np.arange(3_000_000.0).reshape(3000, 1000)
+@pytest.mark.usefixtures("messages")
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)], ids=["to columns", "to rows"])
+def test_large_tensors_take_several_rounds(before: int, after: int, cast: bool) -> None:
+    """Columns are contiguous where they arrive, rows where they leave."""
+    a = np.arange(1_500_000.0).reshape(1500, 1000)
 
     def run(exchange: Exchange) -> None:
         rank = exchange.rank
-        rows = a[1500 * rank : 1500 * rank + 1500].copy()
-        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", rows, (0, rank, 2))}
-        part = np.zeros((3000, 500), np.float32)
-        target = {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (1, rank, 2))}
-        remesh.reshard(source, target, group=exchange, cast=True)
-        np.testing.assert_array_equal(part, a[:, 500 * rank : 500 * rank + 500])
+        held, wanted = (np.split(a, 2, dim)[rank].copy() for dim in (before, after))
+        part = np.zeros(wanted.shape, np.float32 if cast else np.float64)
+        source = {"a": remesh.ShardedTensor.from_rank_offsets("a", held, (before, rank, 2))}
+        target = {"a": remesh.ShardedTensor.from_rank_offsets("a", part, (after, rank, 2))}
+        pushing = remesh.Resharder(source, target, group=exchange, cast=cast)
+        for step in range(2):
+            held += step
+            pushing.push()
+            np.testing.assert_array_equal(part, wanted + step)
 
-    run_ranks(2, run)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planned, "MESSAGE_BYTES", 1 << 20)
+        run_ranks(2, run)
 
 
 def test_alone() -> None:

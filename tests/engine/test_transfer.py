@@ -13,6 +13,7 @@ from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index, StoredFile, TensorTable
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Destination, plan_between_memories
+from remesh.pipeline import transfer as engine
 from remesh.planner import (
     Messages,
     ReadLimits,
@@ -132,10 +133,13 @@ class Broken(HostMemory):
 
 
 @pytest.mark.parametrize("message_bytes", [100, 10_000])
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_of_a_rank_that_fails_nothing_is_used(
-    message_bytes: int, monkeypatch: pytest.MonkeyPatch
+    message_bytes: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank wants all vectors, and rank 1 cannot read its own."""
+    if not is_shared:
+        monkeypatch.setattr(engine, "map_buffers", lambda *_: None)
     monkeypatch.setattr(transfer, "MESSAGE_BYTES", message_bytes)
     index, num_ranks = vector_index(3), 3
     filled = [[np.full(SIZE, 255, np.uint8) for _ in range(3)] for _ in range(num_ranks)]

@@ -22,6 +22,7 @@ then holds one segment of every block.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -100,11 +101,22 @@ def local_segments(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[AxisPlacement],
-) -> list[list[Segment]]:
+) -> Sequence[Sequence[Segment]]:
     """The segments of each dim that a rank holds, in the order of its local tensor.
 
     Arguments are those of `local_boxes`. A dim of which the rank holds nothing has no segments.
     """
+    # A model has many tensors of few shapes and placements, each with optimizer states of the same.
+    return _cached_segments(*map(tuple, (global_shape, mesh_shape, coordinate, placements)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_segments(
+    global_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[AxisPlacement, ...],
+) -> Sequence[Sequence[Segment]]:
     result = []
     for dim, extent in enumerate(global_shape):
         segments = [(0, extent)] if extent else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remesh.exchange.protocol import Bytes
+from remesh.exchange.protocol import Buffers
 
 
 class Alone:
@@ -31,6 +31,7 @@ class Alone:
         assert data is not None
         return data
 
-    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         """See `Exchange.swap`."""
-        incoming[0][:] = outgoing[0]
+        for leaving, arriving in zip(outgoing[0], incoming[0], strict=True):
+            arriving[:] = leaving

@@ -18,6 +18,7 @@ from remesh.errors import (
 )
 
 Bytes = npt.NDArray[np.uint8]
+Buffers = Sequence[Bytes]
 
 
 class Exchange(Protocol):
@@ -52,12 +53,14 @@ class Exchange(Protocol):
         """The bytes that rank 0 gives (others give None)."""
         ...
 
-    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
-        """Send a buffer to each rank and fill one from each.
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
+        """Send some buffers to each rank and fill some from each.
+
+        If it fails, nothing is written into `incoming` any more when it returns.
 
         Args:
-            outgoing: For each rank, what it is sent; may be empty.
-            incoming: For each rank, a buffer as long as what it sends here.
+            outgoing: For each rank, what it is sent, one buffer after the other; may be none.
+            incoming: For each rank, buffers as many and as long as those that it sends here.
         """
         ...
 

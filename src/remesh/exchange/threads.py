@@ -23,7 +23,7 @@ import numpy as np
 
 from remesh.errors import ExchangeError
 from remesh.exchange.lateness import describe_absent
-from remesh.exchange.protocol import Bytes
+from remesh.exchange.protocol import Buffers
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -170,10 +170,13 @@ class ThreadExchange:
         assert (data is not None) == (self.rank == 0)
         return self._group.meet(self.rank, "broadcast", [] if data is None else [data])[0][0]
 
-    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         """See `Exchange.swap`."""
         assert len(outgoing) == len(incoming) == self.world_size
         # Copies, because a rank that has what it came for may change its buffers.
-        sent = self._group.meet(self.rank, "swap", [bytes(item) for item in outgoing])
-        for rank, items in enumerate(sent):
-            incoming[rank][:] = np.frombuffer(items[self.rank], np.uint8)
+        joined = [b"".join(map(bytes, buffers)) for buffers in outgoing]
+        for rank, items in enumerate(self._group.meet(self.rank, "swap", joined)):
+            start = 0
+            for buffer in incoming[rank]:
+                buffer[:] = np.frombuffer(items[self.rank], np.uint8, len(buffer), start)
+                start += len(buffer)

@@ -27,17 +27,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from remesh.errors import ExchangeError
 from remesh.exchange.lateness import Limits, Marks, SlowCall
-from remesh.exchange.protocol import Bytes
+from remesh.exchange.protocol import Buffers, Bytes
 
 __all__ = ["TorchGroup"]
 
@@ -45,13 +47,28 @@ _BLOCK = 64 << 20
 """Bytes of a message that move at a time."""
 
 _PADDED = 64 << 10
-"""Largest contribution, in bytes, to an all-gather that pads."""
+"""Largest contribution, in bytes, to an all-gather that pads, and buffer that shares a message."""
 
 _LONGEST_WAIT = 3600.0
 """Seconds that a call waits if the caller gives no limit and the group's own is longer."""
 
 _LONGEST_POLL = 0.01
 """Seconds between two looks at a device's work."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Message:
+    """A tensor that is sent or received.
+
+    Attributes:
+        direction: `isend` or `irecv`.
+        rank: The other rank, in the group.
+        tensor: What is sent or filled.
+    """
+
+    direction: Callable[..., object]
+    rank: int
+    tensor: torch.Tensor
 
 
 class TorchGroup:
@@ -150,26 +167,35 @@ class TorchGroup:
             [size] = self._broadcast_sizes([len(own)])
             return self._broadcast(own, size)
 
-    def swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+    def swap(self, outgoing: Sequence[Buffers], incoming: Sequence[Buffers]) -> None:
         """See `Exchange.swap`."""
         assert len(outgoing) == len(incoming) == self.world_size
-        incoming[self._rank][:] = outgoing[self._rank]
+        for buffer, own in zip(incoming[self._rank], outgoing[self._rank], strict=True):
+            buffer[:] = own
         others = [rank for rank in range(self.world_size) if rank != self._rank]
-        arriving = {
-            rank: torch.from_numpy(incoming[rank]).to(self._device)
-            for rank in others
-            if incoming[rank].size
-        }
-        leaving = {
-            rank: torch.from_numpy(outgoing[rank]).to(self._device)
-            for rank in others
-            if outgoing[rank].size
-        }
+        arriving = [(rank, some) for rank in others for some in _joined(incoming[rank])]
+        leaving = [(rank, some) for rank in others for some in _joined(outgoing[rank])]
+        # A message is the buffer itself wherever that is possible.
+        received = [_Message(dist.irecv, rank, self._empty_like(some)) for rank, some in arriving]
+        sent = [
+            _Message(dist.isend, rank, torch.from_numpy(_one(some)).to(self._device))
+            for rank, some in leaving
+        ]
         with self._explained("swap"):
-            self._transfer({dist.irecv: arriving, dist.isend: leaving})
-        for rank, message in arriving.items():
-            if self._device.type != "cpu":
-                incoming[rank][:] = message.cpu().numpy()
+            self._transfer([*received, *sent])
+        for message, (_, some) in zip(received, arriving, strict=True):
+            if len(some) > 1 or self._device.type != "cpu":
+                filled = message.tensor.cpu().numpy()
+                ends = np.cumsum([len(buffer) for buffer in some])
+                for buffer, part in zip(some, np.split(filled, ends[:-1]), strict=True):
+                    buffer[:] = part
+
+    def _empty_like(self, buffers: Buffers) -> torch.Tensor:
+        """Where some buffers arrive in one message."""
+        if len(buffers) == 1 and self._device.type == "cpu":
+            return torch.from_numpy(buffers[0])
+        size = sum(map(len, buffers))
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @contextmanager
     def _explained(self, operation: str) -> Iterator[None]:
@@ -226,41 +252,44 @@ class TorchGroup:
 
     def _send(self, data: bytes, *, target: int) -> None:
         for start, stop in _blocks(len(data)):
-            self._transfer({dist.isend: {target: self._to_tensor(data[start:stop])}})
+            self._transfer([_Message(dist.isend, target, self._to_tensor(data[start:stop]))])
 
     def _receive(self, size: int, *, source: int) -> bytes:
         blocks = []
         for start, stop in _blocks(size):
             message = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            self._transfer({dist.irecv: {source: message}})
+            self._transfer([_Message(dist.irecv, source, message)])
             blocks.append(_to_bytes(message))
         return b"".join(blocks)
 
-    def _transfer(
-        self, messages: Mapping[Callable[..., object], Mapping[int, torch.Tensor]]
-    ) -> None:
-        """Send and receive messages: direction → rank → tensor."""
+    def _transfer(self, messages: Sequence[_Message]) -> None:
+        """Send and receive messages."""
         # A batch even of one: under NCCL a batch uses the group's own connections, where a single
         # send would build a new pair of ranks for each peer.
-        operations = {
-            (direction, rank): dist.P2POp(direction, message, self._global_ranks[rank], self._group)
-            for direction, of_ranks in messages.items()
-            for rank, message in of_ranks.items()
-        }
+        operations = [
+            dist.P2POp(one.direction, one.tensor, self._global_ranks[one.rank], self._group)
+            for one in messages
+        ]
         if not operations:
             return
-        works = dist.batch_isend_irecv(list(operations.values()))
+        works = dist.batch_isend_irecv(operations)
         # NCCL makes one piece of work of the whole batch.
-        peers = [rank for _, rank in operations] if len(works) == len(operations) else None
+        peers = [one.rank for one in messages] if len(works) == len(messages) else None
         until = time.monotonic() + self._limits.timeout
-        for index, work in enumerate(works):
-            left = until - time.monotonic()
-            try:
-                self._finish_message(work, left)
-            except RuntimeError as error:
-                if peers is None:
-                    raise
-                raise RuntimeError(f"message to or from rank {peers[index]}: {error}") from error
+        try:
+            for index, work in enumerate(works):
+                left = until - time.monotonic()
+                try:
+                    self._finish_message(work, left)
+                except RuntimeError as error:
+                    if peers is None:
+                        raise
+                    what = f"message to or from rank {peers[index]}: {error}"
+                    raise RuntimeError(what) from error
+        finally:
+            # With its work, what gloo still waits for loses its memory: after a failure, nothing
+            # that comes late is written into a buffer of the caller.
+            works.clear()
 
     def _finish_message(self, work: dist.Work, seconds: float) -> None:
         if self._device.type == "cpu":
@@ -307,6 +336,25 @@ class TorchGroup:
     def _to_tensor(self, data: bytes) -> torch.Tensor:
         # The copy is what torch asks for: a tensor over immutable bytes is not allowed.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+def _joined(buffers: Buffers) -> list[list[Bytes]]:
+    """The buffers of each message: short ones that follow each other go in one."""
+    found: list[list[Bytes]] = []
+    for buffer in buffers:
+        if not buffer.size:
+            continue
+        is_short = buffer.size <= _PADDED
+        if is_short and found and all(one.size <= _PADDED for one in found[-1]):
+            found[-1].append(buffer)
+        else:
+            found.append([buffer])
+    return found
+
+
+def _one(buffers: Buffers) -> Bytes:
+    """Some buffers as one."""
+    return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -8,7 +8,7 @@ know in which turns it comes. A task packs a message or copies as much from tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,14 +17,15 @@ import numpy as np
 from remesh.exchange import Exchange, run_joined
 from remesh.geometry import Box, IntArray
 from remesh.index import BoxTable, Index
-from remesh.memory import Memory, copy_box
+from remesh.memory import HostMemory, Memory, contiguous_bytes, copy_box
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.transfer import (
     MessageBuffers,
+    Straight,
     Tasks,
     execute,
-    message_buffers,
     request_regions,
+    shared_message_buffers,
 )
 from remesh.planner import Regions, TransferPlan, numbers_of_messages, turns_of_distances
 from remesh.storage import Buffer
@@ -66,7 +67,8 @@ class MemoryTransfer:
     @property
     def buffer_bytes(self) -> int:
         """Memory that the messages take, the most at any time."""
-        return sum(len(buffer) for slots in self.buffers for buffer in slots)
+        buffers = self.buffers
+        return sum(len(buffer) for buffer in (*buffers.leaving, *buffers.arriving))
 
     def execute(
         self,
@@ -86,6 +88,52 @@ class MemoryTransfer:
         Raises:
             ExchangeError: If a rank died.
         """
+        straight = self._straight(memories, destinations)
+        execute(
+            exchange,
+            self.index,
+            self.plan,
+            self._tasks(memories, len(destinations), straight.sent),
+            destinations,
+            on_read=on_read,
+            buffers=self.buffers,
+            straight=straight,
+        )
+
+    def _straight(
+        self, memories: Sequence[Memory], destinations: Sequence[Destination]
+    ) -> Straight:
+        """The regions that are contiguous in memory of the host, of those sent by themselves."""
+        sent: dict[int, Buffer] = {}
+        outgoing, incoming = self.plan.outgoing, self.plan.incoming
+        num_wanted = len(destinations)
+        is_straight = outgoing.is_straight(self.buffers.readers)
+        for (held, part), want in zip(self.sources, self.taken.want.tolist(), strict=True):
+            row = want - num_wanted
+            if row >= 0 and is_straight[row]:
+                found = _bytes_of(memories[held], part)
+                if found is not None:
+                    sent[row] = found
+        filled: dict[int, Buffer] = {}
+        rows = np.flatnonzero(incoming.is_straight(self.buffers.seen))
+        regions = incoming.regions.take(rows)
+        for row, want, box in zip(
+            rows.tolist(), regions.want.tolist(), regions.boxes(self.index), strict=True
+        ):
+            target = destinations[want]
+            found = _bytes_of(target.memory, box.shift(target.offset, -1))
+            if found is not None:
+                filled[row] = found
+        return Straight(sent, filled)
+
+    def _tasks(self, memories: Sequence[Memory], num_wanted: int, sent: Container[int]) -> Tasks:
+        """What this rank copies, to others and to itself.
+
+        Args:
+            memories: The memory of each box that it holds.
+            num_wanted: How many boxes it wants.
+            sent: Regions for others that need not be packed.
+        """
         turn, first = np.unique(self.turn, return_index=True)
         bounds = [*first.tolist(), len(self.turn)]
         want, boxes = self.taken.want.tolist(), self.taken.boxes(self.index)
@@ -94,22 +142,15 @@ class MemoryTransfer:
         def perform(task: int, _buffer: Buffer, place: Place, writing: Writing) -> int:
             rows = range(bounds[task], bounds[task + 1])
             for row in rows:
+                if want[row] - num_wanted in sent:
+                    continue
                 (held, part), target = self.sources[row], place(want[row])
                 corner = boxes[row].shift(target.offset, -1)
                 with writing:
                     copy_box(memories[held], part, target.memory, corner)
             return sum(sizes[row] for row in rows)
 
-        tasks = Tasks(turn, sum(sizes), NUM_THREADS, 0, perform)
-        execute(
-            exchange,
-            self.index,
-            self.plan,
-            tasks,
-            destinations,
-            on_read=on_read,
-            buffers=self.buffers,
-        )
+        return Tasks(turn, sum(sizes), NUM_THREADS, 0, perform)
 
 
 def plan_between_memories(
@@ -168,7 +209,7 @@ def plan_between_memories(
         [sources[row] for row in order.tolist()],
         turn[order],
         group_sent,
-        message_buffers(plan),
+        shared_message_buffers(exchange, plan),
     )
 
 
@@ -203,6 +244,13 @@ def _agree_on_turns(
 
     reply = run_joined(exchange, lambda: msgspec.msgpack.encode((num_messages, num_bytes)), join)
     return msgspec.msgpack.decode(reply, type=tuple[list[int], list[int], int])
+
+
+def _bytes_of(memory: Memory, box: Box) -> Buffer | None:
+    """The bytes of a box of a memory, if they are contiguous memory of the host."""
+    if not isinstance(memory, HostMemory):
+        return None
+    return contiguous_bytes(HostMemory(memory.view(box)))
 
 
 def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box] | None]:

@@ -13,6 +13,12 @@ memory. While all open turns are packed, the threads perform the tasks that are 
 Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
 packed once.
 
+Between memories on one machine, messages are packed into memory that the receiver sees as well
+(`remesh.pipeline.shared_buffers`): what is sent is that they are there, and what is sent back is
+that they are unpacked. Between machines, long regions are parts of a message that are sent by
+themselves: out of the tensor if the region is contiguous there, and into the tensor if it is
+contiguous at the other end.
+
 A rank that fails continues to the last turn and marks its messages as bad, so that no rank waits
 for it. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
 caller to make the failure known to all (`remesh.exchange.run_on_all` does).
@@ -23,19 +29,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from remesh.dtypes import DTYPES, CarrierDType
-from remesh.exchange import Exchange
+from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, IntArray
 from remesh.index import Index
 from remesh.memory import HostMemory
 from remesh.pipeline.monitoring import MonitoredRead
 from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers
 from remesh.pipeline.workers import run_threads
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer
@@ -46,8 +54,22 @@ NUM_PACKED = 2
 _BAD, _GOOD = 0, 1
 _LOGGER = logging.getLogger("remesh")
 
-MessageBuffers = tuple[list[Buffer], list[Buffer]]
-"""Memory for the messages to others, and for those from others."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MessageBuffers:
+    """Memory for the messages of a plan.
+
+    Attributes:
+        leaving: For the messages to others, turn by turn.
+        arriving: For those that others send.
+        readers: The ranks that see `leaving`, and are sent nothing but that a message is there.
+        seen: The `leaving` of other ranks that this rank sees.
+    """
+
+    leaving: Sequence[Buffer]
+    arriving: Sequence[Buffer]
+    readers: Container[int]
+    seen: Mapping[int, Sequence[Buffer]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +92,19 @@ class Tasks:
     perform: Callable[[int, Buffer, Place, Writing], int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Straight:
+    """Regions that one rank sends out of its tensors, and that it receives into its tensors.
+
+    Attributes:
+        sent: The bytes of regions of `TransferPlan.outgoing`, by row.
+        filled: The same of `TransferPlan.incoming`.
+    """
+
+    sent: Mapping[int, Buffer]
+    filled: Mapping[int, Buffer]
+
+
 def request_regions(
     exchange: Exchange,
     index: Index,
@@ -87,25 +122,19 @@ def request_regions(
     Returns:
         The messages that this rank sends, and those that it gets.
     """
-    none = np.zeros(0, np.uint8)
-    outgoing = [none] * exchange.world_size
+    outgoing: list[list[Buffer]] = [[] for _ in range(exchange.world_size)]
+    arriving: list[list[Buffer]] = [[] for _ in range(exchange.world_size)]
     for rank, (regions, turn) in wanted.items():
-        outgoing[rank] = np.frombuffer(bytearray(encode_request(regions, turn)), np.uint8)
-    sizes = [
-        np.array([len(data)], dtype="<i8").view(np.uint8) if len(data) else none
-        for data in outgoing
-    ]
-    arriving = [none] * exchange.world_size
+        outgoing[rank].append(np.frombuffer(bytearray(encode_request(regions, turn)), np.uint8))
     for rank in asked_by:
-        arriving[rank] = np.zeros(8, np.uint8)
+        arriving[rank].append(np.zeros(8, np.uint8))
+    sizes = [[np.array([len(one)], "<i8").view(np.uint8) for one in some] for some in outgoing]
     exchange.swap(sizes, arriving)
-    incoming = [
-        np.zeros(int(size.view("<i8")[0]) if len(size) else 0, np.uint8) for size in arriving
-    ]
+    incoming = [[np.zeros(int(one.view("<i8")[0]), np.uint8) for one in some] for some in arriving]
     exchange.swap(outgoing, incoming)
     askers: dict[bytes, list[int]] = {}
-    for rank, request in enumerate(incoming):
-        if len(request):
+    for rank, requests in enumerate(incoming):
+        for request in requests:
             askers.setdefault(request.tobytes(), []).append(rank)
     asked = [(tuple(ranks), *decode_request(request)) for request, ranks in askers.items()]
     return (
@@ -116,9 +145,47 @@ def request_regions(
 
 def message_buffers(plan: TransferPlan) -> MessageBuffers:
     """Memory for the messages of a plan."""
-    return (
+    return MessageBuffers(
         [aligned_buffer(plan.outgoing.buffer_bytes) for _ in range(NUM_PACKED)],
         [aligned_buffer(plan.incoming.buffer_bytes) for _ in range(plan.num_arriving)],
+        frozenset(),
+        {},
+    )
+
+
+def shared_message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuffers:
+    """The same, seen by the ranks of this machine that get messages. Collective.
+
+    In a turn of the plan each rank sends one message at most, and gets one.
+    """
+    shared: list[SharedBuffers] = []
+    seen: dict[int, list[Buffer]] = {}
+
+    def share() -> bytes:
+        shared.append(SharedBuffers(NUM_PACKED, plan.outgoing.buffer_bytes))
+        return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
+
+    def look() -> bytes:
+        for rank in sorted({rank for of_message in plan.incoming.peers for rank in of_message}):
+            offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
+            found = map_buffers(offer, NUM_PACKED, num_bytes)
+            if found is not None:
+                seen[rank] = found
+        return msgspec.msgpack.encode(list(seen))
+
+    try:
+        offers = run_on_all(exchange, share)
+        told = run_on_all(exchange, look)
+    finally:
+        for one in shared:
+            one.close()
+    by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in told]
+    arriving = plan.incoming.buffer_bytes_but_from(seen)
+    return MessageBuffers(
+        shared[0].buffers,
+        [aligned_buffer(arriving) for _ in range(plan.num_arriving)],
+        frozenset(rank for rank, saw in enumerate(by_rank) if exchange.rank in saw),
+        seen,
     )
 
 
@@ -132,6 +199,7 @@ def execute(
     on_read: Callable[[int], None],
     timeout: float | None = None,
     buffers: MessageBuffers | None = None,
+    straight: Straight | None = None,
 ) -> None:
     """Execute the transfer plans of all ranks. Collective.
 
@@ -144,14 +212,17 @@ def execute(
         on_read: Called after each task, in the thread that performed it, with what that read.
         timeout: Seconds that this may take; None for no limit.
         buffers: From `message_buffers`, if they are kept.
+        straight: What goes past the messages, if regions do that on all ranks.
 
     Raises:
         Exception: What a task of this rank raised.
         ExchangeError: If a rank died, or did not finish in time.
     """
-    leaving, arriving = message_buffers(plan) if buffers is None else buffers
+    if buffers is None:
+        buffers = message_buffers(plan)
+    turns = _Turns(exchange, plan, buffers, straight)
     steps = _Steps(tasks.turn, plan.num_turns)
-    place = _place(index, plan.outgoing, destinations, leaving)
+    place = _place(index, plan.outgoing, destinations, buffers.leaving)
 
     def read(count: Callable[[int], None]) -> None:
         def work() -> None:
@@ -163,7 +234,8 @@ def execute(
         run_threads(min(tasks.num_threads, len(tasks.turn)), work, steps.fail)
 
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
-    unpack = _unpacker(index, plan.incoming, destinations, reading.gate)
+    is_filled = () if straight is None else straight.filled
+    unpack = _unpacker(index, plan.incoming, destinations, reading.gate, is_filled)
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as pool:
         try:
@@ -171,13 +243,11 @@ def execute(
             unpacked: deque[Future[None]] = deque()
             for turn in range(plan.num_turns):
                 problems.append(_wait(exchange.rank, steps, turn, plan.num_turns, reading))
-                if len(unpacked) == plan.num_arriving:
+                while len(unpacked) > turns.num_unpacking(turn):
                     problems.append(unpacked.popleft().exception())
-                buffer = arriving[turn % plan.num_arriving]
-                packed = leaving[turn % NUM_PACKED]
-                _swap(exchange, plan, turn, packed, buffer, are_good=steps.are_good)
-                steps.sent()
-                unpacked.append(pool.submit(unpack, turn, buffer))
+                turns.swap(turn, are_good=steps.are_good)
+                steps.free(turns.num_free(turn))
+                unpacked.append(pool.submit(unpack, turn, turns.arrived(turn)))
             problems += [future.exception() for future in unpacked]
             reading.wait_for_all(exchange)
         finally:
@@ -206,32 +276,84 @@ def _wait(
     return None
 
 
-def _swap(
-    exchange: Exchange,
-    plan: TransferPlan,
-    turn: int,
-    leaving: Buffer,
-    arriving: Buffer,
-    *,
-    are_good: bool,
-) -> None:
-    """Swap the messages of a turn."""
-    none = np.zeros(0, np.uint8)
-    outgoing, incoming = [none] * exchange.world_size, [none] * exchange.world_size
-    for messages, buffer, of_ranks in (
-        (plan.outgoing, leaving, outgoing),
-        (plan.incoming, arriving, incoming),
-    ):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turns:
+    """What ranks send each other turn by turn.
+
+    To a rank that sees the message, the head of it is sent, which says that the message is there.
+    When that rank has unpacked it, it says so in the next turn: then the buffer is free.
+    """
+
+    exchange: Exchange
+    plan: TransferPlan
+    buffers: MessageBuffers
+    straight: Straight | None
+
+    def swap(self, turn: int, *, are_good: bool) -> None:
+        """Swap the messages of a turn."""
+        plan, buffers = self.plan, self.buffers
+        outgoing: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
+        incoming: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
+        for rank in self._peers(plan.incoming, turn - 1, buffers.seen):
+            outgoing[rank].append(np.zeros(1, np.uint8))
+        for rank in self._peers(plan.outgoing, turn - 1, buffers.readers):
+            incoming[rank].append(np.zeros(1, np.uint8))
+        leaving = buffers.leaving[turn % NUM_PACKED]
+        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
+        straight = self.straight
+        sent, filled = (None, None) if straight is None else (straight.sent, straight.filled)
+        self._add(plan.outgoing, turn, outgoing, leaving, buffers.readers, sent)
+        arriving = buffers.arriving[turn % plan.num_arriving]
+        self._add(plan.incoming, turn, incoming, arriving, buffers.seen, filled)
+        self.exchange.swap(outgoing, incoming)
+
+    def num_unpacking(self, turn: int) -> int:
+        """Turns whose messages may still have to be unpacked when those of a turn are swapped."""
+        if self._peers(self.plan.incoming, turn - 1, self.buffers.seen):
+            return 0
+        return self.plan.num_arriving - 1
+
+    def num_free(self, turn: int) -> int:
+        """Turns whose buffers for leaving messages are free when those of a turn are swapped."""
+        return turn if self._peers(self.plan.outgoing, turn, self.buffers.readers) else turn + 1
+
+    def arrived(self, turn: int) -> Buffer:
+        """Where the messages of a turn lie that has been swapped."""
+        for rank in self._peers(self.plan.incoming, turn, self.buffers.seen):
+            return self.buffers.seen[rank][turn % NUM_PACKED]
+        return self.buffers.arriving[turn % self.plan.num_arriving]
+
+    @staticmethod
+    def _peers(messages: Messages, turn: int, ranks: Container[int]) -> list[int]:
+        """Those of some ranks that have to do with the messages of a turn."""
+        peers = (rank for number in messages.in_turn(turn) for rank in messages.peers[number])
+        return [rank for rank in peers if rank in ranks]
+
+    @staticmethod
+    def _add(
+        messages: Messages,
+        turn: int,
+        of_ranks: list[list[Buffer]],
+        buffer: Buffer,
+        shared: Container[int],
+        straight: Mapping[int, Buffer] | None,
+    ) -> None:
+        """Add what of a turn is sent to each rank, or filled by it."""
         for number in messages.in_turn(turn):
+            start, stop = int(messages.start[number]), int(messages.stop[number])
+            parts = [buffer[start:stop]]
+            if straight is not None:
+                parts = [
+                    straight[row] if row in straight else buffer[begin:end]
+                    for begin, end, row in messages.parts(number)
+                ]
             for rank in messages.peers[number]:
-                of_ranks[rank] = buffer[messages.start[number] : messages.stop[number]]
-    for message in outgoing:
-        message[:1] = _GOOD if are_good else _BAD
-    exchange.swap(outgoing, incoming)
+                head = np.array([_GOOD], np.uint8)
+                of_ranks[rank] += [head] if rank in shared else parts
 
 
 def _place(
-    index: Index, messages: Messages, destinations: Sequence[Destination], buffers: list[Buffer]
+    index: Index, messages: Messages, destinations: Sequence[Destination], buffers: Sequence[Buffer]
 ) -> Place:
     """Where what is taken goes: into this rank's memory or into messages."""
     regions = _regions_in(index, messages)
@@ -249,9 +371,21 @@ def _place(
 
 
 def _unpacker(
-    index: Index, messages: Messages, destinations: Sequence[Destination], writing: Writing
+    index: Index,
+    messages: Messages,
+    destinations: Sequence[Destination],
+    writing: Writing,
+    is_filled: Container[int],
 ) -> Callable[[int, Buffer], None]:
-    """Fills this rank's memory from the messages of a turn, as far as they are good."""
+    """Fills this rank's memory from the messages of a turn, as far as they are good.
+
+    Args:
+        index: Where the regions lie.
+        messages: Those that this rank gets.
+        destinations: Where each wanted box goes.
+        writing: What is entered to write there.
+        is_filled: Regions that have been received there.
+    """
     regions, want = _regions_in(index, messages), messages.regions.want.tolist()
     first, start = messages.first.tolist(), messages.start.tolist()
 
@@ -261,6 +395,8 @@ def _unpacker(
                 continue
             with writing:
                 for row in range(first[number], first[number + 1]):
+                    if row in is_filled:
+                        continue
                     target, (box, carrier, position) = destinations[want[row]], regions[row]
                     values = np.ndarray(box.shape, carrier, buffer.data, position)
                     target.memory.copy_in(box.shift(target.offset, -1), values)
@@ -279,8 +415,8 @@ def _regions_in(index: Index, messages: Messages) -> list[tuple[Box, CarrierDTyp
 class _Steps:
     """Hands out tasks, and keeps them and the turns in step.
 
-    A task for a turn is handed out when the turn `NUM_PACKED` before was sent; a turn is sent when
-    all its tasks are done.
+    A task for a turn is handed out when the buffer of the turn `NUM_PACKED` before is free; a turn
+    is sent when all its tasks are done.
     """
 
     def __init__(self, turn: IntArray, num_turns: int) -> None:
@@ -289,7 +425,7 @@ class _Steps:
         self._left = np.bincount(turn[:num_shared], minlength=num_turns).tolist()
         self._next = 0
         self._for_this_rank = iter(range(num_shared, len(turn)))
-        self._num_sent = 0
+        self._num_free = 0
         self._failed = False
         self._changed = threading.Condition()
 
@@ -298,7 +434,7 @@ class _Steps:
         with self._changed:
             while not self._failed:
                 is_left = self._next < len(self._turn)
-                if is_left and self._turn[self._next] < self._num_sent + NUM_PACKED:
+                if is_left and self._turn[self._next] < self._num_free + NUM_PACKED:
                     self._next += 1
                     return self._next - 1
                 task = next(self._for_this_rank, None)
@@ -330,8 +466,8 @@ class _Steps:
         """Whether no task has failed."""
         return not self._failed
 
-    def sent(self) -> None:
-        """The messages of a turn were sent; their buffer is free."""
+    def free(self, num_turns: int) -> None:
+        """The buffers of the first turns are free."""
         with self._changed:
-            self._num_sent += 1
+            self._num_free = num_turns
             self._changed.notify_all()

@@ -14,21 +14,25 @@ the memory that is needed, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from remesh.geometry import IntArray
+from remesh.geometry import BoolArray, IntArray
 from remesh.index import Index, decode_columns, encode_columns
 from remesh.planner.loading import Regions
 
-MESSAGE_BYTES = 6 << 20
+MESSAGE_BYTES = 8 << 20
 """A message from memory to memory ends with the region that makes it as long or longer. No region
 is longer than a window of the imaginary files that were planned with."""
 
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""
+
+STRAIGHT_BYTES = 128 << 10
+"""A region of a message from memory to memory that is as long or longer is sent by itself, so that
+it need not be copied on a side where it is contiguous."""
 
 _ALIGNMENT = 16
 """Each region of a message begins at a multiple of this, for copying is faster then."""
@@ -47,6 +51,7 @@ class Messages:
         start: First byte of each message in the buffer of its turn.
         stop: One past its last byte.
         num_bytes: Bytes of tensor data, once for each peer.
+        sizes: Bytes of each region.
     """
 
     regions: Regions
@@ -57,6 +62,7 @@ class Messages:
     start: IntArray
     stop: IntArray
     num_bytes: int
+    sizes: IntArray
 
     @classmethod
     def of(
@@ -81,13 +87,13 @@ class Messages:
         sizes = regions.num_bytes(index)
         num_bytes = np.add.reduceat(sizes, first) if len(first) else none
         peers = [parts[number][0] for number in part[first].tolist()]
-        sizes += -sizes % _ALIGNMENT
-        ends = np.cumsum(sizes + HEAD_BYTES * is_first)
-        start = (ends - sizes)[first] - HEAD_BYTES
+        padded = sizes + -sizes % _ALIGNMENT
+        ends = np.cumsum(padded + HEAD_BYTES * is_first)
+        start = (ends - padded)[first] - HEAD_BYTES
         stop = np.append(start[1:], ends[-1:])
         # All that was counted from the first turn on is counted from the beginning of each turn.
         before = start[np.searchsorted(turn[first], turn[first])]
-        position = ends - sizes - np.repeat(before, np.diff(np.append(first, len(turn))))
+        position = ends - padded - np.repeat(before, np.diff(np.append(first, len(turn))))
         return cls(
             regions,
             position,
@@ -97,11 +103,38 @@ class Messages:
             start - before,
             stop - before,
             sum(int(size) * len(of) for size, of in zip(num_bytes, peers, strict=True)),
+            sizes,
         )
 
     def in_turn(self, turn: int) -> range:
         """The messages of a turn."""
         return range(*np.searchsorted(self.turn, (turn, turn + 1)).tolist())
+
+    def is_straight(self, shared: Container[int]) -> BoolArray:
+        """Whether each region is sent by itself, if regions of the messages are.
+
+        Args:
+            shared: Ranks that messages to or from do not go through the network.
+        """
+        over_network = [not any(rank in shared for rank in peers) for peers in self.peers]
+        is_long: BoolArray = self.sizes >= STRAIGHT_BYTES
+        return is_long & np.repeat(np.array(over_network, np.bool_), np.diff(self.first))
+
+    def parts(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """The parts that a message is sent in, if some regions of it are sent by themselves.
+
+        Yields:
+            The first byte of each part in the buffer of its turn, one past the last, and the region
+            that it is; -1 if it is what lies between such regions.
+        """
+        start, first = int(self.start[number]), int(self.first[number])
+        is_long = self.sizes[first : self.first[number + 1]] >= STRAIGHT_BYTES
+        for row in (first + np.flatnonzero(is_long)).tolist():
+            position, size = int(self.position[row]), int(self.sizes[row])
+            yield start, position, -1
+            yield position, position + size, row
+            start = position + size
+        yield start, int(self.stop[number]), -1
 
     @property
     def turn_of_region(self) -> IntArray:
@@ -111,7 +144,12 @@ class Messages:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the messages of a turn, the most of any turn."""
-        return int(self.stop.max(initial=0))
+        return self.buffer_bytes_but_from(())
+
+    def buffer_bytes_but_from(self, ranks: Container[int]) -> int:
+        """The same, without messages from some ranks, of messages that this rank gets."""
+        stops = zip(self.stop.tolist(), self.peers, strict=True)
+        return max((stop for stop, (rank, *_) in stops if rank not in ranks), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

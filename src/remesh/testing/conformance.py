@@ -354,7 +354,11 @@ class ExchangeConformance:
     def test_swap(self, world_size: int, size: int) -> None:
         for rank, got in enumerate(returned_values(self.run(world_size, _swap, size))):
             # The diagonal included; the message from a rank to itself is one of them.
-            expected = [_message(100 * r + rank, size * (r + rank)) for r in range(world_size)]
+            expected = [
+                _message(100 * r + rank + part, size * (r + rank))
+                for r in range(world_size)
+                for part in range((r + rank) % 3)
+            ]
             assert got == expected
 
     def test_calls_keep_their_order(self, world_size: int) -> None:
@@ -452,12 +456,17 @@ def _talk_unevenly(exchange: Exchange) -> list[bytes]:
 def _swap(exchange: Exchange, size: int) -> list[bytes]:
     me, ranks = exchange.rank, range(exchange.world_size)
     outgoing = [
-        np.frombuffer(_message(100 * me + rank, size * (me + rank)), np.uint8).copy()
+        [
+            np.frombuffer(_message(100 * me + rank + part, size * (me + rank)), np.uint8).copy()
+            for part in range((me + rank) % 3)
+        ]
         for rank in ranks
     ]
-    incoming = [np.zeros(size * (me + rank), np.uint8) for rank in ranks]
+    incoming = [
+        [np.zeros(size * (me + rank), np.uint8) for _ in range((me + rank) % 3)] for rank in ranks
+    ]
     exchange.swap(outgoing, incoming)
-    return [bytes(buffer) for buffer in incoming]
+    return [bytes(buffer) for buffers in incoming for buffer in buffers]
 
 
 def _take_turns(exchange: Exchange) -> list[list[bytes]]:
