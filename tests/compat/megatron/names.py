@@ -1,7 +1,7 @@
-"""What Megatron's code imports from its `dist_checkpointing`, read from its sources.
+"""What code on Megatron imports from its `dist_checkpointing`, read from its sources.
 
 `python -m tests.compat.megatron.names FOLDER...` lists for each folder (that of a release, which
-has `megatron` in it) what the drop-in lacks.
+has `megatron` in it, or that of NeMo or Megatron Bridge) what the drop-in lacks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 PACKAGE = "megatron.core.dist_checkpointing"
 HOME = "remesh.compat.megatron"
+HOMES = ("megatron", "nemo")
+"""Packages that import it."""
 
 
 def _absolute(node: ast.ImportFrom, package: list[str]) -> str:
@@ -77,7 +79,7 @@ def exists(name: str) -> bool:
 def missing(root: Path) -> dict[str, list[str]]:
     """What the drop-in lacks of what a release imports: name → files, relative to `root`."""
     found: dict[str, list[str]] = {}
-    for path in sorted((root / "megatron").rglob("*.py")):
+    for path in sorted(one for name in HOMES for one in (root / name).rglob("*.py")):
         place = path.relative_to(root)
         if not str(place).startswith(PACKAGE.replace(".", "/")):
             for name in imported(path, root):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remesh.compat.megatron import (
     CheckpointingException,
@@ -35,15 +37,21 @@ from remesh.compat.megatron.gpt_checkpoint_interop import (
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from remesh.compat.megatron.strategies.async_utils import AsyncCallsQueue, _disable_gc
+from remesh.compat.megatron.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
 from remesh.compat.megatron.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
 from remesh.compat.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from remesh.compat.megatron.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from remesh.compat.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _get_filesystem_reader,
     get_async_strategy,
+    sharded_tensor_to_torch_sharded_tensor,
 )
 from remesh.compat.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from remesh.exchange import Exchange
@@ -60,6 +68,44 @@ def test_the_installed_release_imports_nothing_that_is_missing() -> None:
         root / "megatron/core/optimizer/distrib_optimizer.py", root
     )
     assert missing(root) == {}
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_shards_become_those_of_torch() -> None:
+    """NeMo's strategy for FSDP2 imports it; nothing is sent, so no other rank is there."""
+    distributed: Any = torch.distributed
+    distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        shards = [
+            ShardedTensor.from_rank_offsets(
+                "w", torch.full((2,), n), (0, n, 4), (1, 1, 3), prepend_axis_num=1
+            )
+            for n in (2, 3)
+        ]
+        made = sharded_tensor_to_torch_sharded_tensor(shards)
+        assert made.size() == torch.Size((4, 6))
+        assert [one.metadata.shard_offsets for one in made.local_shards()] == [[2, 2], [3, 2]]
+        assert [one.tensor.tolist() for one in made.local_shards()] == [[[2, 2]], [[3, 3]]]
+        assert len(made.metadata().shards_metadata) == 12
+        irregular = replace(shards[0], axis_fragmentations=None)
+        with pytest.raises(CheckpointingException, match="w: only shards of a grid"):
+            sharded_tensor_to_torch_sharded_tensor([irregular])
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_what_nemo_and_bridge_read_with_is_there(tmp_path: Path) -> None:
+    def state() -> dict[str, object]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+
+    save(state(), tmp_path / "zarr", ("zarr", 1))
+    strategy = TensorStoreLoadShardedStrategy(load_directly_on_device=True)
+    assert load(state(), tmp_path / "zarr", strategy)["w"].tolist() == [0, 1, 2, 3]
+    save(state(), tmp_path / "dist", ("torch_dist", 1))
+    for cached in (False, True):
+        reader = _get_filesystem_reader(tmp_path / "dist", cached)
+        assert set(reader.read_metadata().state_dict_metadata) == {"w"}
+    CachedMetadataFileSystemReader.clear_metadata_cache()
 
 
 def test_shards_go_to_the_rank_that_has_least_to_do() -> None:

@@ -25,6 +25,7 @@ from remesh.compat.megatron.core import (
 from remesh.compat.megatron.dict_utils import extract_matching_values, merge
 from remesh.compat.megatron.mapping import (
     ShardedObject,
+    StateDict,
     apply_factory_merges,
 )
 from remesh.compat.megatron.state_dict_utils import load_preprocess, save_preprocess
@@ -248,10 +249,11 @@ def _legacy_common_state_exists(checkpoint_dir: Any) -> bool:
     return exists(storage_of(checkpoint_dir), COMMON_STATE_FNAME)
 
 
-def load_common_state_dict(checkpoint_dir: Any) -> Any:
+def load_common_state_dict(checkpoint_dir: Any) -> StateDict:
     """The common state of a checkpoint, without its tensors. Not collective."""
     _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
-    return common.load_common(checkpoint_dir)
+    found: StateDict = common.load_common(checkpoint_dir)
+    return found
 
 
 def load_tensors_metadata(

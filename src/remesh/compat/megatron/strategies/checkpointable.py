@@ -6,9 +6,17 @@ The drop-in's own saves and loads do not go through these classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+from operator import mul
 from typing import Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -139,3 +147,45 @@ class LocalShardsContainer(_Protocol):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._local_shards})"
+
+
+def sharded_tensor_to_torch_sharded_tensor(
+    sh_tens: Sequence[ShardedTensor], rank: int | None = None
+) -> TorchShardedTensor:
+    """This rank's shards of a tensor as a `ShardedTensor` of torch. Not collective.
+
+    Args:
+        sh_tens: The shards, of a regular grid.
+        rank: The rank of this process; by default that in the default process group.
+
+    Raises:
+        CheckpointingException: If one has no data or is a flattened range, or they are no grid.
+    """
+    rank = dist.get_rank() if rank is None else rank
+    elsewhere = (rank + 1) % dist.get_world_size()  # any rank but this one
+    shards = [CheckpointableShardedTensor.from_sh_ten(one) for one in sh_tens]
+    first = sh_tens[0]
+    if first.axis_fragmentations is None:
+        raise CheckpointingException(f"{first.key}: only shards of a grid")
+    boxes = [one.__create_chunk_list__()[0] for one in shards]
+    data = [one.__get_tensor_shard__(MetadataIndex(first.key)).contiguous() for one in shards]
+    local = [
+        Shard.from_tensor_and_offsets(tensor, list(box.offsets), rank)
+        for tensor, box in zip(data, boxes, strict=True)
+    ]
+    here = {box.offsets for box in boxes}
+    shape = boxes[0].sizes
+    places = product(*(range(count) for count in first.axis_fragmentations))
+    offsets = [torch.Size(map(mul, place, shape)) for place in places]
+    described = [
+        ShardMetadata(
+            list(offset),
+            list(shape),
+            f"rank:{rank if offset in here else elsewhere}/{data[0].device}",
+        )
+        for offset in offsets
+    ]
+    metadata = ShardedTensorMetadata(
+        described, torch.Size(first.global_shape), ShardProperties.create_from_tensor(data[0])
+    )
+    return TorchShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)  # noqa: SLF001

@@ -5,11 +5,13 @@ For code that calls torch.distributed.checkpoint with its own planners or schedu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -80,6 +82,17 @@ def get_reformulation_metadata(
 ) -> dict[str, TensorReformulationMetadata]:
     """The stored tensors that have to be cut before a load: none, see `resharding`."""
     return {}
+
+
+def _get_filesystem_reader(
+    checkpoint_dir: str | os.PathLike[str],
+    cache_metadata: bool = False,
+    async_strategy: str = "mcore",  # noqa: ARG001 - the interface is Megatron's
+) -> FileSystemReader:
+    """A reader of torch.distributed.checkpoint; see `CachedMetadataFileSystemReader`."""
+    if cache_metadata:
+        return cached_metadata_filesystem_reader.CachedMetadataFileSystemReader(checkpoint_dir)
+    return FileSystemReader(checkpoint_dir)
 
 
 class MCoreSavePlanner(DefaultSavePlanner):

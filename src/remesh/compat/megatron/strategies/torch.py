@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.boxes import (
-    boxes_of,
     engine_range,
     engine_tensor,
     is_grid_of_ranges,
@@ -40,16 +39,18 @@ from remesh.compat.megatron.core import (
 )
 from remesh.compat.megatron.dict_utils import nested_values
 from remesh.compat.megatron.mapping import (
-    ShardedBase,
-    ShardedObject,
     ShardedTensor,
     is_main_replica,
 )
 from remesh.compat.megatron.strategies.async_utils import AsyncRequest
+from remesh.compat.megatron.strategies.checkpointable import (
+    sharded_tensor_to_torch_sharded_tensor,
+)
 from remesh.compat.megatron.strategies.dcp import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistException,
+    _get_filesystem_reader,
     get_async_strategy,
     get_reformulation_metadata,
 )
@@ -69,6 +70,7 @@ from remesh.formats.torch_dcp import (
     read_metadata,
     size_of,
 )
+from remesh.sharded import ShardedTensor as EngineTensor
 from remesh.storage import Storage
 
 __all__ = [
@@ -76,8 +78,10 @@ __all__ = [
     "MCoreSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "_get_filesystem_reader",
     "get_async_strategy",
     "get_reformulation_metadata",
+    "sharded_tensor_to_torch_sharded_tensor",
 ]
 
 
@@ -100,7 +104,7 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         cached_global_metadata: The metadata of a checkpoint that was loaded, which the application
             takes from the load strategy and sets here.
         validated_loaded_metadata_reuse: Whether the last save had the layout of that checkpoint:
-            each rank wrote the shards that it had written there.
+            each rank wrote the parts of tensors that it had written there.
     """
 
     def __init__(
@@ -128,37 +132,44 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
     ) -> None:
         """See `EngineSaveShardedStrategy`."""
-        self._compare_with_loaded(sharded_state_dict)
-        ranges = _flat_shapes(sharded_state_dict)
-        super().save(sharded_state_dict, checkpoint_dir, _describe_as_megatron(ranges, describe))
+        ranges, describe = self._agree(sharded_state_dict, describe)
+        super().save(sharded_state_dict, checkpoint_dir, describe)
         _record_flat_shapes(checkpoint_dir, ranges)
 
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
     ) -> AsyncRequest:
         """See `EngineSaveShardedStrategy`."""
-        self._compare_with_loaded(sharded_state_dict)
-        ranges = _flat_shapes(sharded_state_dict)
-        request = super().async_save(
-            sharded_state_dict, checkpoint_dir, _describe_as_megatron(ranges, describe)
-        )
+        ranges, describe = self._agree(sharded_state_dict, describe)
+        request = super().async_save(sharded_state_dict, checkpoint_dir, describe)
         request.add_finalize_fn(lambda: _record_flat_shapes(checkpoint_dir, ranges))
         return request
 
-    def _compare_with_loaded(self, sharded_state_dict: Any) -> None:
-        if not self.use_cached_ckpt_structure:
-            return
-        exchange = exchange_of(None)
-        plans = getattr(self.cached_global_metadata, _PLANS, None)
-        written = {
-            place
-            for leaf in nested_values(sharded_state_dict)
-            if is_main_replica(leaf.replica_id)
-            for place in _places_of(leaf)
-        }
-        is_same = plans is not None and written == plans.get(exchange.rank, set())
-        replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
-        self.validated_loaded_metadata_reuse = all(replies)
+    def _agree(
+        self, sharded_state_dict: Any, describe: Describe
+    ) -> tuple[Mapping[str, tuple[int, ...]], Describe]:
+        """Which tensors are stored as flattened ranges, and what shards are to the engine then.
+
+        Collective. Also finds out whether this save has the layout of the loaded checkpoint.
+        """
+        ranges = _flat_shapes(sharded_state_dict)
+
+        def described(tensor: ShardedTensor) -> EngineTensor:
+            return engine_range(tensor) if tensor.key in ranges else describe(tensor)
+
+        if self.use_cached_ckpt_structure:
+            exchange = exchange_of(None)
+            plans = getattr(self.cached_global_metadata, _PLANS, None)
+            written = {
+                (leaf.key, part.box.offset)
+                for leaf in nested_values(sharded_state_dict)
+                if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id)
+                for part in (() if leaf.data is None else described(leaf).parts)
+            }
+            is_same = plans is not None and written == plans.get(exchange.rank, set())
+            replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
+            self.validated_loaded_metadata_reuse = all(replies)
+        return ranges, described
 
 
 def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
@@ -182,10 +193,6 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
         return {}
     other = {key for key, shape in say(found.keys() & mine.keys()) if shape != found[key]}
     return {key: shape for key, shape in found.items() if shape is not None and key not in other}
-
-
-def _describe_as_megatron(ranges: Mapping[str, Any], describe: Describe) -> Describe:
-    return lambda tensor: engine_range(tensor) if tensor.key in ranges else describe(tensor)
 
 
 def _record_flat_shapes(checkpoint_dir: Any, ranges: Mapping[str, tuple[int, ...]]) -> None:
@@ -214,22 +221,13 @@ _PLANS = "all_local_plans"
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+")
 
 
-def _places_of(leaf: ShardedBase) -> set[tuple[str, tuple[int, ...] | None]]:
-    """The keys and offsets by which the metadata know a shard."""
-    if isinstance(leaf, ShardedTensor):
-        return {(leaf.key, box.offset) for box in boxes_of(leaf)}
-    assert isinstance(leaf, ShardedObject)
-    return {(leaf.unique_key, None)}
-
-
-def _local_plans(found: Metadata) -> dict[int, set[tuple[str, tuple[int, ...] | None]]]:
-    """The keys and offsets that each rank has written, by the names of its files."""
-    plans: dict[int, set[tuple[str, tuple[int, ...] | None]]] = {}
+def _local_plans(found: Metadata) -> dict[int, set[tuple[str, tuple[int, ...]]]]:
+    """The keys and offsets of the tensors that each rank has written, by the names of its files."""
+    plans: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
     for index, info in found.storage_data.items():
         rank = _RANK_OF_FILE.search(info.relative_path)
-        if rank is not None:
-            offset = None if index.offset is None else tuple(index.offset)
-            plans.setdefault(int(rank[1]), set()).add((index.fqn, offset))
+        if rank is not None and index.offset is not None:
+            plans.setdefault(int(rank[1]), set()).add((index.fqn, tuple(index.offset)))
     return plans
 
 

@@ -1,0 +1,16 @@
+"""The backend `zarr` under the name of the library by which Megatron before 0.16 reads it."""
+
+from __future__ import annotations
+
+from remesh.compat.megatron.strategies.zarr import ZarrLoadShardedStrategy
+
+
+class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
+    """Reads backend `zarr`, without TensorStore.
+
+    Args:
+        load_directly_on_device: Ignored: bytes are read into the memory of the shards.
+    """
+
+    def __init__(self, load_directly_on_device: bool = False) -> None:
+        self.load_directly_on_device = load_directly_on_device
