@@ -196,6 +196,19 @@ class TestTwoAgentsThatWouldBeOneNode:
             nodes = ask(server.url, "status", method="GET")[1]["nodes"]
             assert [(node["id"], node["name"]) for node in nodes] == [(0, "host"), (1, "host (2)")]
 
+    def test_many_under_one_name_do_not_wait_for_each_other(self, tmp_path: Path) -> None:
+        clock = Clock()
+        with start(tmp_path, clock=clock, heartbeat_timeout=600.0) as server:
+            assert self.ask(server.url, "a")[1]["node_id"] == 0
+            assert [self.ask(server.url, other)[0] for other in "bcbc"] == [503] * 4
+            clock.now += 1
+            self.beat(server.url, 0, "a")
+            assert self.ask(server.url, "b")[1]["node_id"] == 1
+            assert self.ask(server.url, "c")[0] == 503  # whether b lives is not known yet
+            clock.now += 1
+            self.beat(server.url, 1, "b")
+            assert self.ask(server.url, "c")[1]["node_id"] == 2
+
     def test_under_one_id_the_second_is_refused(self, tmp_path: Path) -> None:
         clock = Clock()
         with start(tmp_path, clock=clock, heartbeat_timeout=600.0) as server:

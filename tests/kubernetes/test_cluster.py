@@ -157,14 +157,6 @@ def test_a_job_shrinks_grows_and_ends_with_an_error(bed: Bed) -> None:
 
 
 @pytest.mark.nightly
-def test_workers_of_a_job_of_kubernetes(bed: Bed) -> None:
-    start(bed, "gpu1", "gpu2", "gpu3")
-    bed.apply_example("master.yaml")
-    bed.apply_example("indexed-job.yaml")
-    bed.until_trained("", 0, 1, 2)
-
-
-@pytest.mark.nightly
 def test_workers_of_a_job_without_the_operator(bed: Bed) -> None:
     start(bed, "gpu1", "gpu2", "gpu3")
     (bed.directory / "token").write_text("a token of the test")

@@ -38,6 +38,8 @@ STACKS_TIMEOUT = 20.0
 """Seconds after which the stacks of a hanging job are awaited no longer."""
 ALIVE_SECONDS = 5.0
 """Seconds, at most, between two messages of an agent that is alive."""
+CLAIM_SECONDS = 3600.0
+"""Seconds after which it is forgotten that an agent requests the node id of another."""
 RECORD_EVERY = 10.0
 """Seconds between two records of the progress."""
 
@@ -57,7 +59,7 @@ class Live:
         stacks: Stacks of the last hang, by rank.
         answered: Nodes that have sent them.
         presence: Which agents have died, by their connections.
-        claims: Which other agent requests a node id, and since when, by node id.
+        claims: Since when other agents request a node id, by id and incarnation.
         broken_round: The newest round of which a process has lost a peer.
     """
 
@@ -71,7 +73,7 @@ class Live:
     stacks: dict[int, str] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
     presence: Presence = field(default_factory=Presence)
-    claims: dict[int, tuple[str, float]] = field(default_factory=dict)
+    claims: dict[tuple[int, str], float] = field(default_factory=dict)
     broken_round: int = 0
 
     @classmethod
@@ -124,10 +126,7 @@ def has_living_agent(
         holder = nodes.member(node_id)
     if holder is None or incarnation in (holder.incarnation, *nodes.replaced):
         return False
-    claimant, since = live.claims.get(node_id, ("", now))
-    if claimant != incarnation:
-        since = now
-        live.claims[node_id] = (incarnation, since)
+    since = _claimed_since(live, node_id, incarnation, now)
     if live.presence.is_dead(holder.incarnation, now):
         return False
     heard, at = live.heard.get(node_id, ("", since))
@@ -136,6 +135,17 @@ def has_living_agent(
     if now - at > min(job.policy.heartbeat_timeout / 2, ALIVE_SECONDS):
         return False
     return True if at > since else None
+
+
+def _claimed_since(live: Live, node_id: int, incarnation: str, now: float) -> float:
+    """Since when an agent requests a node id that another one has."""
+    claim = (node_id, incarnation)
+    if claim not in live.claims:
+        live.claims = {
+            known: since for known, since in live.claims.items() if now - since < CLAIM_SECONDS
+        }
+        live.claims[claim] = now
+    return live.claims[claim]
 
 
 def extend_deadlines(live: Live, seconds: float) -> None:
