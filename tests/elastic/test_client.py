@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from remesh.elastic.client import LOG_EVERY, Client, read_token
 from remesh.elastic.job import Policy
+from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient, beat_limit, next_beat
@@ -377,8 +378,8 @@ class TestOneLine:
         token = tmp_path / "token"
         token.write_text("wrong")
 
-        def make() -> Master:
-            return Master(Policy(), Journal(":memory:"))
+        def make() -> Jobs:
+            return Jobs.only(Master(Policy(), Journal(":memory:")))
 
         with ServerThread(make, ServerOptions(token="right")) as server:
             options = ("--master", server.url, "--token-file", str(token))

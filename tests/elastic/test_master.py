@@ -18,6 +18,7 @@ import pytest
 from remesh.elastic import events
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
+from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.live import ALIVE_SECONDS, hear
 from remesh.elastic.master import Master
@@ -52,8 +53,8 @@ def start(
     clock: Clock | None = None,
     **policy: Any,
 ) -> Iterator[ServerThread]:
-    def make() -> Master:
-        return Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock)
+    def make() -> Jobs:
+        return Jobs.only(Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock))
 
     with ServerThread(make, options or ServerOptions()) as server:
         _KEPT[server.url] = {}
@@ -76,7 +77,7 @@ def ask(
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    connection.request(method, f"/v2/{name}", json.dumps(body), headers)
+    connection.request(method, f"{parts.path}/v2/{name}", json.dumps(body), headers)
     response = connection.getresponse()
     text = response.read()
     done: http.client.HTTPConnection | None = connection

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -12,8 +13,10 @@ import socket
 import ssl
 import sys
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -28,7 +31,8 @@ from remesh.elastic.status import Status
 from remesh.errors import StorageError
 
 if TYPE_CHECKING:
-    from remesh.elastic.master import Authority, Master
+    from remesh.elastic.jobs import Jobs
+    from remesh.elastic.master import Authority
     from remesh.elastic.server import ServerOptions
 
 
@@ -44,15 +48,65 @@ class _JsonLines(logging.Formatter):
         return json.dumps(entry)
 
 
+_SERVER_OPTIONS = (
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one."),
+    click.option(
+        "--token-file", metavar="FILE", help="What requests must know; needed off loopback."
+    ),
+    click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate."),
+    click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file."),
+    click.option(
+        "--max-rate", default=2000.0, show_default=True, help="Requests a second and node."
+    ),
+)
+
+
+def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of a server, which it receives as `options`."""
+
+    @functools.wraps(command)
+    def with_options(
+        *,
+        host: str,
+        port: int,
+        token_file: str | None,
+        tls_cert: str | None,
+        tls_key: str | None,
+        max_rate: float,
+        **others: Any,
+    ) -> Any:
+        try:
+            from remesh.elastic.server import ServerOptions
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"the master needs {error.name}: pip install 'remesh[elastic]'"
+            ) from error
+        try:
+            options = ServerOptions(
+                host=host,
+                port=port,
+                token=read_token(token_file),
+                tls=_tls_context(tls_cert, tls_key),
+                max_requests_per_second=max_rate,
+            )
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+        return command(options=options, **others)
+
+    for option in reversed(_SERVER_OPTIONS):
+        with_options = option(with_options)
+    return with_options
+
+
 @click.command(
     epilog=output.example(
         "remesh master --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5",
+        "remesh master --host 0.0.0.0 --token-file token --state /var/jobs --jobs",
     )
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=29400, show_default=True, help="Port; 0 for any free one.")
 @click.option(
     "--state",
     default=":memory:",
@@ -66,10 +120,19 @@ class _JsonLines(logging.Formatter):
     help="Share the directory --state with other masters: one leads, and another takes over after "
     "so many seconds without a sign of it.",
 )
-@click.option("--token-file", metavar="FILE", help="What requests must know; needed off loopback.")
-@click.option("--tls-cert", metavar="FILE", help="Speak HTTPS with this certificate.")
-@click.option("--tls-key", metavar="FILE", help="The certificate's key, if in another file.")
-@click.option("--max-rate", default=2000.0, show_default=True, help="Requests a second and node.")
+@click.option(
+    "--jobs",
+    is_flag=True,
+    help="Serve several jobs, each at URL/jobs/NAME; a job begins when its first node joins. "
+    "--state names a directory.",
+)
+@click.option(
+    "--on-excluded",
+    metavar="COMMAND",
+    help="Run this in a shell for each node that is excluded: $REMESH_NODE is its name, "
+    "$REMESH_REASON why.",
+)
+@_server_options
 @click.option(
     "--end-with-job",
     is_flag=True,
@@ -78,39 +141,19 @@ class _JsonLines(logging.Formatter):
 @policy_options
 def master(
     *,
-    host: str,
-    port: int,
+    options: ServerOptions,
+    policy: Policy,
     state: str,
     lease: float | None,
-    token_file: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    max_rate: float,
+    jobs: bool,
+    on_excluded: str | None,
     end_with_job: bool,
-    policy: Policy,
 ) -> None:
     """Coordinate the nodes of a job: form worlds, rule on failures, show how it goes.
 
     Needs neither torch nor a GPU. Its URL is printed on stdout; there it shows a page. A master
     that is killed and started again with the same `--state` goes on where it was.
     """
-    try:
-        from remesh.elastic.server import ServerOptions
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the master needs {error.name}: pip install 'remesh[elastic]'"
-        ) from error
-
-    try:
-        options = ServerOptions(
-            host=host,
-            port=port,
-            token=read_token(token_file),
-            tls=_tls_context(tls_cert, tls_key),
-            max_requests_per_second=max_rate,
-        )
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
     # Nodes that wait for a world keep a connection each.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -120,14 +163,19 @@ def master(
 
     if lease is not None and state == ":memory:":
         raise click.UsageError("--lease needs --state DIRECTORY, which all masters share")
+    if jobs and end_with_job:
+        raise click.UsageError("--end-with-job is for a master of one job, not for --jobs")
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
-        served = await _serve(policy, options, state, lease, end_with_job=end_with_job)
-        world = served.job.rendezvous
+        place = None if state == ":memory:" else Path(state)
+        serving = _Serving(policy, place, lease, jobs, on_excluded)
+        served = await serving.serve(options, end_with_job=end_with_job)
+        ((_, ended),) = served.masters
+        world = ended.job.rendezvous
         assert world is not None, "only a job that has begun can end"
         sys.exit(0 if world.outcome is Outcome.SUCCEEDED else 1)
 
@@ -137,29 +185,81 @@ def master(
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot listen on {host}:{port}: {error}") from error
+        raise StorageError(f"cannot listen on {options.host}:{options.port}: {error}") from error
 
 
-async def _serve(
-    policy: Policy, options: ServerOptions, state: str, lease: float | None, *, end_with_job: bool
-) -> Master:
-    """Serve until the job has ended, or this is cancelled."""
-    from remesh.elastic.master import Master
-    from remesh.elastic.server import serve
-    from remesh.elastic.standby import serve_in_turn
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What a master serves.
 
-    if lease is None:
-        served = Master(policy, Journal(state))
-        await serve(served, options, click.echo, end_with_job=end_with_job)
-        return served
+    Attributes:
+        policy: How its jobs are treated.
+        state: The journal, or the directory of journals; None: nothing is kept.
+        lease: Seconds of the lease, if there are several masters.
+        has_names: Whether there are several jobs.
+        on_excluded: The command for nodes that are excluded.
+    """
 
-    def make(directory: Path, authority: Authority) -> Master:
-        return Master(policy, Journal(directory / "journal.sqlite"), authority=authority)
+    policy: Policy
+    state: Path | None
+    lease: float | None
+    has_names: bool
+    on_excluded: str | None
 
-    me = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    return await serve_in_turn(
-        Path(state), me, lease, options, click.echo, make=make, end_with_job=end_with_job
-    )
+    async def serve(self, options: ServerOptions, *, end_with_job: bool) -> Jobs:
+        """Serve until all jobs have ended, or this is cancelled."""
+        from remesh.elastic.server import serve
+        from remesh.elastic.standby import serve_in_turn
+
+        if self.lease is None:
+            jobs = self._open(self.state, None)
+            await serve(jobs, options, click.echo, end_with_job=end_with_job)
+            return jobs
+
+        def make(directory: Path, authority: Authority) -> Jobs:
+            place = directory if self.has_names else directory / "journal.sqlite"
+            return self._open(place, authority)
+
+        me = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        assert self.state is not None
+        return await serve_in_turn(
+            *(self.state, me, self.lease, options, click.echo),
+            make=make,
+            end_with_job=end_with_job,
+        )
+
+    def _open(self, place: Path | None, authority: Authority | None) -> Jobs:
+        """The jobs whose journals are at a place."""
+        from remesh.elastic.jobs import Jobs
+        from remesh.elastic.master import Master
+
+        def make(journal: Journal) -> Master:
+            return Master(self.policy, journal, authority=authority)
+
+        if self.has_names:
+            jobs = Jobs.in_directory(place, make)
+        else:
+            jobs = Jobs.only(make(Journal(":memory:" if place is None else place)))
+        jobs.on_excluded = self.on_excluded
+        return jobs
+
+
+@click.command(
+    epilog=output.example("remesh token first --token-file token > first.token"),
+)
+@click.argument("job", metavar="JOB")
+@click.option("--token-file", required=True, metavar="FILE", help="The master's own token.")
+def token(*, job: str, token_file: str) -> None:
+    """Print the token of one job of a master with several (`remesh master --jobs`).
+
+    It opens this job and no other. It is made of the job's name and the master's token: nothing has
+    to be stored, and it is valid as long as the master's own.
+    """
+    from remesh.elastic.jobs import is_name, job_token
+
+    if not is_name(job):
+        raise click.BadParameter(f"{job!r}: use letters, digits, and . _ - after the first")
+    click.echo(job_token(read_token(token_file), job))
 
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:

@@ -79,6 +79,7 @@ class _Endpoint:
     url: str
     host: str
     port: int
+    path: str
     tls: ssl.SSLContext | None
 
 
@@ -86,7 +87,8 @@ class Client:
     """Sends requests to a master.
 
     Args:
-        url: Where it is, `http://host:port`, as it prints it. Several, with commas, are masters of
+        url: Where it is, `http://host:port`, as it prints it, with `/jobs/NAME` if it has several
+            jobs. Several, with commas, are masters of
             which one leads: a request goes to the next when one does not answer or stands by. Or
             the path of a file that holds this: text with a slash and without `://` is a path. The
             client waits for the file, and reads it again whenever the master does not answer: it
@@ -148,10 +150,12 @@ class Client:
         parts = _parts_of(url)
         assert parts.hostname is not None
         is_https = parts.scheme == "https"
+        path = parts.path.rstrip("/")
         return _Endpoint(
-            f"{parts.scheme}://{parts.netloc}",
+            f"{parts.scheme}://{parts.netloc}{path}",
             parts.hostname,
             parts.port or (443 if is_https else 80),
+            path,
             _trusting(self._tls_ca) if is_https else None,
         )
 
@@ -280,7 +284,8 @@ class Client:
             found = self._take_idle(endpoint)
             connection, kept = (found, True) if found else (_connect(endpoint), False)
             try:
-                reply = self._exchange(connection, name, body, ends)
+                target = f"{endpoint.path}/v{PROTOCOL_VERSION}/{name}"
+                reply = self._exchange(connection, target, body, ends)
             except BaseException as error:
                 if isinstance(error, TimeoutError) and connection.sock is not None:
                     self._late.append(connection)
@@ -293,14 +298,14 @@ class Client:
             return reply
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, name: str, body: bytes | None, ends: float
+        self, connection: http.client.HTTPConnection, target: str, body: bytes | None, ends: float
     ) -> tuple[int, bytes]:
         connection.timeout = _left_until(ends)
         if connection.sock is None:
             connection.connect()
         connection.sock.settimeout(_left_until(ends))
         method = "GET" if body is None else "POST"
-        connection.request(method, f"/v{PROTOCOL_VERSION}/{name}", body, self._headers)
+        connection.request(method, target, body, self._headers)
         response = connection.getresponse()
         text = response.read()
         if response.status not in _BUSY:  # as a master that stands by is

@@ -26,6 +26,7 @@ from remesh.elastic.directories import MEMORY, snapshot_directory
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name
 from remesh.elastic.job import HangAction, Policy
+from remesh.elastic.jobs import Jobs
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
@@ -234,7 +235,8 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
     )
     try:
         return ServerThread(
-            lambda: Master(policy, Journal(options.state)), ServerOptions(port=options.port)
+            lambda: Jobs.only(Master(policy, Journal(options.state))),
+            ServerOptions(port=options.port),
         )
     except StorageError:
         raise

@@ -315,22 +315,10 @@ class Master:
         except StorageError as error:
             log.error("%s", error)
 
-    async def keep_time(self, *, end_with_job: bool = False) -> None:
-        """Call `tick` several times a second, until cancelled.
-
-        Args:
-            end_with_job: Return when the job has ended and its agents have stopped sending.
-
-        Raises:
-            NotLeadingError: If another master may have taken over.
-        """
-        loop = asyncio.get_running_loop()
-        while not (end_with_job and is_over(self._live, self._job, self.clock())):
-            due = loop.time() + TICK_SECONDS
-            await asyncio.sleep(TICK_SECONDS)
-            self.check_leads()
-            self.tick(loop.time() - due)
-            await self.written()
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended and its agents have stopped sending."""
+        return is_over(self._live, self._job, self.clock())
 
     def tick(self, late: float = 0.0) -> None:
         """Apply the events that the passing of time causes.

@@ -27,6 +27,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from remesh.elastic import connections
+from remesh.elastic.jobs import Jobs, job_token
 from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
@@ -57,7 +58,9 @@ PAGE = (
     .read_text(encoding="utf-8")
     .replace("PROTOCOL_VERSION", str(PROTOCOL_VERSION))
 )
-"""One HTML page that fetches the status every second; it loads nothing else."""
+"""One HTML page that fetches the status, or the list of jobs, every second, and nothing else."""
+PAGES = ("page", "list", "slash")
+"""The routes to it; it holds no secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,23 +135,26 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def make_app(
-    master: Master, options: ServerOptions, listener: connections.Listener
-) -> web.Application:
-    """The web application of a master.
+def make_app(jobs: Jobs, options: ServerOptions, listener: connections.Listener) -> web.Application:
+    """The web application of a server.
 
     Args:
-        master: The master.
+        jobs: Its jobs.
         options: How it can be reached.
         listener: Its connections.
     """
     limit = RateLimit(options.max_requests_per_second)
 
-    def seen() -> Status:
+    def seen(master: Master) -> Status:
         return status_of(master.job, master.live, master.clock(), master.warnings)
 
     async def status(request: web.Request) -> web.StreamResponse:
-        return _reply(seen()) if limit.allows(request.remote or "") else _too_many()
+        if not limit.allows(request.remote or ""):
+            return _too_many()
+        return _reply(seen(jobs.get(_name_of_job(request))))
+
+    async def list_jobs(request: web.Request) -> web.StreamResponse:
+        return _reply(jobs.lines()) if limit.allows(request.remote or "") else _too_many()
 
     async def overview(request: web.Request) -> web.StreamResponse:
         if not limit.allows(request.remote or ""):
@@ -157,6 +163,7 @@ def make_app(
             query = msgspec.convert(dict(request.query), Query, strict=False)
         except msgspec.ValidationError as error:
             return _reply(Problem(f"overview: {error}"), 400)
+        master = jobs.get(_name_of_job(request))
         now = master.clock()
         return _reply(overview_of(master.job, master.live, now, master.warnings, query))
 
@@ -166,20 +173,42 @@ def make_app(
     async def metrics(request: web.Request) -> web.StreamResponse:
         if not limit.allows(request.remote or ""):
             return _too_many()
-        text = render_metrics(seen(), master.num_requests, journal_failing=not master.is_written)
+        master = jobs.get(_name_of_job(request))
+        failing = not master.is_written
+        text = render_metrics(seen(master), master.num_requests, journal_failing=failing)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     app = web.Application(
-        middlewares=[_make_guard(master, options, listener)],
+        middlewares=[_make_guard(jobs, options, listener)],
         client_max_size=options.max_request_bytes,
     )
-    app.router.add_get(f"/v{PROTOCOL_VERSION}/status", status)
-    app.router.add_get(f"/v{PROTOCOL_VERSION}/overview", overview)
-    app.router.add_post(f"/v{PROTOCOL_VERSION}/{{name}}", _make_post(master, limit, listener))
-    app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_version)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/", page)
+    root = "/jobs/{job}" if jobs.are_named else ""
+    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/status", status)
+    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/overview", overview)
+    app.router.add_post(f"{root}/v{PROTOCOL_VERSION}/{{name}}", _make_post(jobs, limit, listener))
+    app.router.add_route("*", root + r"/v{version:\d+}/{name}", _refuse_version)
+    app.router.add_get(f"{root}/metrics", metrics)
+    app.router.add_get(f"{root}/", page, name="page")
+    if jobs.are_named:
+        app.router.add_get(root, _add_slash, name="slash")
+        app.router.add_get(f"/v{PROTOCOL_VERSION}/jobs", list_jobs)
+        app.router.add_route("*", r"/v{version:\d+}/{name}", _refuse_nameless)
+        app.router.add_get("/", page, name="list")
     return app
+
+
+def _name_of_job(request: web.Request) -> str:
+    return request.match_info.get("job", "")
+
+
+async def _add_slash(request: web.Request) -> web.StreamResponse:
+    """The page fetches what lies beside it."""
+    return web.Response(status=307, headers={"Location": f"{_name_of_job(request)}/"})
+
+
+async def _refuse_nameless(_request: web.Request) -> web.StreamResponse:
+    text = "this master has several jobs: add /jobs/NAME to its URL"
+    return _reply(Problem(text), 404)
 
 
 async def _refuse_version(request: web.Request) -> web.StreamResponse:
@@ -201,23 +230,29 @@ def stands_by() -> web.Response:
     return _reply(Problem(text), 503)
 
 
-def _make_guard(
-    master: Master, options: ServerOptions, listener: connections.Listener
-) -> Middleware:
+def _is_trusted(request: web.Request, token: str) -> bool:
+    """Whether a request carries the server's token, or that of the job to which it goes."""
+    if not token:
+        return True
+    # aiohttp keeps bytes that are no text in this way.
+    given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    name = _name_of_job(request)
+    wanted = [token, job_token(token, name)] if name else [token]
+    return any(hmac.compare_digest(given, f"Bearer {each}".encode()) for each in wanted)
+
+
+def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listener) -> Middleware:
     """Refuses requests without the token, and those that do not arrive whole in time.
 
     A master that does not lead refuses all.
     """
     wrong = RateLimit(MAX_WRONG_TOKENS)
-    wanted = f"Bearer {options.token}".encode()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        master.num_requests += 1
-        # aiohttp keeps bytes that are no text in this way.
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        trusted = not options.token or hmac.compare_digest(given, wanted)
-        if not trusted and request.path != "/":
+        jobs.count_request(_name_of_job(request))
+        trusted = _is_trusted(request, options.token)
+        if not trusted and request.match_info.route.name not in PAGES:
             if not wrong.allows(request.remote or ""):
                 return _too_many()
             log.warning("a request from %s has not the token", request.remote)
@@ -232,10 +267,11 @@ def _make_guard(
         if connection is not None:
             connection.begin_request()
         try:
-            master.check_leads()
             return await handler(request)
         except NotLeadingError:
             return stands_by()
+        except RequestError as error:
+            return _reply(Problem(str(error)), error.status)
         finally:
             if connection is not None:
                 connection.end_request(asyncio.get_running_loop().time())
@@ -253,8 +289,8 @@ def _sender(master: Master, request: Request[Any], address: str) -> str:
     return address
 
 
-def _make_post(master: Master, limit: RateLimit, listener: connections.Listener) -> Handler:
-    """Decodes a request, has the master answer it, and encodes the reply."""
+def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> Handler:
+    """Decodes a request, has the master of its job answer it, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
         name_of(kind): msgspec.json.Decoder(kind).decode for kind in PURPOSES
     }
@@ -270,6 +306,7 @@ def _make_post(master: Master, limit: RateLimit, listener: connections.Listener)
             asked = decoders[name](await request.read())
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return _reply(Problem(f"{name}: {error}"), 400)
+        master = jobs.get(_name_of_job(request), begin=isinstance(asked, Join))
         if not limit.allows(_sender(master, asked, request.remote or "")):
             return _too_many()
         try:
@@ -283,33 +320,33 @@ def _make_post(master: Master, limit: RateLimit, listener: connections.Listener)
 
 
 async def serve(
-    master: Master,
+    jobs: Jobs,
     options: ServerOptions,
     on_ready: Callable[[str], None],
     *,
     end_with_job: bool = False,
 ) -> None:
-    """Serve a master until this is cancelled.
+    """Serve jobs until this is cancelled.
 
     Args:
-        master: The master.
-        options: How it can be reached.
-        on_ready: Is given its URL as soon as it listens.
-        end_with_job: Return when the job has ended and its agents have stopped sending.
+        jobs: The jobs.
+        options: How they can be reached.
+        on_ready: Is given the URL as soon as this listens.
+        end_with_job: Return when all jobs have ended and their agents have stopped sending.
 
     Raises:
-        NotLeadingError: If another master may have taken over.
+        NotLeadingError: If another server may have taken over.
     """
 
     def app(listener: connections.Listener) -> web.Application:
-        return make_app(master, options, listener)
+        return make_app(jobs, options, listener)
 
     try:
-        async with listening(app, options, master.close_connection) as port:
+        async with listening(app, options, jobs.close_connection) as port:
             on_ready(url_of(options, port))
-            await master.keep_time(end_with_job=end_with_job)
+            await jobs.keep_time(end_with_job=end_with_job)
     finally:
-        await master.close()
+        await jobs.close()
 
 
 def url_of(options: ServerOptions, port: int) -> str:
@@ -354,7 +391,7 @@ class ServerThread:
     """A master that serves in a thread of this process, for jobs of one machine.
 
     Args:
-        make: Makes the master; called in the thread.
+        make: Makes what it serves; called in the thread.
         options: How it can be reached.
 
     Attributes:
@@ -364,7 +401,7 @@ class ServerThread:
         OSError: If it cannot listen.
     """
 
-    def __init__(self, make: Callable[[], Master], options: ServerOptions) -> None:
+    def __init__(self, make: Callable[[], Jobs], options: ServerOptions) -> None:
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         listening: Future[str] = Future()
@@ -375,7 +412,7 @@ class ServerThread:
         self.url = listening.result()
 
     def _run(
-        self, make: Callable[[], Master], options: ServerOptions, listening: Future[str]
+        self, make: Callable[[], Jobs], options: ServerOptions, listening: Future[str]
     ) -> None:
         async def main() -> None:
             self._task = asyncio.current_task()

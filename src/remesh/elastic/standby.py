@@ -17,9 +17,9 @@ from pathlib import Path
 from aiohttp import web
 
 from remesh.elastic import connections
+from remesh.elastic.jobs import Jobs
 from remesh.elastic.lease import Leader, NotLeadingError
 from remesh.elastic.lease_files import LeaseFiles, take_over
-from remesh.elastic.master import Master
 from remesh.elastic.server import ServerOptions, listening, serve, stands_by, url_of
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class FileAuthority:
         self.check = files.check
 
 
-Make = Callable[[Path, FileAuthority], Master]
-"""Makes the master that serves, with its journals in a directory."""
+Make = Callable[[Path, FileAuthority], Jobs]
+"""Makes the jobs that are served, with their journals in a directory."""
 
 
 async def serve_in_turn(
@@ -51,7 +51,7 @@ async def serve_in_turn(
     *,
     make: Make,
     end_with_job: bool = False,
-) -> Master:
+) -> Jobs:
     """Stand by, and serve while this master leads, until this is cancelled.
 
     Args:
@@ -60,11 +60,11 @@ async def serve_in_turn(
         seconds: Silence of the leader after which another takes over.
         options: How it can be reached.
         on_ready: Is given its URL as soon as it listens, before it leads.
-        make: Makes the master.
-        end_with_job: Return when the job has ended and its agents have stopped sending.
+        make: Makes the jobs.
+        end_with_job: Return when all jobs have ended and their agents have stopped sending.
 
     Returns:
-        The master of a job that has ended.
+        The jobs, which have ended.
     """
     files = LeaseFiles(directory)
     leader = Leader(files, me, seconds)
@@ -77,12 +77,12 @@ async def serve_in_turn(
             async with _while_leading(leader):
                 try:
                     place = await asyncio.to_thread(take_over, directory, leader.term)
-                    master = make(place, authority)
-                    await serve(master, options, on_ready, end_with_job=end_with_job)
+                    jobs = make(place, authority)
+                    await serve(jobs, options, on_ready, end_with_job=end_with_job)
                 except NotLeadingError as error:
                     log.warning("%s; it stands by", error)
                 else:
-                    return master
+                    return jobs
     finally:
         await leader.release()
 

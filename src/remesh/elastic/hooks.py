@@ -1,0 +1,69 @@
+"""Commands of the user's that the master runs when it excludes a node.
+
+An exclusion is remembered by the job, and a scheduler does not hear of it: a command tells it. Each
+exclusion runs the command once, one after the other, and again after a restart of the master, which
+cannot know how far the command came: the command must not mind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+from remesh.elastic.job import Job
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""Time between two looks at the job."""
+
+
+def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
+    """Name and reason of the excluded nodes, by id and incarnation."""
+    if job.rendezvous is None:
+        return {}
+    names = {node_id: name for name, node_id in job.names.items()}
+    return {
+        (node_id, incarnation): (names.get(node_id, ""), reason)
+        for node_id, (incarnation, reason) in job.rendezvous.excluded.items()
+    }
+
+
+async def report_exclusions(current: Callable[[], Iterable[tuple[str, Job]]], command: str) -> None:
+    """Run a command for each node that a job excludes, until this is cancelled.
+
+    Args:
+        current: The jobs as they are now, with their names.
+        command: For the shell; finds the node in `REMESH_NODE`, its id in `REMESH_NODE_ID`, why in
+            `REMESH_REASON`, and the name of the job in `REMESH_JOB`.
+    """
+    told: set[tuple[str, int, str]] = set()
+    while True:
+        for job_name, job in current():
+            for (node_id, incarnation), (name, reason) in exclusions_of(job).items():
+                if (job_name, node_id, incarnation) in told:
+                    continue
+                told.add((job_name, node_id, incarnation))
+                what = {
+                    "REMESH_JOB": job_name,
+                    "REMESH_NODE": name,
+                    "REMESH_NODE_ID": str(node_id),
+                    "REMESH_REASON": reason,
+                }
+                await _run(command, what, name)
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _run(command: str, what: dict[str, str], name: str) -> None:
+    # What it prints must not be taken for the URL, which is on stdout.
+    process = await asyncio.create_subprocess_shell(
+        command, env=os.environ | what, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr
+    )
+    code = await process.wait()
+    if code:
+        log.error("the command for the excluded node %s ended with code %d", name, code)
+    else:
+        log.info("the command for the excluded node %s has run", name)

@@ -1,0 +1,134 @@
+"""One master with several jobs, which know nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from remesh.cli import cli
+from remesh.elastic.client import Client
+from remesh.elastic.job import Policy
+from remesh.elastic.jobs import Jobs, is_name, job_token
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import Master
+from remesh.elastic.protocol import PURPOSES, name_of
+from remesh.elastic.server import ServerOptions, ServerThread
+from remesh.errors import MasterError
+from tests.elastic.test_master import ask, join_all, speaker
+from tests.elastic.test_page import BROWSER, browse, text_of
+from tests.waiting import wait_until
+
+TOKEN = "the master's own"
+
+
+@contextmanager
+def start(directory: Path, *, token: str = TOKEN, on_excluded: str | None = None) -> Iterator[str]:
+    def make() -> Jobs:
+        def master(journal: Journal) -> Master:
+            return Master(Policy(heartbeat_timeout=600.0), journal)
+
+        jobs = Jobs.in_directory(directory, master)
+        jobs.on_excluded = on_excluded
+        return jobs
+
+    with ServerThread(make, ServerOptions(token=token)) as server:
+        yield server.url
+
+
+def first(url: str, job: str, token: str, **changes: Any) -> tuple[int, Any]:
+    """The first request of a node."""
+    body = {
+        "name": "host",
+        "node_id": None,
+        "incarnation": f"agent of {job}",
+        "address": "127.0.0.1",
+        "num_processes": 1,
+        "settings": {"min_nodes": 1, "max_nodes": 2},
+    }
+    return ask(f"{url}/jobs/{job}", "join", body | changes, token)
+
+
+def test_a_token_opens_its_own_job(tmp_path: Path) -> None:
+    mine = job_token(TOKEN, "a")
+    with start(tmp_path) as url:
+        assert first(url, "a", mine)[0] == 200
+        assert first(url, "b", mine)[0] == 401
+        assert ask(url, "jobs", token=mine, method="GET")[0] == 401
+
+
+@pytest.mark.parametrize("name", ["status", *(name_of(kind) for kind in PURPOSES)])
+def test_no_request_reaches_another_job(tmp_path: Path, name: str) -> None:
+    mine = job_token(TOKEN, "a")
+    with start(tmp_path) as url:
+        assert first(url, "b", TOKEN)[0] == 200
+        method = "GET" if name == "status" else "POST"
+        assert ask(f"{url}/jobs/b", name, {}, mine, method)[0] == 401
+        assert ask(f"{url}/jobs/a/../b", name, {}, mine, method)[0] != 200
+        assert ask(f"{url}/jobs/a%2f..%2fb", name, {}, mine, method)[0] != 200
+
+
+def test_jobs_do_not_see_each_other_and_outlive_the_master(tmp_path: Path) -> None:
+    with start(tmp_path) as url:
+        for job in "ab":
+            status, reply = first(url, job, TOKEN)
+            assert (status, reply["node_id"]) == (200, 0), "each counts from 0"
+        client = Client(f"{url}/jobs/a", token=job_token(TOKEN, "a"))
+        assert [node.name for node in client.status().nodes] == ["host"]
+        status, reply = ask(f"{url}/jobs/c", "status", token=TOKEN, method="GET")
+        assert (status, "begins when its first node joins" in reply["error"]) == (404, True)
+        client.close()
+    with start(tmp_path) as url:
+        status, listed = ask(url, "jobs", token=TOKEN, method="GET")
+        assert [(job["name"], job["phase"]) for job in listed] == [
+            ("a", "waiting"),
+            ("b", "waiting"),
+        ]
+        with pytest.raises(MasterError, match="add /jobs/NAME to its URL"):
+            Client(url, token=TOKEN).status()
+
+
+def test_names(tmp_path: Path) -> None:
+    assert is_name("llama-7b_2026.11")
+    for name in ("", ".", "..", "-a", "a/b", "a b", "é", "x" * 65):
+        assert not is_name(name)
+    with start(tmp_path) as url:
+        assert first(url, "..", TOKEN)[0] == 404
+        assert first(url, "x" * 65, TOKEN)[0] == 404
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_makes_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    done = CliRunner().invoke(cli, ["token", "a", "--token-file", str(file)])
+    assert done.stdout.strip() == job_token(TOKEN, "a")
+    assert CliRunner().invoke(cli, ["token", "a/b", "--token-file", str(file)]).exit_code == 2
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_lists_jobs(tmp_path: Path) -> None:
+    with start(tmp_path / "jobs", token="") as url:
+        first(url, "a", "")
+        document = browse(f"{url}/", tmp_path, "--dump-dom")
+        assert 'href="jobs/a/"' in document
+        assert "waiting" in text_of(document)
+        assert "restart budget" in text_of(browse(f"{url}/jobs/a", tmp_path, "--dump-dom"))
+
+
+def test_a_command_is_run_for_excluded_nodes(tmp_path: Path) -> None:
+    out = tmp_path / "told"
+    command = f'echo "$REMESH_JOB $REMESH_NODE $REMESH_NODE_ID $REMESH_REASON" >> {out}'
+    broken = {"rank": 2, "local_rank": 0, "exit_code": 201, "time": 1.0}
+    with start(tmp_path / "jobs", token="", on_excluded=command) as url:
+        job = f"{url}/jobs/a"
+        join_all(job, [0, 1])
+        failure = {"node_id": 1, "round": 1} | broken
+        assert ask(job, "failures", speaker(1, 1) | {"failures": [failure]})[0] == 200
+        wait_until(out.exists, "the command runs")
+        wait_until(lambda: out.read_text().endswith("\n"), "it has ended")
+    assert out.read_text().startswith("a host-1 1 ")
