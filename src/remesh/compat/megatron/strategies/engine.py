@@ -186,8 +186,8 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
         return True
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Load; each rank reads what it needs. Collective."""
-        return self._load(sharded_state_dict, checkpoint_dir, group=None, share_reads=False)
+        """Load; ranks read for each other where that is cheaper, see `remesh.load`. Collective."""
+        return self._load(sharded_state_dict, checkpoint_dir, group=None, share_reads=None)
 
     def load_together(self, sharded_state_dict: Any, checkpoint_dir: Any, group: Any) -> Any:
         """Load; the ranks of a group read what several of them need once. Collective over all.
@@ -203,7 +203,7 @@ class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
         return self._load(sharded_state_dict, checkpoint_dir, group=group, share_reads=True)
 
     def _load(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool | None
     ) -> Any:
         for leaf in nested_values(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):

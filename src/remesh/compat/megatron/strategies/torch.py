@@ -266,7 +266,7 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
         return self._loaded_metadata
 
     def _load(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *, group: Any, share_reads: bool | None
     ) -> Any:
         """As the class above, with errors that are torch's `CheckpointException` as well."""
         try:
