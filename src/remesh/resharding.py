@@ -10,8 +10,10 @@ fit is found on all ranks before a byte moves.
 Only then the paths part: what a rank has itself it copies, and the rest is sent from rank to rank
 through buffers of bounded size (`remesh.pipeline.from_memory`).
 
-Who pushes weights again and again keeps a `Resharder`. As for saves, ranks then compare
-fingerprints, and while the layouts are what they were, neither plans nor requests are exchanged.
+Who pushes weights again and again keeps a `Resharder`. As long as the tensors of both states are
+where they were, and all values of the source what they were, on all ranks, the ranks tell each
+other so and move the bytes: nothing is compared, planned or asked for. If only memory or values are
+new, they use plan and requests of the last time, as saves do, by fingerprints of the layouts.
 """
 
 from __future__ import annotations
@@ -23,16 +25,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from remesh import values
 from remesh._repr import short_repr
-from remesh.checkpoint.buffers import Buffers
+from remesh.checkpoint.buffers import Buffers, choose_buffers
 from remesh.checkpoint.comparing import RankReads
-from remesh.checkpoint.load_plan import LoadOptions
-from remesh.checkpoint.loading import OnRead, load_into
-from remesh.checkpoint.local import LocalTensors, exchange_of
+from remesh.checkpoint.documents import document_of
+from remesh.checkpoint.load_plan import LoadOptions, RankLoadPlan
+from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
+from remesh.checkpoint.local import (
+    LocalTensors,
+    describe_local,
+    exchange_of,
+    finish_device_work,
+    tensors_to_store,
+)
 from remesh.checkpoint.report import RestoreReport
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stored import StoredState
+from remesh.collector import collector_rests
 from remesh.events import OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
@@ -41,6 +53,8 @@ from remesh.formats.native_writer import build_index
 from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import MemoryTransfer, plan_between_memories
+from remesh.sharded import ArrayLike
+from remesh.state import Description
 from remesh.storage import MemoryStorage
 from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
@@ -73,6 +87,19 @@ class ReshardReport:
     seconds: float
 
     __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LastPush:
+    """A push that can be made again.
+
+    Attributes:
+        facts: What the plan depends on.
+        plan: What this rank gets.
+    """
+
+    facts: tuple[object, ...]
+    plan: RankLoadPlan
 
 
 def reshard(
@@ -138,7 +165,8 @@ class Resharder:
     """Brings a state over again and again: weights from trainers to those who serve them.
 
     It keeps the plan and the buffers. The states are looked at anew with each push, so what they
-    hold may change, layouts included; then there is a new plan.
+    hold may change, layouts included; then there is a new plan. Copies of a tensor that several
+    ranks hold are compared when there is a new one, and not with every push.
 
     Args:
         source_state: See `reshard`.
@@ -180,6 +208,7 @@ class Resharder:
         self._index: Index | None = None
         self._owners: list[int] = []
         self._transfers: list[tuple[bytes, MemoryTransfer]] = []
+        self._last: _LastPush | None = None
 
     def push(self) -> ReshardReport:
         """Bring the source over as it is now. Collective.
@@ -193,6 +222,73 @@ class Resharder:
             ExchangeError: If a rank died.
         """
         started = time.monotonic()
+        restored = self._push_again()
+        is_again = restored is not None
+        if restored is None:
+            restored, reused = self._push_planned()
+        _, transfer = self._transfers[-1]
+        seconds = time.monotonic() - started
+        return ReshardReport(
+            dataclasses.replace(restored, seconds=seconds),
+            transfer.plan.outgoing.num_bytes,
+            transfer.plan.incoming.num_bytes,
+            transfer.bytes_local,
+            transfer.group_bytes_sent,
+            transfer.buffer_bytes,
+            is_again or reused,
+            seconds,
+        )
+
+    def _push_again(self) -> RestoreReport | None:
+        """Move the bytes as in the last push; None if anything is not as it was. Collective."""
+        last = self._last
+        held: list[tuple[LocalTensors, Description]] = []
+
+        def look() -> bytes:
+            if last is None:
+                return b""
+            with collector_rests():
+                tensors, document = self._describe_source()
+                target = describe_local(self.target_state, last.plan.names)
+                if last.facts != _facts(tensors, document, target):
+                    return b""
+            held.append((tensors, target))
+            return b"y"
+
+        if not all(run_on_all(self._exchange, look)):
+            return None
+        assert last is not None
+        [(tensors, target)] = held
+        self._emit("save.described")
+        finish_device_work(tensors.memories)
+        if self._exchange.rank == 0:
+            self._emit("save.planned")
+        _, transfer = self._transfers[-1]
+
+        def read(reads: RankReads, on_read: OnRead) -> bool:
+            transfer.execute(self._exchange, tensors.memories, reads.destinations, on_read)
+            return False
+
+        plan = dataclasses.replace(last.plan, description=target)
+        self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
+        return restored
+
+    def _describe_source(self) -> tuple[LocalTensors, bytes]:
+        """The boxes that this rank holds, and all else that it knows."""
+        description = describe_local(self._source_state)
+        description.tensors = choose_buffers(
+            description.tensors, self._buffers, self._exchange.rank
+        )
+        tensors = tensors_to_store(description)
+        return tensors, document_of(description, tensors.aliases).encode()
+
+    def _push_planned(self) -> tuple[RestoreReport, bool]:
+        """Plan and move the bytes. Collective.
+
+        Returns:
+            The report, and whether plan and requests were those of the last time.
+        """
+        self._last = None
         stored, mine = self._agree_on_source()
         # What was compared, if anything, before what is filled.
         used: list[tuple[bytes, MemoryTransfer]] = []
@@ -203,29 +299,22 @@ class Resharder:
             transfer.execute(self._exchange, mine.tensors.memories, reads.destinations, on_read)
             return False
 
-        self.target_state, restored = load_into(
+        plan, compared = plan_into(
             self.target_state,
             stored,
             self._exchange,
             self._options,
             read=read,
             reserved=_layouts_of(mine.tensors),
-            emit=self._emit,
         )
+        # Described before they are filled, as the next push will find them.
+        facts = _facts(mine.tensors, mine.document, plan.description)
+        self.target_state, restored = fill_planned(plan, self._exchange, read, self._emit)
         reused = used[-1] in self._transfers
         self._transfers = used
-        _, transfer = used[-1]
-        seconds = time.monotonic() - started
-        return ReshardReport(
-            dataclasses.replace(restored, seconds=seconds),
-            transfer.plan.outgoing.num_bytes,
-            transfer.plan.incoming.num_bytes,
-            transfer.bytes_local,
-            transfer.group_bytes_sent,
-            transfer.buffer_bytes,
-            reused,
-            seconds,
-        )
+        if not compared and self._buffers != "mean":
+            self._last = _LastPush(facts, plan)
+        return restored, reused
 
     def _agree_on_source(self) -> tuple[StoredState, RankSavePlan]:
         """What the ranks hold, as if it were stored; this rank's part of it. Collective."""
@@ -250,11 +339,11 @@ class Resharder:
         else:
             index, document, self._owners = _share_index(exchange, mine)
             self._transfers = []
-        values = native.ValuesDocument.decode(document, "the source state")
-        if values.aliases != index.aliases:
-            index = dataclasses.replace(index, aliases=values.aliases)
+        found = native.ValuesDocument.decode(document, "the source state")
+        if found.aliases != index.aliases:
+            index = dataclasses.replace(index, aliases=found.aliases)
         self._index = index
-        return StoredState("the source state", index, values), mine
+        return StoredState("the source state", index, found), mine
 
     def _planned(
         self, number: int, reads: RankReads, tensors: LocalTensors
@@ -306,6 +395,50 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
         run_joined(exchange, say, unite), type=tuple[bytes, bytes, list[int]]
     )
     return Index.decode(encoded, "the source state"), document, owners
+
+
+def _facts(tensors: LocalTensors, document: bytes, target: Description) -> tuple[object, ...]:
+    """All that the plan of a push depends on, for this rank; compared, never sent.
+
+    Args:
+        tensors: What this rank holds of the source.
+        document: What else it knows.
+        target: What it wants.
+    """
+    boxes = tensors.boxes
+    return (
+        document,
+        boxes.tensors.names,
+        *(column.tobytes() for column in (boxes.tensors.dtypes, boxes.tensors.shapes)),
+        *(column.tobytes() for column in (boxes.tensor, boxes.offsets, boxes.extents)),
+        tensors.roles.tobytes(),
+        [_place_of(part) for part in tensors.parts],
+        [
+            (entry.name, entry.dtype, entry.global_shape, entry.alias_key)
+            for entry in target.tensors
+        ],
+        [
+            (part.box.offset, part.box.shape, _place_of(part.data))
+            for entry in target.tensors
+            for part in entry.parts
+        ],
+        list(target.values),
+        [values.encode(target.values[name]) for name in sorted(target.fixed)],
+        target.optional,
+        target.merged_lists,
+        target.dropped,
+        [element.unique_name for element in target.objects],
+    )
+
+
+def _place_of(array: ArrayLike) -> object:
+    """Where the elements of an array lie; equal to nothing if that is not known."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"], array.strides, array.shape, array.dtype
+    tensor: Any = array
+    if not hasattr(tensor, "data_ptr"):
+        return object()
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype, tensor.device
 
 
 def _layouts_of(tensors: LocalTensors) -> list[tuple[str, Layout]]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import remesh
+from remesh.checkpoint import loading
 from remesh.exchange import Exchange
 from remesh.pipeline import transfer
 from remesh.pipeline.shared_buffers import Offer, map_buffers
@@ -381,6 +382,48 @@ def test_weights_are_pushed_again_and_again() -> None:
         assert reports[3].bytes_sent == 0, "each has a copy"
         assert reports[3].bytes_local == 2_400_000
         assert reports[3].buffer_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["nothing", "target", "source", "value", "layout"])
+def test_a_push_sees_what_changed_on_one_rank(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned while nothing changes but elements; all else counts on any rank."""
+    first = np.arange(24.0).reshape(4, 6)
+    planned: list[int] = []
+    plan = loading.plan_into
+
+    def noted(*args: Any, **options: Any) -> Any:
+        planned.append(1)
+        return plan(*args, **options)
+
+    monkeypatch.setattr("remesh.resharding.plan_into", noted)
+
+    def run(exchange: Exchange) -> None:
+        rank = exchange.rank
+        source = {**grid("rows", rank, first), "step": 0}
+        target = {**grid("columns", rank, first * 0), "step": -1}
+        pushing = remesh.Resharder(source, target, group=exchange)
+        pushing.push()
+        pushing.push()
+        values, after = first + 1, "columns"
+        source["a"].parts[0].data[...] += 1
+        match change if rank == 1 else "nothing":
+            case "target":
+                target.update(grid("columns", rank, first * 0))
+            case "source":
+                source.update(grid("rows", rank, values))
+            case "layout":
+                target.update(grid("rows", rank, first * 0))
+                after = "rows"
+        if change == "value":
+            source["step"] = 5
+        report = pushing.push()
+        assert report.plan_reused == (change != "layout")
+        assert target["step"] == source["step"]
+        expected = grid(after, rank, values)["a"].parts[0].data
+        np.testing.assert_array_equal(target["a"].parts[0].data, expected)
+
+    run_ranks(2, run)
+    assert len(planned) == 2 * (1 if change == "nothing" else 2)
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)

@@ -211,8 +211,28 @@ def load_into(
     Returns:
         The state, and this rank's report, without the time that the load took.
     """
+    plan, _ = plan_into(state, stored, exchange, options, read=read, reserved=reserved)
+    return fill_planned(plan, exchange, read, emit)
+
+
+def plan_into(
+    state: Any,
+    stored: StoredState,
+    exchange: Exchange,
+    options: LoadOptions,
+    *,
+    read: Read,
+    reserved: Sequence[tuple[str, Layout]] = (),
+) -> tuple[RankLoadPlan, bool]:
+    """Step 2 of a load. Collective; arguments are those of `load_into`.
+
+    Returns:
+        The plan of this rank, and whether what is stored was compared for it on any rank, so that
+        it holds for these bytes alone.
+    """
     plan, replies = _match_on_all(state, stored, exchange, options, reserved)
-    if any(compares for compares, _ in replies):
+    compares = any(compares for compares, _ in replies)
+    if compares:
         run_on_all(exchange, lambda: _compare(plan, read))
     asked = _asked_by_any(stored, [asked for _, asked in replies])
     unexpected = _unexpected_names(stored, asked)
@@ -229,8 +249,7 @@ def load_into(
     )
     if exchange.rank == 0:
         _warn(report, stored.url, has_tensors=bool(asked[: len(list(stored.index))].any()))
-    emit("load.planned", plan.filling.num_bytes)
-    return _finish(plan, report, exchange, read, emit)
+    return dataclasses.replace(plan, report=report), compares
 
 
 def _match_on_all(
@@ -290,10 +309,11 @@ def _compare(plan: RankLoadPlan, read: Read) -> bytes:
     return b""
 
 
-def _finish(
-    plan: RankLoadPlan, report: RestoreReport, exchange: Exchange, read: Read, emit: Emit
+def fill_planned(
+    plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit
 ) -> tuple[Any, RestoreReport]:
-    """Fill the tensors of the state and put everything else back. Collective."""
+    """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective."""
+    emit("load.planned", plan.filling.num_bytes)
     sizes: list[int] = []
     shared, result = False, None
 
@@ -327,7 +347,7 @@ def _finish(
     totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
     emit("load.done")
     return result, dataclasses.replace(
-        report,
+        plan.report,
         bytes_read=sum(sizes),
         num_reads=len(sizes),
         reads_shared=shared,

@@ -136,6 +136,7 @@ class RankSavePlan:
         save_id: Names the save.
         stream: What this rank writes.
         tensors: The boxes that this rank holds, copies included.
+        document: What else it knows, encoded.
         global_plan: On rank 0, what it knows of all ranks.
         files: All files of this rank, if files may be kept.
         kept: What it says of those that did not change, which are there already.
@@ -145,6 +146,7 @@ class RankSavePlan:
     save_id: str
     stream: RankStream
     tensors: LocalTensors
+    document: bytes
     global_plan: GlobalSavePlan | None
     files: tuple[OwnFile, ...] = ()
     kept: tuple[Part, ...] = ()
@@ -490,7 +492,7 @@ class _Rank:
             self.tensors.boxes, rows, self.exchange.rank, save_id, assignment.grid
         )
         stream = lay_out(frames, self.tensors)
-        return RankSavePlan(save_id, stream, self.tensors, self.global_plan)
+        return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
 
     def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:
         """Lay out my files, keeping those that did not change."""
@@ -507,7 +509,14 @@ class _Rank:
             [file.frame for file in left], tensors, [file.numbers for file in left], CHUNK_SIZE
         )
         return RankSavePlan(
-            save_id, stream, tensors, self.global_plan, tuple(files), tuple(kept), history
+            save_id,
+            stream,
+            tensors,
+            self.document,
+            self.global_plan,
+            tuple(files),
+            tuple(kept),
+            history,
         )
 
 
