@@ -17,7 +17,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # that it imports, and each worker all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-slow test-nightly test-all stress check docs format bench clean
+.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs format bench clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,12 +29,13 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --constraint constraints.txt --editable '.[torch]'
 	@touch $@
 
-# constraints.txt names everything that the dev extra needs, pip included: nothing has to be resolved,
-# which would take longer than the installation.
+# constraints.txt names everything that the dev extra needs, pip included, but what torch needs of an
+# accelerator: so there is next to nothing to resolve, which takes longer than the installation.
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --constraint constraints.txt --upgrade pip
 	$(INSTALL) --no-deps --requirement constraints.txt
 	$(INSTALL) --no-deps --editable .
+	$(INSTALL) --requirement constraints.txt
 	$(BIN)/pip check
 	@# Compiled here once, and not by every worker of the tests at the same time.
 	@$(BIN)/python -c 'import torch._dynamo, torch.distributed.run'
@@ -54,6 +55,12 @@ test-nightly: test  ## Run the long forms of tests, and print what they covered
 
 test-all: MARKS = not nightly
 test-all: test  ## Run the tests with those marked slow
+
+# The newest Python that is claimed; the oldest torch that is claimed is that of constraints.txt.
+NEWEST ?= python3.13
+
+test-newest:  ## Run the tests on the newest Python, in an environment of its own
+	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
 
 # How often TESTS run.
 ROUNDS ?= 10
@@ -89,5 +96,5 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.kubernetes
 
 clean:  ## Remove what the commands above made
-	rm -rf $(VENV) demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks docs examples src tests -name __pycache__ -prune -exec rm -rf {} +
