@@ -145,10 +145,47 @@ def test_latest_that_names_nothing(tmp_path: Path) -> None:
         remesh.Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["layer_0_expert_1_mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"]
-)
-def test_experts_and_pipeline_stages_are_refused(name: str, tmp_path: Path) -> None:
-    shutil.copy(next(copied("zero1", tmp_path).glob("*model_states.pt")), tmp_path / name)
+@pytest.mark.parametrize("name", ["pipe0", "pipe1", "moe0", "moe2"])
+def test_pipeline_stages_and_experts(name: str) -> None:
+    found = remesh.Checkpoint(DATA / name)
+    expected = torch.load(DATA / "parallel.pt")[name]
+    assert len(expected) == {"pipe0": 4, "pipe1": 12}.get(name, 13)
+    for key, tensor in expected.items():
+        parameter, _, kind = key.partition("/")
+        stored = f"optimizer.state.{parameter}.{kind}" if kind else f"model.{parameter}"
+        assert torch.equal(found[stored], tensor), stored
+    weights = {key for key in expected if "/" not in key}
+    assert {n.removeprefix("model.") for n in found if n.startswith("model.")} == weights
+    assert found.values["epoch"] == 1
+    groups = [names for key, names in found.lists.items() if key.endswith("params")]
+    if name in {"pipe1", "moe2"}:
+        assert {one for names in groups for one in names} == weights
+        assert all(float(found[f"optimizer.state.{one}.step"]) == 2 for one in weights)
+    else:
+        rank = "mp_rank_01" if name == "pipe0" else "expp_rank_1"
+        assert f"{rank}.optimizer.state.0.exp_avg" in found
+
+
+def test_moments_of_experts() -> None:
+    """Each rank has those of its experts, flattened."""
+    found = remesh.Checkpoint(DATA / "moe2")
+    prefix = "optimizer.state.moe.deepspeed_moe.experts.deepspeed_experts."
+    for rank in range(2):
+        (file,) = folder("moe2").glob(f"zero_pp_rank_{rank}_*")
+        first = remesh.Checkpoint(file).index
+        flat = "optimizer_state_dict.base_optimizer_state.state.1.exp_avg"
+        assert first[flat].shape == (84,)
+        own = [
+            found[f"{prefix}{2 * rank + local}.{name}.exp_avg"].flatten()
+            for local in range(2)
+            for name in ("weight", "bias")
+        ]
+        assert torch.equal(torch.cat(own), remesh.Checkpoint(file)[flat])
+
+
+def test_stages_that_are_cut_by_tensor_parallelism_are_refused(tmp_path: Path) -> None:
+    layer = copied("pipe0", tmp_path) / "layer_00-model_states.pt"
+    for number in range(2):
+        shutil.copy(layer, tmp_path / f"layer_00-model_{number:02d}-model_states.pt")
     with pytest.raises(FormatVersionError, match="universal"):
         remesh.Checkpoint(tmp_path)

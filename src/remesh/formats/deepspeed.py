@@ -7,6 +7,8 @@
     global_step10/zero_pp_rank_1_mp_rank_00_optim_states.pt   what data-parallel rank 1 holds of
     global_step10/bf16_zero_pp_rank_...                       the optimizer
     global_step10/zero_pp_rank_1_mp_rank_00_model_states.pt   ZeRO 3: a module file for each rank
+    global_step10/layer_00-model_states.pt                    pipelines: the weights of a layer
+    global_step10/layer_0_expert_1_mp_rank_00_model_states.pt the weights of an expert
     global_step10_universal/zero/<parameter>/fp32.pt, exp_avg.pt, ..., step.pt
 
 All files are archives of torch.save. With ZeRO the trained parameters are not read from the module
@@ -21,6 +23,12 @@ State of the optimizer in one dim is flattened and cut alike; state without dims
 belongs to all parameters of a group. What is found has the names of the state `{"model": model,
 "optimizer": optimizer}`; all other entries keep theirs.
 
+Pipeline stages have a file for each layer, `layer_00-model_states.pt`, and a number of their own in
+place of the tensor-parallel rank; they are joined. Experts have files of their own, and with ZeRO 1
+and 2 their groups are cut over the ranks that hold them. Without ZeRO, optimizers of stages and of
+expert-parallel ranks number their parameters, each from 0, so they have names of their own:
+`mp_rank_01.optimizer`, `expp_rank_1.optimizer`.
+
 Tensor-parallel ranks (`mp_rank_01`) are not joined: no file says along which dim each parameter was
 cut. Names then begin with `mp_rank_00` and so on. A universal checkpoint has joined them.
 
@@ -33,7 +41,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,18 +49,29 @@ import numpy as np
 
 from remesh._repr import shown
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from remesh.formats.archive import Archive
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.formats.decoding import EncodedFile, fill_codec
-from remesh.formats.flat_parts import FlatPart, add_flat_parts
+from remesh.formats.deepspeed_files import (
+    NOT_READ,
+    Cut,
+    RankFile,
+    Shard,
+    cut_group,
+    cut_parameters,
+    holders_of,
+    mapping,
+    param_shapes,
+    sequence,
+    shape_of,
+)
+from remesh.formats.flat_parts import add_flat_parts
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.formats.torch_file import open_archive
 from remesh.geometry import Box
 from remesh.state import Path, name_of
 from remesh.storage import Storage
-from remesh.values import UnresolvedValue
 
 NAME = "deepspeed"
 LOOKS_FOR = "mp_rank_XX_model_states.pt, zero_pp_rank_* or zero/*/fp32.pt, or latest (DeepSpeed)"
@@ -67,8 +86,15 @@ _OPTIM = re.compile(
 )
 _UNIVERSAL = re.compile(r"zero/(?P<parameter>[^/]+)/(?P<key>[A-Za-z_][A-Za-z0-9_]*)\.pt")
 _UNIVERSAL_GROUPS = "zero/optimizer_state.pt"
-_EXPERTS = re.compile(r"(?:layer_[0-9]+_)?expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt")
-_PIPELINE = re.compile(r"layer_[0-9]+-model_.*model_states\.pt")
+_EXPERTS = re.compile(
+    r"(?:layer_[0-9]{1,6}_)?expert_[0-9]{1,6}_mp_rank_(?P<mp>[0-9]{2,6})_model_states\.pt"
+)
+_EXPERT_OPTIM = re.compile(
+    r"expp_rank_(?P<ep>[0-9]{1,6})_mp_rank_(?P<mp>[0-9]{2,6})_optim_states\.pt"
+)
+_LAYER = re.compile(
+    r"layer_(?P<number>[0-9]{1,6})-(?:model_(?P<model>[0-9]{1,6})-)?model_states\.pt"
+)
 
 _CONSUMED = frozenset({
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -107,13 +133,6 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
     """
     base = _folder(storage, files)
     names = [path.removeprefix(base) for path in files if path.startswith(base)]
-    for pattern, what in ((_EXPERTS, "experts"), (_PIPELINE, "pipeline stages")):
-        odd = next(filter(pattern.fullmatch, names), None)
-        if odd is not None:
-            raise FormatVersionError(
-                f"{storage.url}/{base}{odd}: files of {what} are not read; make a universal "
-                "checkpoint of it with DeepSpeed's ds_to_universal.py and read that"
-            )
     reader = _Reader(IndexBuilder(storage, files), base, allow)
     if any(map(_UNIVERSAL.fullmatch, names)):
         reader.read_universal(names)
@@ -139,130 +158,19 @@ def _folder(storage: Storage, files: Listing) -> str:
     raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file with a dict in it."""
-
-    path: str
-    archive: Archive
-    content: Mapping[Any, Any]
-
-    @property
-    def where(self) -> str:
-        return self.archive.where
-
-    def part(self, value: object, what: str) -> FlatPart:
-        """The elements of a tensor in one dim.
-
-        Raises:
-            CorruptCheckpointError: If the value is no such tensor.
-        """
-        if not isinstance(value, ArchivedTensor) or len(value.shape) != 1:
-            raise damaged(self.where, f"{what} is no tensor in one dim")
-        if value.strides != (1,) and value.shape[0] > 1:
-            raise damaged(self.where, f"{what} does not lie without gaps")
-        return FlatPart(self.path, self.archive.position(value), value.shape[0], value.dtype)
-
-
-def _mapping(value: object, where: str, what: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise damaged(where, f"{what} is {shown(value)}, which is no dict")
-    return value
-
-
-def _sequence(value: object, where: str, what: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise damaged(where, f"{what} is {shown(value)}, which is no list")
-    return value
-
-
-def _shape_of(value: object, where: str) -> tuple[int, ...]:
-    # Pickled shapes are of a class of torch, which may not be there.
-    numbers = value.payload if isinstance(value, UnresolvedValue) else value
-    return integers(numbers, where, "the shape of a parameter")
-
-
-def _param_shapes(file: _File) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each group, in the order in which they lie flattened."""
-    found = file.content.get("param_shapes")
-    if found is None:
-        return []
-    # Early versions have one dict of all groups.
-    groups = [found] if isinstance(found, Mapping) else _sequence(found, file.where, "param_shapes")
-    return [
-        {
-            check_name(name, file.where): _shape_of(shape, f"{file.where}: {name!s:.200}")
-            for name, shape in _mapping(group, file.where, "param_shapes").items()
-        }
-        for group in groups
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What a rank holds of the optimizer.
+class _Stage:
+    """A pipeline stage; by default the only one.
 
     Attributes:
-        file: Its file.
-        weights: The flattened float32 parameters of each group.
-        state: The state of each group, by key.
-        groups: The options of each group of the optimizer; none if they are not stored.
-        paddings: Elements behind each parameter of each group; empty if there are none.
-        cuts_parameters: Whether each parameter was cut, as ZeRO 3 does it, and not each group.
+        number: Its number in the names of files; empty for the only one.
+        is_first: Whether it is the first one.
+        is_last: Whether it is the last one.
     """
 
-    file: _File
-    weights: Sequence[Any]
-    state: Sequence[Mapping[Any, Any]]
-    groups: Sequence[Any]
-    paddings: Sequence[Any]
-    cuts_parameters: bool
-
-    @classmethod
-    def of(cls, file: _File) -> _Shard:
-        """What a file says.
-
-        Raises:
-            CorruptCheckpointError: If it says something else.
-            FormatVersionError: If groups are cut over different ranks.
-        """
-        where = file.where
-        content = _mapping(file.content.get("optimizer_state_dict"), where, "optimizer_state_dict")
-        if content.get("ds_zero_partition_groups"):
-            raise FormatVersionError(
-                f"{where}: experts are cut over other ranks than the rest, which is not read; make "
-                "a universal checkpoint of it with DeepSpeed's ds_to_universal.py and read that"
-            )
-        cuts_parameters = "fp32_flat_groups" in content
-        key = "fp32_flat_groups" if cuts_parameters else "single_partition_of_fp32_groups"
-        weights = _sequence(content.get(key), where, key)
-        paddings = _sequence(content.get("param_alignment_paddings") or [], where, "paddings")
-        base = content.get("optimizer_state_dict" if cuts_parameters else "base_optimizer_state")
-        if isinstance(base, list | tuple):  # elastic checkpoints: the state of each group alone
-            state = [_mapping(one, where, "the state of a group") for one in base]
-            return cls(file, weights, state, [], paddings, cuts_parameters)
-        base = _mapping(base, where, "the state of the optimizer")
-        stored = _mapping(base.get("state"), where, "the state of the optimizer")
-        state = [
-            _mapping(stored.get(number, {}), where, "the state of a group")
-            for number in range(len(weights))
-        ]
-        groups = _sequence(base.get("param_groups"), where, "param_groups")
-        return cls(file, weights, state, groups, paddings, cuts_parameters)
-
-
-_Cut = Callable[[Mapping[str, tuple[int, ...]], Sequence[FlatPart], str], dict[str, list[FlatPart]]]
-"""Shapes of a group's parameters, what each rank holds of the group and a file → their parts."""
-
-
-# ---------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------
+    number: str = ""
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(slots=True)
@@ -283,11 +191,11 @@ class _Reader:
     prefix: Path = ()
     groups: list[list[str]] = field(default_factory=list)
 
-    def open(self, name: str) -> _File:
+    def open(self, name: str) -> RankFile:
         """Open a file with a dict in it."""
         path = self.base + name
         archive = open_archive(self.builder.storage, path, self.builder.listing, allow=self.allow)
-        return _File(path, archive, _mapping(archive.value(), archive.where, "its content"))
+        return RankFile(path, archive, mapping(archive.value(), archive.where, "its content"))
 
     # -- by rank ------------------------------------------------------------------------------
 
@@ -304,95 +212,152 @@ class _Reader:
                 match = pattern.fullmatch(name)
                 if match is not None:
                     found.setdefault(match["mp"], {})[int(match["dp"] or 0)] = name
+        where = f"{self.builder.storage.url}/{self.base}"
         if models.keys() < optims.keys():
-            raise damaged(self.builder.storage.url + f"/{self.base}", "has no *_model_states.pt")
-        for number in sorted(models):
-            if len(models) > 1:
+            raise damaged(where, "has no *_model_states.pt")
+        layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
+        if len({match["model"] for match in layers}) > 1:
+            raise FormatVersionError(f"{where}: {NOT_READ}")
+        ranks = sorted(models)
+        for number in ranks:
+            stage = _Stage()
+            if len(ranks) > 1 and layers:
+                stage = _Stage(number, number == ranks[0], number == ranks[-1])
+            elif len(ranks) > 1:
                 self.prefix = (f"mp_rank_{number}",)
-            self._read_rank(models[number], optims.get(number, {}))
+            self._read_rank(models[number], optims.get(number, {}), stage)
+        for match in layers:
+            file = self.open(match.string)
+            self._add_weights(file, f"{int(match['number'])}.")
+        for match in filter(None, map(_EXPERTS.fullmatch, names)):
+            self.prefix = (f"mp_rank_{match['mp']}",) if len(models) > 1 else ()
+            self._add_weights(self.open(match.string), "")
+        for match in filter(None, map(_EXPERT_OPTIM.fullmatch, names)):
+            self.prefix = (f"mp_rank_{match['mp']}",) if len(models) > 1 else ()
+            file = self.open(match.string)
+            tree = (f"expp_rank_{match['ep']}", "optimizer")
+            self._add_tree(tree, file.content.get("optimizer"), file)
 
-    def _read_rank(self, models: Mapping[int, str], optims: Mapping[int, str]) -> None:
-        """Read the files of the data-parallel ranks of a tensor-parallel one."""
+    def _read_rank(
+        self, models: Mapping[int, str], optims: Mapping[int, str], stage: _Stage
+    ) -> None:
+        """Read the files of the data-parallel ranks of a tensor-parallel rank or pipeline stage."""
         files = [self.open(name) for _, name in sorted(models.items())]
         first = files[0]
         if not optims:
             self._add_tree(("model",), first.content.get("module"), first)
-            self._add_tree(("optimizer",), first.content.get("optimizer"), first)
+            # Without ZeRO its parameters have numbers, and those of each stage begin at 0.
+            place = (f"mp_rank_{stage.number}",) if stage.number else ()
+            self._add_tree((*place, "optimizer"), first.content.get("optimizer"), first)
         else:
-            shards = [_Shard.of(self.open(name)) for _, name in sorted(optims.items())]
+            shards = [Shard.of(self.open(name)) for _, name in sorted(optims.items())]
             self._check_ranks(optims, shards)
-            self._read_parameters(_param_shapes(first), shards)
-            self._add_groups(shards[0].groups, shards[0].file)
+            self._read_parameters(param_shapes(first), shards, stage)
+            if stage.is_last:
+                self._add_groups(shards[0].groups, shards[0].file)
             self._add_frozen(files)
             self._add_rest_of_module(first)
-        self._add_others(first)
+        if stage.is_first:
+            self._add_others(first)
 
-    def _check_ranks(self, names: Mapping[int, str], shards: Sequence[_Shard]) -> None:
+    def _add_weights(self, file: RankFile, prefix: str) -> None:
+        """Add the weights of a layer or expert, except those that the optimizer has in float32."""
+        for name, value in file.content.items():
+            place = self._at("model", prefix + check_name(name, file.where))
+            if isinstance(value, ArchivedTensor) and not self._has(name_of(place)):
+                self._add_leaf(place, value, file)
+
+    def _check_ranks(self, names: Mapping[int, str], shards: Sequence[Shard]) -> None:
         """Check that there is a file for each rank."""
-        optimizer = shards[0].file.content["optimizer_state_dict"]
-        count = optimizer.get("partition_count")
-        counts = [one for one in (count if isinstance(count, list) else [count]) if one]
-        wanted = {one for one in counts if isinstance(one, int)} or {len(names)}
-        if wanted != {len(names)} or sorted(names) != list(range(len(names))):
+        wanted = max(shards[0].counts, default=len(names))
+        if wanted != len(names) or sorted(names) != list(range(len(names))):
             raise damaged(
                 f"{self.builder.storage.url}/{self.base}",
                 f"has optimizer files of the ranks {shown(sorted(names))}, and was saved by "
-                f"{max(wanted)}: some are missing",
+                f"{wanted}: some are missing",
             )
 
     def _read_parameters(
-        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], shards: Sequence[_Shard]
+        self,
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+        shards: Sequence[Shard],
+        stage: _Stage,
     ) -> None:
         """Add the parameters of all groups and their state."""
         where = shards[0].file.where
         if any(len(shard.weights) != len(shapes) for shard in shards):
             raise damaged(where, f"has other groups than the {len(shapes)} of the module's file")
-        self.groups = [list(group) for group in shapes]
+        if stage.is_first:
+            self.groups = [[] for _ in shapes]
+        elif len(self.groups) != len(shapes):
+            raise FormatVersionError(f"{where}: {NOT_READ}")
         for number, group in enumerate(shapes):
-            cut = self._cut_of(shards[0], number, len(group))
-            weights = [
-                shard.file.part(shard.weights[number], "a group of parameters") for shard in shards
+            for names, holders in holders_of(group, number, shards):
+                self._read_group(group, number, names, holders)
+
+    def _read_group(
+        self,
+        group: Mapping[str, tuple[int, ...]],
+        number: int,
+        names: Mapping[str, str],
+        shards: Sequence[Shard],
+    ) -> None:
+        """Add the parameters of a group and their state, under new names, from some ranks."""
+        where = shards[0].file.where
+        # Each of the pipeline stages that a parameter ties has it.
+        added = {
+            name: new
+            for name, new in names.items()
+            if not self._has(name_of(self._at("model", new)))
+        }
+        self.groups[number] += added.values()
+        cut = self._cut_of(shards[0], number, len(group))
+        weights = [
+            shard.file.part(shard.weights[number], "a group of parameters") for shard in shards
+        ]
+        for name, parts in cut(group, weights, where).items():
+            if name in added:
+                at = self._at("model", added[name])
+                add_flat_parts(self.builder, at, group[name], parts)
+        for key, value in shards[0].state[number].items():
+            check_name(key, where)
+            if not (isinstance(value, ArchivedTensor) and len(value.shape) == 1):
+                self._add_common(added.values(), key, value, shards[0].file)
+                continue
+            flat = [
+                shard.file.part(shard.state[number].get(key), f"{key} of a group")
+                for shard in shards
             ]
-            for name, parts in cut(group, weights, where).items():
-                add_flat_parts(self.builder, self._at("model", name), group[name], parts)
-            for key, value in shards[0].state[number].items():
-                check_name(key, where)
-                if not (isinstance(value, ArchivedTensor) and len(value.shape) == 1):
-                    self._add_common(group, key, value, shards[0].file)
-                    continue
-                flat = [
-                    shard.file.part(shard.state[number].get(key), f"{key} of a group")
-                    for shard in shards
-                ]
-                for name, parts in cut(group, flat, where).items():
-                    at = self._at("optimizer", "state", name, key)
+            for name, parts in cut(group, flat, where).items():
+                if name in added:
+                    at = self._at("optimizer", "state", added[name], key)
                     add_flat_parts(self.builder, at, group[name], parts)
 
-    def _cut_of(self, shard: _Shard, number: int, num_parameters: int) -> _Cut:
+    def _cut_of(self, shard: Shard, number: int, num_parameters: int) -> Cut:
         """How the parameters of a group are cut.
 
         Raises:
             CorruptCheckpointError: If there is not one padding for each of them.
         """
         if shard.cuts_parameters:
-            return _cut_parameters
+            return cut_parameters
         if not shard.paddings:
-            return functools.partial(_cut_group, paddings=(0,) * num_parameters)
+            return functools.partial(cut_group, paddings=(0,) * num_parameters)
         found = shard.paddings[number] if number < len(shard.paddings) else None
         where = shard.file.where
         paddings = [
-            integers((one,), where, "a padding")[0] for one in _sequence(found, where, "paddings")
+            integers((one,), where, "a padding")[0] for one in sequence(found, where, "paddings")
         ]
         if len(paddings) != num_parameters:
             raise damaged(where, f"{len(paddings)} paddings of {num_parameters} parameters")
-        return functools.partial(_cut_group, paddings=paddings)
+        return functools.partial(cut_group, paddings=paddings)
 
-    def _add_common(self, group: Iterable[str], key: str, value: object, file: _File) -> None:
+    def _add_common(self, group: Iterable[str], key: str, value: object, file: RankFile) -> None:
         """Add what is the same for all parameters of a group."""
         for name in group:
             self._add_leaf(self._at("optimizer", "state", name, key), value, file)
 
-    def _add_leaf(self, place: Path, value: object, file: _File) -> None:
+    def _add_leaf(self, place: Path, value: object, file: RankFile) -> None:
         is_step = place[-1] == "step" and "state" in place and type(value) in {int, float}
         if isinstance(value, ArchivedTensor):
             self.builder.add_archived(name_of(place), value, file.archive, file.path)
@@ -410,14 +375,14 @@ class _Reader:
         row = self.builder.add_tensor(name, "float32", ())
         self.builder.add_piece(row, Box((), ()), self.builder.add_encoded(file), 0)
 
-    def _add_groups(self, groups: Sequence[Any], file: _File) -> None:
+    def _add_groups(self, groups: Sequence[Any], file: RankFile) -> None:
         """Add the options of the groups, and the steps that are counted there."""
         first = 0
         for number, group in enumerate(groups):
-            options = _mapping(group, file.where, "a group of param_groups")
+            options = mapping(group, file.where, "a group of param_groups")
             flat = options.get("params")
             # ZeRO 3 cuts a group into several; `params` numbers them.
-            length = len(_sequence(flat, file.where, "params")) if flat is not None else 1
+            length = len(sequence(flat, file.where, "params")) if flat is not None else 1
             own = [name for some in self.groups[first : first + length] for name in some]
             first += length
             place = self._at("optimizer", "param_groups", number)
@@ -436,14 +401,14 @@ class _Reader:
         if groups:
             self.builder.set_sequences({self._at("optimizer", "param_groups"): "list"})
 
-    def _add_frozen(self, files: Sequence[_File]) -> None:
+    def _add_frozen(self, files: Sequence[RankFile]) -> None:
         """Add the parameters that are not trained; with ZeRO 3 each rank has a part of each."""
         first = files[0]
         stored = first.content.get("frozen_param_shapes")
-        for name, value in _mapping(stored or {}, first.where, "frozen_param_shapes").items():
-            shape = _shape_of(value, f"{first.where}: {name!s:.200}")
+        for name, value in mapping(stored or {}, first.where, "frozen_param_shapes").items():
+            shape = shape_of(value, f"{first.where}: {name!s:.200}")
             fragments = [
-                _mapping(
+                mapping(
                     file.content.get("frozen_param_fragments") or {},
                     file.where,
                     "frozen parameters",
@@ -457,17 +422,17 @@ class _Reader:
                 weights = [
                     file.part(part, name) for file, part in zip(files, fragments, strict=True)
                 ]
-                cut = _cut_parameters({name: shape}, weights, first.where)
+                cut = cut_parameters({name: shape}, weights, first.where)
                 add_flat_parts(self.builder, place, shape, cut[name])
 
-    def _add_rest_of_module(self, file: _File) -> None:
+    def _add_rest_of_module(self, file: RankFile) -> None:
         """Add buffers, and the further names of tied parameters."""
         module = file.content.get("module")
-        tensors = _mapping({} if module is None else module, file.where, "module")
-        for name in _sequence(file.content.get("buffer_names") or [], file.where, "buffer_names"):
+        tensors = mapping({} if module is None else module, file.where, "module")
+        for name in sequence(file.content.get("buffer_names") or [], file.where, "buffer_names"):
             if isinstance(tensors.get(name), ArchivedTensor):
                 self._add_leaf(self._at("model", check_name(name, file.where)), tensors[name], file)
-        shared = _mapping(file.content.get("shared_params") or {}, file.where, "shared_params")
+        shared = mapping(file.content.get("shared_params") or {}, file.where, "shared_params")
         for alias, name in shared.items():
             place = self._at("model", check_name(alias, file.where))
             of = name_of(self._at("model", check_name(name, file.where)))
@@ -475,13 +440,13 @@ class _Reader:
                 self.builder.add_alias(name_of(place), of)
                 self.builder.set_path(name_of(place), place)
 
-    def _add_others(self, file: _File) -> None:
+    def _add_others(self, file: RankFile) -> None:
         """Add what the engine and the script stored beside module and optimizer."""
         for key, value in file.content.items():
             if key not in _CONSUMED:
                 self._add_tree((key if isinstance(key, str) else repr(key),), value, file)
 
-    def _add_tree(self, path: Path, root: object, file: _File) -> None:
+    def _add_tree(self, path: Path, root: object, file: RankFile) -> None:
         if root is not None:
             self.builder.add_tree((*self.prefix, *path), root, file.archive, file.path)
 
@@ -501,7 +466,7 @@ class _Reader:
         """
         models = sorted(filter(_MODEL.fullmatch, names))
         files = [self.open(name) for name in models]
-        by_group = _param_shapes(files[0]) if files else []
+        by_group = param_shapes(files[0]) if files else []
         shapes = {name: shape for group in by_group for name, shape in group.items()}
         for name in names:
             found = _UNIVERSAL.fullmatch(name)
@@ -511,20 +476,20 @@ class _Reader:
         if _UNIVERSAL_GROUPS in names:
             file = self.open(_UNIVERSAL_GROUPS)
             groups = file.content.get("param_groups") or []
-            self._add_groups(_sequence(groups, file.where, "param_groups"), file)
+            self._add_groups(sequence(groups, file.where, "param_groups"), file)
             self._add_common_state(file)
         if files:
             self._add_frozen(files)
             self._add_rest_of_module(files[0])
             self._add_others(files[0])
 
-    def _add_common_state(self, file: _File) -> None:
+    def _add_common_state(self, file: RankFile) -> None:
         """Add what all parameters of a group share, such as steps, where ZeRO 3 has left it."""
         optimizer = file.content.get("optimizer_state_dict") or {}
-        stored = _mapping(optimizer, file.where, "optimizer_state_dict").get("state") or {}
-        state = _mapping(stored, file.where, "the state of the optimizer")
+        stored = mapping(optimizer, file.where, "optimizer_state_dict").get("state") or {}
+        state = mapping(stored, file.where, "the state of the optimizer")
         for number, names in enumerate(self.groups):
-            own = _mapping(state.get(number, {}), file.where, "the state of a group")
+            own = mapping(state.get(number, {}), file.where, "the state of a group")
             for key, value in own.items():
                 if not (isinstance(value, ArchivedTensor) and value.shape):
                     missing = [
@@ -541,7 +506,7 @@ class _Reader:
         path = self.base + file_name
         archive = open_archive(self.builder.storage, path, self.builder.listing, allow=self.allow)
         value = archive.value()
-        file = _File(path, archive, value if isinstance(value, Mapping) else {})
+        file = RankFile(path, archive, value if isinstance(value, Mapping) else {})
         tensor = file.content.get("param", value)
         place = self._at("optimizer", "state", parameter, key)
         if key == "fp32":
@@ -552,48 +517,3 @@ class _Reader:
             add_flat_parts(self.builder, place, shape, [file.part(tensor, key)])
         else:
             self._add_leaf(place, tensor, file)
-
-
-def _cut_group(
-    group: Mapping[str, tuple[int, ...]],
-    parts: Sequence[FlatPart],
-    where: str,
-    *,
-    paddings: Sequence[int],
-) -> dict[str, list[FlatPart]]:
-    """The parts of each parameter of a group that is cut as a whole."""
-    found, start = {}, 0
-    num_elements = sum(part.num_elements for part in parts)
-    for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        stop = start + math.prod(shape)
-        if stop > num_elements:
-            raise damaged(where, f"a group has fewer elements than its parameter {name}")
-        own, begin = [], 0
-        for part in parts:
-            low, high = max(start - begin, 0), min(stop - begin, part.num_elements)
-            if low < high:
-                own.append(part.range(low, high))
-            begin += part.num_elements
-        found[name] = own or [parts[0].range(0, 0)]
-        start = stop + padding
-    return found
-
-
-def _cut_parameters(
-    group: Mapping[str, tuple[int, ...]], parts: Sequence[FlatPart], where: str
-) -> dict[str, list[FlatPart]]:
-    """The parts of each parameter of a group whose parameters are cut one by one."""
-    found: dict[str, list[FlatPart]] = {}
-    offset = 0
-    for name, shape in group.items():
-        size = math.prod(shape)
-        length = -(-size // len(parts))
-        own = []
-        for rank, part in enumerate(parts):
-            held = max(min(length, size - rank * length), 0)
-            if offset + held > part.num_elements:
-                raise damaged(where, f"a group has fewer elements than its parameter {name}")
-            own.append(part.range(offset, offset + held))
-        found[name] = own
-        offset += length
-    return found
