@@ -33,12 +33,11 @@ import numpy as np
 
 from benchmarks.elastic import BIN, Job, free_port
 from benchmarks.report import median, print_table, write_json
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.simulation.cluster import Cluster, FailureKind
 from remesh.simulation.formation import Agents, form_again
 
 NUM_RANKS = 4
-SILENCE = 3.0
-"""The silence limit where a node falls silent."""
 NUM_PLAYS = 100
 KILL_AFTER = 70
 NUM_NODES_GROWN = 3
@@ -109,7 +108,7 @@ def running(directory: Path, commands: Sequence[Sequence[str]], how: str) -> Ite
 @contextmanager
 def master_of(num_processes: int, nodes: str) -> Iterator[list[str]]:
     """A master; the command of its nodes."""
-    command = [str(BIN / "remesh"), "master", "--port", "0", "--heartbeat-timeout", str(SILENCE)]
+    command = [str(BIN / "remesh"), "master", "--port", "0"]
     master = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert master.stdout is not None
@@ -199,7 +198,7 @@ def measure_growth(side: str, limit: float) -> dict[str, float] | None:
 WORDS = {
     "worker": "worker killed",
     "agent": "agent killed",
-    "node": f"node silent (limit {SILENCE:g} s)",
+    "node": f"node silent (limit {HEARTBEAT_TIMEOUT:g} s)",
     "join": "a node joins",
 }
 SIMULATED = {"worker": FailureKind.PROCESS, "node": FailureKind.NODE}
@@ -215,7 +214,7 @@ def simulate(victim: str, left: float) -> float:
     """
     num_nodes = 1 if victim == "worker" else 2
     cluster = Cluster(num_nodes=num_nodes, ranks_per_node=NUM_RANKS // num_nodes)
-    agents = Agents(stop_seconds=left, heartbeat_timeout=SILENCE)
+    agents = Agents(stop_seconds=left)
     dice = np.random.default_rng(0)
     kind, lost = SIMULATED[victim], num_nodes - 1
     return median([form_again(cluster, kind, lost, agents, dice).formed for _ in range(NUM_PLAYS)])

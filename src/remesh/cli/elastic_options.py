@@ -10,11 +10,12 @@ import click
 
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.job import HangAction, Policy
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 
 _POLICY_OPTIONS = (
     click.option(
         "--heartbeat-timeout",
-        default=10.0,
+        default=HEARTBEAT_TIMEOUT,
         show_default=True,
         help="Seconds of silence after which a node is lost.",
     ),

@@ -44,6 +44,7 @@ from remesh.elastic.failures import (
 )
 from remesh.elastic.progress import TrainingProgress
 from remesh.elastic.protocol import (
+    HEARTBEAT_TIMEOUT,
     Drain,
     Join,
     Leave,
@@ -85,7 +86,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             charged with, and the job one of those after hangs; None: never.
     """
 
-    heartbeat_timeout: float = 10.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     check: bool = False
     check_timeout: float = 120.0
     exclude_stragglers: bool = False

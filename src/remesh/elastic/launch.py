@@ -31,7 +31,7 @@ from remesh.elastic.journal import Journal
 from remesh.elastic.master import Master
 from remesh.elastic.node import NodeClient
 from remesh.elastic.node_check import run_test
-from remesh.elastic.protocol import Join
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Join
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.elastic.snapshot_rescue import store_newest
@@ -146,7 +146,9 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
 def _add_master_options(parser: argparse.ArgumentParser) -> None:
     """The options of the master that a job of one machine starts for itself."""
     own = parser.add_argument_group("remesh, without --master")
-    own.add_argument("--heartbeat-timeout", type=float, default=10.0, help="seconds of silence")
+    own.add_argument(
+        "--heartbeat-timeout", type=float, default=HEARTBEAT_TIMEOUT, help="seconds of silence"
+    )
     own.add_argument("--check", action="store_true", help="test the node before training")
     own.add_argument("--save-grace", type=float, default=60.0, help="seconds to wait for a save")
     own.add_argument("--hang-timeout", type=float, help="seconds without a step")

@@ -24,6 +24,8 @@ from remesh.elastic.failures import FailureDecision, ProcessFailure
 from remesh.elastic.rendezvous import Change, Node, Outcome, Settings
 
 PROTOCOL_VERSION = 2
+HEARTBEAT_TIMEOUT = 3.0
+"""Seconds without a message after which a node is lost, if nothing else is said."""
 
 R = TypeVar("R")
 
@@ -62,7 +64,7 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
     first_rank: int
     world_size: int
     leader: Node
-    heartbeat_timeout: float = 10.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +78,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
     node_id: int
     reason: str
-    heartbeat_timeout: float = 10.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
 
 
 class NodeTest(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +98,7 @@ class NodeTest(msgspec.Struct, frozen=True, tag=True):
     check: int
     test_round: int
     group: tuple[Node, ...]
-    heartbeat_timeout: float = 10.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

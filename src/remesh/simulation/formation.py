@@ -22,7 +22,7 @@ from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Job, Policy, apply
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat
 from remesh.elastic.master import TICK_SECONDS
-from remesh.elastic.protocol import Beat, Join, ReportFailures
+from remesh.elastic.protocol import HEARTBEAT_TIMEOUT, Beat, Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.replies import beat_reply
 from remesh.simulation.cluster import Cluster, FailureKind
@@ -49,7 +49,7 @@ class Agents:
     beat_seconds: float = 1.0
     notice_seconds: float = 0.1
     latency: float = 0.005
-    heartbeat_timeout: float = 10.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     save_seconds: float = 0.0
 
 
