@@ -70,8 +70,9 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, tasks: str) -> str:
+    def submit(self, tasks: str, **environment: str) -> str:
         """Submit tasks of the example; the id of their array."""
+        self.environment |= environment
         log = str(self._directory / "task-%a.log")
         job = self.ask(
             *("sbatch", "--parsable", "--output", log, "--array", tasks),
@@ -91,6 +92,12 @@ class Slurm:
         return self.ask(
             "squeue", "--noheader", "--jobs", f"{self.jobs[0]}_{task}", "--format", "%N"
         )
+
+    def excluded_by(self, task: int) -> str:
+        """The nodes that a task of the first array must not get."""
+        shown = self.ask("scontrol", "show", "job", f"{self.jobs[0]}_{task}")
+        (found,) = [word for word in shown.split() if word.startswith("ExcNodeList=")]
+        return found.removeprefix("ExcNodeList=")
 
     def kill(self, node: str) -> None:
         """Let a node die."""
@@ -207,6 +214,27 @@ def test_nodes_die_and_join(tmp_path: Path, slurm: Slurm) -> None:
     slurm.start_requeued(2)
     job.until_trained(0, 1, 2, 3, round_after=number)
     assert [node.num_charged for node in job.client.status().nodes if node.num_charged] == []
+    job.stop()
+
+
+@pytest.mark.nightly
+def test_a_broken_node_is_excluded_and_another_has_more_processes(
+    tmp_path: Path, slurm: Slurm
+) -> None:
+    patterns = tmp_path / "patterns.json"
+    patterns.write_text('{"node": ["an error of the user\'s"]}')
+    slurm.submit("0-1", MASTER_OPTIONS=f"--failure-patterns {patterns}")
+    job = Job(slurm, tmp_path)
+    number = job.until_trained(0, 1)
+    broken = slurm.node_of(1)
+    (tmp_path / "fail-1").touch()
+    until(lambda: slurm.excluded_by(1) == broken, slurm.states)
+    slurm.start_requeued(1)
+    number = job.until_trained(0, 1, round_after=number)
+    assert slurm.node_of(1) != broken
+    slurm.submit("2", NPROC="2")
+    job.until_trained(0, 1, 2, round_after=number)
+    assert sum(node.num_processes for node in job.client.status().nodes) == 4
     job.stop()
 
 

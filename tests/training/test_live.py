@@ -288,6 +288,31 @@ def test_steps_are_offered_newest_first_with_all_their_ranks(offers: list[Offer]
     assert held == {rank: one.step for rank, one in enumerate(offers) if one.step is not None}
 
 
+@pytest.mark.parametrize("how", ["positional", "by name"])
+def test_a_closure_is_a_part_of_the_step_that_changes_nothing(tmp_path: Path, how: str) -> None:
+    """As Lightning steps: forward and backward pass are called by the optimizer."""
+    job, seen = TrainingJob(is_reentrant=True), []
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer: Any = torch.optim.LBFGS([weight], max_iter=2)
+
+    def compute() -> torch.Tensor:
+        seen.append((job.is_changing, weight.item()))
+        optimizer.zero_grad()
+        loss = (weight - 3).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call] # of torch
+        return loss
+
+    with remesh.Manager(tmp_path, job=job) as manager:
+        manager.step(1, {"weight": weight, "optimizer": optimizer})
+        if how == "by name":
+            optimizer.step(closure=compute)
+        else:
+            optimizer.step(compute)
+    assert [changing for changing, _ in seen] == [False] + [True] * (len(seen) - 1)
+    assert len({value for _, value in seen}) > 1
+    assert not job.boundary.is_clean
+
+
 def test_random_numbers_go_on_only_if_every_role_is_there() -> None:
     note = ManagerNote(step=1, run="r", role_grid=(("dp", 2), ("tp", 2)))
     roles = [Offer(1, role=[dp, tp]) for dp in (0, 1) for tp in (0, 1)]

@@ -138,11 +138,33 @@ class LiveMemory:
         self.is_on = True
         self._optimizers: set[int] = set()  # ids of those in the state
         self._parts: dict[torch.nn.Module, list[torch.nn.Module]] = {}
-        self._hook = register_optimizer_step_pre_hook(self._before_change)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def _before_change(self, optimizer: Optimizer, *_arguments: object) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note that an optimizer begins to change tensors; its arguments, if they are others now.
+
+        An optimizer that is given a closure changes nothing until that has returned for the first
+        time: it is the forward and the backward pass.
+        """
         if self._optimizers and id(optimizer) not in self._optimizers:
-            return
+            return None
+        closure = kwargs["closure"] if "closure" in kwargs else (*args, None)[1]
+        if not callable(closure):
+            self._begin_change()
+            return None
+
+        def compute() -> Any:
+            loss = closure()
+            self._begin_change()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": compute}
+        return (args[0], compute, *args[2:]), kwargs
+
+    def _begin_change(self) -> None:
         self._job.is_changing = True
         if self._job.boundary is not None:
             self._job.boundary.is_clean = False
