@@ -3,9 +3,11 @@
     python examples/lightning_callback.py
     torchrun --nproc-per-node 2 examples/lightning_callback.py
     torchrun --nproc-per-node 2 examples/lightning_callback.py --shard
+    remesh run --nproc-per-node 2 examples/lightning_callback.py
 
 Interrupt it and run it again: it goes on after the newest checkpoint in `run`, with as many
-processes as there are then, sharded or not. The model has dropout; the data are made up.
+processes as there are then, sharded or not. Under `remesh run` the processes that live go on when
+another dies, without losing a step. The model has dropout; the data are made up.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
+from remesh.elastic import TrainingJob, run
 from remesh.run_info import run_info
 from remesh.training import ResumableBatchSampler, ResumableSampler
 from remesh.training.integrations.lightning import EpochLoader, RemeshCallback
@@ -50,7 +53,9 @@ class Regression(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def train(args: argparse.Namespace, *callbacks: pl.Callback) -> Regression:
+def train(
+    args: argparse.Namespace, *callbacks: pl.Callback, job: TrainingJob | None = None
+) -> Regression:
     """Train, from the newest checkpoint on if there is one."""
     pl.seed_everything(1, verbose=False)
     model = Regression()
@@ -60,6 +65,7 @@ def train(args: argparse.Namespace, *callbacks: pl.Callback) -> Regression:
         batch_size=4,
     )
     loader = EpochLoader(data, batches)
+    keeping = RemeshCallback(args.directory, loader, every=args.every, keep=3, job=job)
     trainer = pl.Trainer(
         max_epochs=args.epochs,
         accelerator="cpu",
@@ -71,7 +77,7 @@ def train(args: argparse.Namespace, *callbacks: pl.Callback) -> Regression:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=args.directory,
-        callbacks=[RemeshCallback(args.directory, loader, every=args.every, keep=3), *callbacks],
+        callbacks=[keeping, *callbacks],
     )
     trainer.fit(model, loader)
     return model
@@ -87,5 +93,5 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    trained = train(parse_args())
+    trained = run(lambda job: train(parse_args(), job=job))
     print(f"finished step {trained.trainer.global_step}")

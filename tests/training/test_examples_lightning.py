@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +21,7 @@ from remesh.testing import run_processes
 from tests.training.example import PowerCutError, load_example, wait_for_last_saves
 
 pl = pytest.importorskip("lightning.pytorch")
+from tests.training.reentered_lightning import DIES_AFTER  # noqa: E402 - if lightning is there
 
 pytestmark = [
     # Of Lightning and for its users, in this order: on machines with Slurm, on loaders without
@@ -100,6 +104,26 @@ def test_shards_of_two_ranks_are_resumed_by_one_process(tmp_path: Path) -> None:
 
     resumed = train(tmp_path)
     assert resumed.trainer.global_step == 3 + 2 + 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
+    """Lightning computes the gradients in a closure of the optimizer, where the peer is missed."""
+    remesh_run = [str(Path(sys.executable).with_name("remesh")), "run", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("reentered_lightning.py")
+    done = subprocess.run(
+        [*remesh_run, "--reentry-timeout", "120", str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    ended.sort(key=lambda one: one["rank"])
+    same = {"live": True, "from": DIES_AFTER, "step": 8}
+    assert ended == [{"rank": 0, "entries": 1} | same, {"rank": 1, "entries": 0} | same]
 
 
 def latest(directory: Path) -> CheckpointInfo:
