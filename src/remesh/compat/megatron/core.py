@@ -1,4 +1,4 @@
-"""What a checkpoint of the drop-in says of itself: `metadata.json`, and the base exception.
+"""The config of a checkpoint, `metadata.json`, and the base exception.
 
 `metadata.json` is four fields in one small file, written last. It names the backend that wrote the
 sharded part and the one that wrote the common part, each with its version, so that a load finds its
@@ -73,7 +73,7 @@ def storage_of(checkpoint_dir: Any) -> Storage:
 
 
 def source_of(checkpoint_dir: Any, file_format: str) -> Source:
-    """A checkpoint as the engine opens it, in the format that `metadata.json` says."""
+    """A checkpoint as the engine opens it, in the format that `metadata.json` names."""
     place = place_of(checkpoint_dir)
     return Source(place.storage, file_format, place.allow)
 

@@ -19,10 +19,10 @@ Key = tuple[Any, ...]
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Part the leaves by a predicate, each half in its containers.
+    """Split the leaves by a predicate; both parts keep the containers.
 
-    Lists close up: a list of which one element matches becomes a list of length one on one side.
-    An empty container does not match; a container that is empty after the parting is left out.
+    A list of which one element matches becomes a list of length one in the first part. An empty
+    container does not match; a container that is empty after the split is left out.
 
     Args:
         x: A dict or list.
@@ -101,7 +101,7 @@ def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
     try:
         return () if bool(x1 != x2) else None
     except (RuntimeError, ValueError, TypeError):
-        # Whatever cannot be compared is not known to be equal.
+        # Values that cannot be compared are not known to be equal.
         return ()
 
 

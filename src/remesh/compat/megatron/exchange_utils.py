@@ -1,8 +1,8 @@
 """Which rank of a group does the work for each shard, and how its tensor gets to the others.
 
-All ranks tell each other which shards they hold, and each decides alike: greedily, shards that few
-ranks hold first, large ones before small ones, each for the rank that has least to do. Shards whose
-main replica is in another group come last, so that a load is spread as the save before it was.
+The ranks exchange which shards they hold, and each computes the same distribution greedily: shards
+that few ranks hold first, large ones before small ones, each to the rank that has least to do.
+Shards whose main replica is in another group come last, so that a load is spread as the save was.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def distribute_shards_to_ranks(
         cross_parallelization_group_loads: Shards that come last.
 
     Returns:
-        Shard → rank. The same for the same arguments, whatever their order.
+        Shard → rank; it does not depend on the order of the arguments' items.
     """
     last = set(cross_parallelization_group_loads)
 
@@ -157,7 +157,7 @@ def exchange_by_distribution(
     Args:
         loaded_tensors: What this rank has: at least the shards that are its work.
         unloaded_shards: What it lacks; data is filled in place, and made where there is none.
-        shard_distribution: Who has what.
+        shard_distribution: Which rank has which shard.
         parallelization_group: The ranks; by default all.
         exchange_algo: `broadcast`, `gather_rounds` or `gather_object`. All mean the same here: only
             what a rank needs travels to it.

@@ -215,7 +215,7 @@ class ShardedTensor(ShardedBase):
             key: Name of the global tensor.
             data: The local shard.
             *rank_offsets: `(axis, position, number of shards)` for each axis that is cut; axes
-                count the prepended ones. The last word on an axis holds.
+                count the prepended ones. The last one for an axis holds.
             replica_id: See the class.
             prepend_axis_num: See the class.
             flattened_range: Must be None; `from_rank_offsets_flat` takes one.

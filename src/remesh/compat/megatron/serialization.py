@@ -1,11 +1,11 @@
 """The entry points: save and load sharded state dicts.
 
-Saving parts the state dict: factories become what they build, local objects are left out, what is
+Saving splits the state dict: factories become what they build, local objects are left out, what is
 sharded goes to the sharded strategy, everything else is *common state* and rank 0's copy is stored.
 `metadata.json` is written last; without it there is no checkpoint. Loading begins with the common
 state, puts local objects, loaded objects and loaded tensors into it, and lets factories merge.
 
-The strategies do the work; see `strategies`. Whatever fails raises on every rank.
+The strategies do the work; see `strategies`. A failure on one rank raises on every rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_METADATA_KEY = "content_metadata"
 DEFAULT_BACKEND = ("remesh", 1)
-"""What is written if nothing is said."""
+"""What `save` writes by default."""
 
 
 def save(  # noqa: PLR0917 - the order is Megatron's
@@ -316,7 +316,7 @@ def remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
 def get_default_save_sharded_strategy(
     backend: str = "torch_dist", version: int = 1
 ) -> SaveShardedStrategy:
-    """The strategy that writes a backend. `save` itself takes `remesh` if nothing is said."""
+    """The strategy that writes a backend. The default of `save` itself is `remesh`."""
     strategy: SaveShardedStrategy = get_default_strategy(
         StrategyAction.SAVE_SHARDED, backend, version
     )

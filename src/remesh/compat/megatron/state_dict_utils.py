@@ -24,7 +24,7 @@ def save_preprocess(
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Part a state dict into what is sharded and what is common. Collective if it validates.
+    """Split a state dict into what is sharded and what is common. Collective if it validates.
 
     Args:
         sharded_state_dict: Factories in it are replaced by what they build, in place.

@@ -217,8 +217,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):  # type: ignore[misc]
             return_mismatch_keys: Return missing and unexpected keys beside the state dict.
 
         Raises:
-            LocalStateError: If something is asked for that is not here, whatever `strict` says: a
-                local checkpoint holds one layout.
+            LocalStateError: If something is asked for that is not here, for every `strict`: a local
+                checkpoint holds one layout.
             CheckpointingException: On every rank, if `strict` makes mismatches errors, or ranks do
                 not fit together.
         """

@@ -76,7 +76,7 @@ class StrictHandling(Enum):
     RETURN_ALL = "return_all"
     """Unexpected keys are dropped and returned, and so are missing ones."""
     IGNORE_ALL = "ignore_all"
-    """Unexpected keys are dropped without a word."""
+    """Unexpected keys are dropped without a warning."""
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
@@ -155,7 +155,7 @@ def determine_global_metadata(
     encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
     replies = run_on_all(exchange, lambda: encoded)
     described = [msgspec.msgpack.decode(reply, type=list[_Described]) for reply in replies]
-    return local, [[_revive(one) for one in rank] for rank in described]
+    return local, [[_from_described(one) for one in rank] for rank in described]
 
 
 def _describe(leaf: ShardedBase) -> _Described:
@@ -183,7 +183,7 @@ def _ints(replica_id: ReplicaId) -> ReplicaId:
     return replica_id if isinstance(replica_id, int) else tuple(replica_id)
 
 
-def _revive(one: _Described) -> ShardedBase:
+def _from_described(one: _Described) -> ShardedBase:
     if not one.dtype:
         return ShardedObject(one.key, None, one.global_shape, one.global_offset, one.replica_id)
     return ShardedTensor(
@@ -412,7 +412,7 @@ def verify_checkpoint_and_load_strategy(
 
     Args:
         checkpoint_dir: The checkpoint.
-        sharded_strategy: A strategy, a (backend, version), or None for what `metadata.json` says.
+        sharded_strategy: A strategy, a (backend, version), or None for the one in `metadata.json`.
         common_strategy: Likewise for the common state.
 
     Raises:

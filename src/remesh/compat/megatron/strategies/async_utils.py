@@ -7,8 +7,8 @@ lives on, and finalizes in the order of scheduling.
 1. `schedule_async_request` calls `preload_fn`, which copies the state out of the trainer's memory,
    and starts `async_fn`. From then on the trainer may change everything.
 2. `maybe_finalize_async_calls` asks all ranks whether theirs has ended. If so, every rank calls the
-   finalization functions, which may be collective. A rank whose `async_fn` failed says so there,
-   and all ranks raise; nothing is finalized then.
+   finalization functions, which may be collective. If `async_fn` failed on one rank, all ranks
+   raise, and nothing is finalized.
 
 The background uses no collective, so the training's own are never disturbed.
 """
@@ -149,7 +149,7 @@ def run_here(_: None, work: Callable[[], None]) -> None:
 
 
 class _Progress(msgspec.Struct, frozen=True):
-    """What a rank says of its current call."""
+    """The state of the current call of a rank, as ranks exchange it."""
 
     is_alive: bool
     call_idx: int
@@ -179,7 +179,7 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """End what runs in the background: wait for it, or give it up."""
+        """End what runs in the background: wait for it, or abort it."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the request has ended on all ranks; to be called on all of them.
@@ -265,7 +265,7 @@ class TemporalAsyncCaller(AsyncCaller):
         return self._error
 
     def close(self, abort: bool = False) -> None:
-        """Wait for the thread; one that is given up ends with the process."""
+        """Wait for the thread; after an abort it ends with the process."""
         if not abort:
             self.wait()
 

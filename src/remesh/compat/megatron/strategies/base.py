@@ -1,8 +1,8 @@
 """The classes that strategies derive from, and the registry of default strategies.
 
-A save strategy has a backend and a version, which `metadata.json` records; a load strategy says
-which of them it can read. A default strategy is made anew for each call, so that nothing is shared
-between calls; keep an instance to keep what it keeps (the plan and host memory of earlier saves).
+A save strategy has a backend and a version, which `metadata.json` records; a load strategy checks
+whether it can read them. A default strategy is made anew for each call: calls share nothing.
+An instance that an application keeps has the plan and the host memory of its earlier saves.
 """
 
 from __future__ import annotations

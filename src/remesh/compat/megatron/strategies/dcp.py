@@ -58,7 +58,7 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     if async_strategy == "nvrx":
         raise ModuleNotFoundError(
             "async_strategy='nvrx' is not supported: nvidia-resiliency-ext writes in a process that"
-            " has not the memory of the drop-in's saves; set async_strategy to 'mcore'"
+            " lacks the memory of the drop-in's saves; set async_strategy to 'mcore'"
         )
     if async_strategy != "mcore":
         raise TypeError(f"async_strategy={async_strategy!r} is not supported; set it to 'mcore'")

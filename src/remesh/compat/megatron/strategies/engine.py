@@ -51,7 +51,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Saves through a `remesh.Saver`.
 
     An instance keeps the plan and the host memory of its last save: as long as the layout stays the
-    same, the ranks only compare fingerprints. Whatever is at the place is replaced.
+    same, the ranks only compare fingerprints. A checkpoint at the same place is replaced.
 
     Args:
         backend: Format that is written.
@@ -175,7 +175,12 @@ def _engine_state(leaves: Sequence[Any], describe: Describe = engine_tensor) -> 
 
 
 class EngineLoadShardedStrategy(OneBackend, LoadShardedStrategy):
-    """Loads what the engine can open. A backend says its name, and that of its format."""
+    """Loads what the engine can open.
+
+    Attributes:
+        backend: What `metadata.json` calls the backend.
+        format: What the engine calls its format.
+    """
 
     backend = "remesh"
     format = "remesh"

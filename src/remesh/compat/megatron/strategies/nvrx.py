@@ -12,7 +12,7 @@ from typing import Any
 
 
 def has_nvrx_async_support() -> bool:
-    """False: the extension's queue runs a save in another process, which has not its memory."""
+    """False: the extension's queue writes in another process, without the memory of the shards."""
     return False
 
 

@@ -1,7 +1,7 @@
 """A save of torch.distributed.checkpoint in three steps: plan, write, finish.
 
-Planning and finishing are collective; what is between runs beside the training. See
-`filesystem_async` for who calls them.
+Planning and finishing are collective; writing runs beside the training. The callers are those of
+`filesystem_async`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def save_state_dict_async_finalize(
         CheckpointException: Torch's, on every rank, if one could not write.
     """
     results: list[Any] = dist_wrapper.all_gather_object(storage_writer.retrieve_write_results())
-    failed = {rank: said for rank, said in enumerate(results) if _is_wrapped_exception(said)}
+    failed = {rank: one for rank, one in enumerate(results) if _is_wrapped_exception(one)}
     if failed:
         raise CheckpointException("write", failed)
 

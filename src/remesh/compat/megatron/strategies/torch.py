@@ -183,15 +183,15 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
     flat = {key for key, shape in mine.items() if shape is not None}
     kinds = list[tuple[str, tuple[int, ...] | None]]
 
-    def say(keys: set[str]) -> list[tuple[str, tuple[int, ...] | None]]:
+    def gather(keys: set[str]) -> list[tuple[str, tuple[int, ...] | None]]:
         encoded = msgspec.msgpack.encode([(key, mine[key]) for key in mine if key in keys])
         replies = run_on_all(exchange_of(None), lambda: encoded)
         return [one for reply in replies for one in msgspec.msgpack.decode(reply, type=kinds)]
 
-    found = dict(say(flat))
+    found = dict(gather(flat))
     if not found:
         return {}
-    other = {key for key, shape in say(found.keys() & mine.keys()) if shape != found[key]}
+    other = {key for key, shape in gather(found.keys() & mine.keys()) if shape != found[key]}
     return {key: shape for key, shape in found.items() if shape is not None and key not in other}
 
 
@@ -216,7 +216,7 @@ def _record_flat_shapes(checkpoint_dir: Any, ranges: Mapping[str, tuple[int, ...
 
 _FLAT_SHAPES, _FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 _PLANS = "all_local_plans"
-"""Name of the attribute of metadata that says what each rank has written."""
+"""Name of the attribute of the metadata that holds what each rank has written."""
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+")
 

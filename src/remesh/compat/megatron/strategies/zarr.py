@@ -48,6 +48,6 @@ class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
             if key.startswith(key_prefix)
         ]
         paths = [path for path in storage.list() if path.startswith(tuple(removed))]
-        # What says that there is an array goes first.
+        # The file that makes an array exist goes first.
         for path in sorted(paths, key=lambda path: not path.endswith(f"/{ARRAY_NAME}")):
             storage.delete(path)
