@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head, where no worker fits, and two nodes with room for one worker each."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RAY_health_check_period_ms", "1000")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # a busy machine would never come to them
     made = cluster_utils.Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
