@@ -385,6 +385,13 @@ class TestOneLine:
             options = ("--master", server.url, "--token-file", str(token))
             assert "the token is missing or wrong" in self.errors_of_run(caplog, *options)
 
+    def test_none_of_several_masters(self, caplog: pytest.LogCaptureFixture) -> None:
+        with held_port() as first, held_port() as second:
+            urls = [f"http://127.0.0.1:{held.getsockname()[1]}" for held in (first, second)]
+            options = ("--master", ",".join(urls), "--master-patience", "0")
+            said = self.errors_of_run(caplog, *options)
+        assert all(f"the master at {url} does not answer" in said for url in urls)
+
     def test_an_address_of_no_node(self) -> None:
         from remesh.elastic import launch
 

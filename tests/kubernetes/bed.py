@@ -32,6 +32,7 @@ from remesh.kubernetes.manifests import NAME, manifests
 from remesh.kubernetes.observed import Pod, Role
 from remesh.kubernetes.resource import Job
 from tests.elastic.cluster import REMESH, TRAIN, reserve_port
+from tests.kubernetes.controllers import jobs_of
 from tests.waiting import wait_until
 
 NEEDED = ("KUBECONFIG", "REMESH_TEST_START_KUBE_NODE", "REMESH_TEST_KILL_KUBE_NODE")
@@ -220,7 +221,7 @@ class Bed:
     def apply_example(self, name: str) -> None:
         """Apply manifests of examples/kubernetes, with what this test bed has."""
         file = Path(__file__).parents[2] / "examples" / "kubernetes" / name
-        for manifest in yaml.safe_load_all(file.read_text()):
+        for manifest in jobs_of(list(yaml.safe_load_all(file.read_text()))):
             manifest["metadata"]["namespace"] = self.namespace
             if manifest["kind"] == "Service":
                 continue
@@ -258,10 +259,10 @@ class Bed:
     def patch(self, name: str, spec: dict[str, Any]) -> None:
         self.client.patch(JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
 
-    def num_succeeded(self, name: str) -> int:
-        """Pods of a Job of Kubernetes that have ended well."""
-        reply = self._http("GET", f"apis/batch/v1/namespaces/{self.namespace}/jobs/{name}")
-        return int(reply.json().get("status", {}).get("succeeded") or 0)
+    def num_succeeded(self) -> int:
+        """Pods of Jobs of Kubernetes that have ended well."""
+        reply = self._http("GET", f"apis/batch/v1/namespaces/{self.namespace}/jobs")
+        return sum(each.get("status", {}).get("succeeded") or 0 for each in reply.json()["items"])
 
     def delete_pod(self, pod: str) -> None:
         """A user, or Kubernetes, deletes a pod."""

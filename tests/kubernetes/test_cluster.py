@@ -157,13 +157,14 @@ def test_a_job_shrinks_grows_and_ends_with_an_error(bed: Bed) -> None:
 
 
 @pytest.mark.nightly
-def test_workers_of_a_job_without_the_operator(bed: Bed) -> None:
+@pytest.mark.parametrize("example", ["indexed-job.yaml", "jobset.yaml", "trainjob.yaml"])
+def test_workers_of_a_job_without_the_operator(bed: Bed, example: str) -> None:
     start(bed, "gpu1", "gpu2", "gpu3")
     (bed.directory / "token").write_text("a token of the test")
     bed.apply_example("master.yaml")
-    bed.apply_example("indexed-job.yaml")
+    bed.apply_example(example)
     wait_until(lambda: bed.last_step()[1] == 3, "three ranks train", 240)
     (bed.directory / "stop").touch()
-    wait_until(lambda: bed.num_succeeded("train") == 3, "the Job is complete", 240)
+    wait_until(lambda: bed.num_succeeded() == 3, "the Job is complete", 240)
     losses = bed.losses()
     assert sorted(losses) == list(range(len(losses)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import jsonschema
 import msgspec
 import pytest
 import yaml
@@ -31,6 +32,7 @@ from remesh.kubernetes.resource import (
     WorkerSpec,
     parse_quantity,
 )
+from tests.kubernetes.controllers import jobs_of
 from tests.kubernetes.simulated import START, make_job, make_spec, roundtrip
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,16 @@ def compare(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
         for each in nested:
             if inspect.isclass(each) and issubclass(each, msgspec.Struct):
                 compare(inner, each)
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_examples_fit_the_definitions_of_other_projects(name: str) -> None:
+    manifests = list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+    jobs = jobs_of(manifests)
+    assert sum(job["spec"]["parallelism"] for job in jobs) == 3
+    manifests[-1]["spec"]["numWorkers"] = 3
+    with pytest.raises(jsonschema.ValidationError, match="numWorkers"):
+        jobs_of(manifests)
 
 
 def test_the_schema_has_the_fields_of_the_classes() -> None:
