@@ -135,7 +135,7 @@ def test_a_changed_record_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"version": native.FORMAT_VERSION + 1}, "format 'remesh' version 2; this remesh reads"),
+        ({"version": native.FORMAT_VERSION + 1}, "format 'remesh' version 2\nThis remesh reads"),
         ({"format": "other"}, "format 'other' version 1"),
     ],
 )
@@ -290,7 +290,7 @@ def test_values_that_differ_are_refused() -> None:
     documents = [ValuesDocument(values={"step": raw(n)}) for n in (1, 1, 2)]
     with pytest.raises(DivergedReplicaError) as caught:
         native.merge_documents([ValuesDocument(), *documents])
-    assert str(caught.value).startswith("step: rank 1 has 1, rank 3 has 2. A plain value must be")
+    assert str(caught.value).startswith("step: rank 1 has 1, rank 3 has 2\nA plain value must be")
     assert "ShardedObject" in str(caught.value)
 
 

@@ -150,7 +150,7 @@ def memory_of_numpy(array: npt.NDArray[Any], where: str, *, writable: bool = Fal
     if writable and array.size and _layout(array).overlaps_itself():
         raise UnsupportedValueError(
             f"{where}: several elements of this array share memory (it is broadcast, or overlaps "
-            "itself), so they cannot be loaded one by one; put a copy() into the state"
+            "itself)\nThey cannot be loaded one by one; put a copy() into the state"
         )
     return HostMemory(array.view(dtype.carrier))
 

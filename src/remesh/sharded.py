@@ -202,8 +202,9 @@ class ShardedTensor:
         start, stop, step = flattened_range.indices(math.prod(shard_shape))
         if step != 1 or tuple(data.shape) != (max(stop - start, 0),):
             raise StateError(
-                f"{name}: flattened range {start}:{stop}:{step} of a shard of shape {shard_shape} "
-                f"does not fit an array of shape {tuple(data.shape)}"
+                f"{name}: flattened range {start}:{stop}:{step}\n"
+                f"It is of a shard of shape {shard_shape}\n"
+                f"It does not fit an array of shape {tuple(data.shape)}"
             )
         parts, done = [], 0
         for box in boxes_of_flat_range(shard_shape, start, max(start, stop)):

@@ -239,8 +239,8 @@ class Walk:
         """Describe a node and everything below it; returns how to rebuild it after loading."""
         if len(path) > _MAX_DEPTH:
             raise UnsupportedValueError(
-                f"{name_of(path[:8])}...: nested more than {_MAX_DEPTH} deep, or it holds itself; "
-                "flatten it, or wrap it in remesh.sharding.LocalNonpersistentObject"
+                f"{name_of(path[:8])}...: nested more than {_MAX_DEPTH} deep, or it holds itself\n"
+                "Flatten it, or wrap it in remesh.sharding.LocalNonpersistentObject"
             )
         # Framework leaves come first: a module or a tensor subclass may also be a container.
         rebuild = self._describe_leaf(self, path, node)
@@ -272,8 +272,9 @@ class Walk:
         """Record a plain value; returns how to get it after loading."""
         if not path:
             raise UnsupportedValueError(
-                "the state must be a dict, a module, an optimizer or an object with state_dict() "
-                f"and load_state_dict(), not a bare {type(value).__qualname__}"
+                f"the state is a bare {type(value).__qualname__}\n"
+                "Pass a dict, a module, an optimizer or an object with state_dict() and "
+                "load_state_dict()"
             )
         name = self.claim(path)
         values.encode(value, name)
@@ -329,7 +330,7 @@ class Walk:
         if taken != path:
             raise NameCollisionError(
                 f"{name!r} is the stored name of two entries of the state, at {taken} and at "
-                f"{path}; rename one of them"
+                f"{path}\nRename one of them"
             )
         return name
 
@@ -541,7 +542,7 @@ def assemble(leaves: Mapping[Path, object], sequences: Mapping[Path, str], root:
         if path in inner:
             raise NameCollisionError(
                 f"{name_of(path)!r} is both an entry and a container of others, so they do not "
-                "nest in one state; read them by name"
+                "nest in one state\nRead them by name"
             )
     tree: dict[str | int, Any] = {}
     for path, leaf in leaves.items():
@@ -563,7 +564,7 @@ def _as_sequences(node: dict[str | int, Any], sequences: Mapping[Path, str], pat
     if None in numbers.values():
         odd = next(key for key, number in numbers.items() if number is None)
         raise CorruptCheckpointError(
-            f"{name_of(path)}: stored as a {kind}, but an item of it is called {odd!r}; read the "
+            f"{name_of(path)}: stored as a {kind}, but an item of it is called {odd!r}\nRead the "
             "items by name"
         )
     items = [node[key] for key in sorted(node, key=lambda key: numbers[key] or 0)]

@@ -195,7 +195,7 @@ def _encode(value: object, where: str) -> object:
         items = [_encode(item, f"{where}.{i}") for i, item in enumerate(value)]
         return _tagged("namedtuple", [_type_name(value), items])
     raise UnsupportedValueError(
-        f"{where}: a value of type {_type_name(value)} has no safe encoding. Give it state_dict() "
+        f"{where}: a value of type {_type_name(value)} has no safe encoding\nGive it state_dict() "
         "and load_state_dict(), turn it into plain values (for instance dataclasses.asdict), or "
         "wrap it in remesh.sharding.LocalNonpersistentObject to leave it out of the checkpoint."
     )

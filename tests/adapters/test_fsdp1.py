@@ -266,7 +266,7 @@ class Speaking(nn.Linear):
 def refused() -> None:
     """What cannot be taken apart."""
     own = FullyShardedDataParallel(nn.Sequential(Speaking(2, 2)), device_id=CPU)
-    with pytest.raises(UnsupportedValueError, match=r"m: .*sharded_state_dict.*fully_shard"):
+    with pytest.raises(UnsupportedValueError, match=r"(?s)m: .*sharded_state_dict.*fully_shard"):
         describe({"m": own}, describe_leaf)
     turned = nn.Linear(3, 2)
     turned.weight = nn.Parameter(torch.arange(6.0).reshape(3, 2).t())

@@ -312,7 +312,9 @@ def test_modules_with_the_same_names_get_prefixes() -> None:
 
 def test_a_parameter_of_no_module_is_refused() -> None:
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    with pytest.raises(StateError, match=r"opt: parameter 0 .*\(4, 3\).*LocalNonpersistentObject"):
+    with pytest.raises(
+        StateError, match=r"(?s)opt: parameter 0 .*\(4, 3\).*LocalNonpersistentObject"
+    ):
         describe({"opt": optimizer, "other": model()}, describe_leaf)
 
 

@@ -315,7 +315,7 @@ def test_a_directory_is_written_once(tmp_path: Path) -> None:
 def test_an_option_that_is_a_tensor_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(UnsupportedValueError, match="make an option of a parameter group a number"):
+    with pytest.raises(UnsupportedValueError, match="Make an option of a parameter group a number"):
         save_fsdp_optim_param(model, optimizer, tmp_path)
     assert not (tmp_path / "optim_meta").exists()
 

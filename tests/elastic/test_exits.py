@@ -58,7 +58,7 @@ def test_a_crash_after_the_work_is_no_failure(tmp_path: Path, words: tuple[str, 
     code, output = run(tmp_path, *words, "--lr", "1")
     assert code == 0, output
     assert "went on: ['--lr', '1']" in output
-    assert "died by signal 6 at exit, after its work was done: no failure" in output
+    assert "died by signal 6 at exit after its work: no failure" in output
     assert "gloo" in output
 
 

@@ -52,7 +52,9 @@ def test_step_and_state_are_swapped(call: str, tmp_path: Path) -> None:
             getattr(manager, call)("one", STATE)
         with pytest.raises(StateError, match=r'a dict or a module, and not a list\n.*"model"'):
             getattr(manager, call)(1, [STATE])
-        with pytest.raises(StateError, match=r"got the place 'run'.*remesh.load\(state, path\)"):
+        with pytest.raises(
+            StateError, match=r"got the place 'run'.*\n.*remesh.load\(state, path\)"
+        ):
             getattr(manager, call)(1, "run")
     assert list(tmp_path.iterdir()) == []
 

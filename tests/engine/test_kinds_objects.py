@@ -309,9 +309,9 @@ ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 def test_an_optimizer_alone_has_no_names(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(net().parameters())
-    with pytest.raises(remesh.errors.StateError, match="belongs to no module of the state"):
+    with pytest.raises(remesh.errors.StateError, match="is in no module of the state"):
         remesh.save({"optim": optimizer}, tmp_path)
-    with pytest.raises(remesh.errors.StateError, match="belongs to no module of the state"):
+    with pytest.raises(remesh.errors.StateError, match="is in no module of the state"):
         remesh.save(optimizer, tmp_path)
 
 

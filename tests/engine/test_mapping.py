@@ -80,7 +80,7 @@ except remesh.errors.UnsupportedValueError as error:
 assert both.read_array("half").dtype == np.uint16
 """
     printed = run_python(code, str(tmp_path / "both"), str(tmp_path / "plain"))
-    assert "half: numpy has no bfloat16; read it as a torch tensor" in printed
+    assert "half: numpy has no bfloat16\nRead it as a torch tensor" in printed
 
 
 def test_with_torch_the_same_reads_are_tensors(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ def test_tied_on_one_rank_and_two_tensors_on_another() -> None:
 
 def test_two_entries_of_one_name() -> None:
     errors = errors_of_save(2, lambda rank: {"a": {"b": 1}, "a.b": 2} if rank else {"a": {"b": 1}})
-    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "'a.b'", "('a', 'b')", "rename")
+    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "'a.b'", "('a', 'b')", "Rename")
 
 
 COLLISIONS: dict[str, Any] = {
@@ -527,7 +527,7 @@ COLLISIONS: dict[str, Any] = {
 @pytest.mark.parametrize("case", COLLISIONS)
 def test_collisions_on_one_rank(case: str) -> None:
     errors = errors_of_save(2, lambda rank: {"state": COLLISIONS[case]} if rank else {})
-    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "rename")
+    check_all_raise(errors, remesh.errors.NameCollisionError, 1, "Rename")
 
 
 def test_elements_of_objects_with_two_main_replicas() -> None:

@@ -121,7 +121,7 @@ def test_rank_0_says_which_rank_is_the_slowest(monkeypatch: pytest.MonkeyPatch) 
 
     # Before that it may say other things, for a while in which the ranks have not got so far.
     complaint = (
-        r"reading for \d+ s; 2 of 3 ranks have not finished, the slowest is rank 0 with 2\.0 of "
+        r"reading for \d+ s; 2 of 3 ranks have not finished\nThe slowest is rank 0 with 2\.0 of "
         r"9\.0 MB"
     )
     with listening(complaint) as complaints:
@@ -136,7 +136,7 @@ def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatc
         place = Hanging(storage, complaints.event) if exchange.rank == 0 else storage
         load_columns(exchange, place, share_reads=True)
 
-    complaint = r"reading for \d+ s; the others wait for rank 0, which reads for round 1 of 1"
+    complaint = r"reading for \d+ s; the others wait for rank 0, round 1 of 1"
     with listening(complaint) as complaints:
         run_ranks(2, load)
 

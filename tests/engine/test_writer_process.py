@@ -177,7 +177,7 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     # The failure is raised by the next save as well, once, and then all is well again.
     with pytest.raises(NoSpaceError):
         saver.save_async({"w": np.ones(10)}, tmp_path / "c")
-    with pytest.raises(StorageError, match="pass a path or a URL"):
+    with pytest.raises(StorageError, match="Pass a path or a URL"):
         saver.save_async({"w": np.ones(10)}, MemoryStorage())
     saver.save_async({"w": np.ones(10)}, tmp_path / "c")
     saver.close()

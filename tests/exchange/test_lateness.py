@@ -141,7 +141,7 @@ def test_a_slow_call_warns_at_growing_distances(caplog: pytest.LogCaptureFixture
             warned_at.append(waited)
     assert warned_at == [10, 20, 40, 80]
     assert caplog.messages[0] == (
-        "gather on rank 0 has waited 10 s: rank 1 has not come; every rank must make this call (it "
+        "gather on rank 0 has waited 10 s: rank 1 has not come\nEvery rank must make this call (it "
         "fails after 100 s)"
     )
     with pytest.raises(LateError, match="no end within 100 s: rank 1 has not come"):
@@ -230,7 +230,7 @@ class _Heard(logging.Handler):
 
 def _one_comes_late(exchange: Exchange, path: Path) -> tuple[list[bytes], list[str]]:
     group = TorchGroup(warn_after=0.1)
-    heard = _Heard(": rank 1 has not come; every rank must make this call", path)
+    heard = _Heard(": rank 1 has not come\nEvery rank must make this call", path)
     logging.getLogger("remesh").addHandler(heard)
     if exchange.rank == 1:
         wait_until(path.exists, "rank 0 warns")

@@ -293,7 +293,7 @@ def test_two_formats_in_one_directory(
     native = tmp_path_factory.mktemp("native")
     remesh.save({"step": 1}, native)
     shutil.copytree(native, saved, dirs_exist_ok=True)
-    with pytest.raises(remesh.errors.StateError, match="say which"):
+    with pytest.raises(remesh.errors.StateError, match="Say which"):
         remesh.Checkpoint(saved)
     assert remesh.Checkpoint(remesh.formats.Source(saved, format="remesh")).values == {"step": 1}
     assert remesh.Checkpoint(remesh.formats.Source(saved, format="torch_dcp")).values == {"step": 7}

@@ -284,7 +284,7 @@ def test_states_without_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="no weights in entry 'model'; the state has net, step"):
         export_weights({"net": small_model(), "step": 1}, tmp_path)
     remesh.save({"net": small_model()}, tmp_path / "c")
-    with pytest.raises(StateError, match=r"the state has net. Name the one"):
+    with pytest.raises(StateError, match=r"the state has net\nName the one"):
         export_weights(tmp_path / "c", tmp_path)
     with pytest.raises(StateError, match="cannot be exported as int8"):
         export_weights(small_model(), tmp_path, dtype="int8")

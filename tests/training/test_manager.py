@@ -821,7 +821,7 @@ def _derive(exchange: ThreadExchange, root: Path) -> list[int]:
 def test_ranks_with_other_axes_are_refused(tmp_path: Path) -> None:
     def play(exchange: ThreadExchange) -> None:
         role = {"dp": (exchange.rank, 2 + exchange.rank)}
-        with pytest.raises(StateError, match="give the same axes"):
+        with pytest.raises(StateError, match="Give the same axes"):
             Manager(tmp_path, group=exchange, randomness=Randomness(role))
 
     run_ranks(2, play)

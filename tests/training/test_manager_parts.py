@@ -281,7 +281,7 @@ def test_roles_count_their_replicas() -> None:
 
 
 def test_what_is_no_generator_or_no_state() -> None:
-    with pytest.raises(StateError, match="generator 'x' is a int; give a numpy Generator"):
+    with pytest.raises(StateError, match="generator 'x' is a int\nGive a numpy Generator"):
         rng.streams_of({"x": 5}, is_alone=True)
     streams = rng.streams_of({"a": np.random.default_rng(0)}, is_alone=True)
     rows = rng.rows_of(streams, rng.Roles({}, 0), is_empty=True)

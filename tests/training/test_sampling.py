@@ -293,7 +293,7 @@ def test_a_position_is_stored_once_for_all_ranks(tmp_path: Path) -> None:
 def test_a_position_of_other_data_is_refused() -> None:
     state = ResumableSampler(10).state_dict()
     with pytest.raises(
-        StateError, match="belongs to 10 samples, order 'feistel'; this sampler has"
+        StateError, match="belongs to 10 samples, order 'feistel'\nThis sampler has"
     ):
         ResumableSampler(11).load_state_dict(state)
     with pytest.raises(StateError, match="order 'in_order'"):
@@ -308,9 +308,9 @@ def test_a_position_of_other_data_is_refused() -> None:
 def test_an_epoch_without_advance_is_an_error() -> None:
     (batches,) = samplers(10, 1, 5)
     assert len(list(batches)) == 2
-    with pytest.raises(StateError, match=r"advance\(\) was never called"):
+    with pytest.raises(StateError, match=r"without advance\(\)"):
         batches.set_epoch(1)
-    with pytest.raises(StateError, match=r"advance\(\) was never called"):
+    with pytest.raises(StateError, match=r"without advance\(\)"):
         list(batches)
 
 

@@ -70,16 +70,16 @@ def test_swapped_names_come_back() -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (7, "statements as text, or a dict of renames; this is of type int"),
-        (b"a -> b", "this is of type bytes"),
+        (7, "statements as text, or a dict of renames\nThis is of type int"),
+        (b"a -> b", "This is of type bytes"),
         (["a -> b", 7], "a list of statements holds texts; 7 is of type int"),
-        ({"a": 7}, "a dict of renames holds names, prefixes or regular expressions"),
+        ({"a": 7}, "It holds names, prefixes or regular expressions"),
         ({"a": "c", "b": "c"}, "'a' and 'b' are both renamed to 'c'"),
         ({"a\"'": "b"}, "cannot be renamed: it holds both kinds of quotes"),
         ({"a": ""}, "a name cannot be empty"),
         ({"": "b"}, "write '': 'b.'"),
         ({"a.": None, "b.$N": "c.$N"}, "has a placeholder, which stands in no dict with prefixes"),
-        ({"a.*.w": "b.*.w"}, "a placeholder such as $EXPERT_ID instead of *"),
+        ({"a.*.w": "b.*.w"}, "write $EXPERT_ID instead of *"),
         ({"a": "b.$LAYER_ID"}, "this name lacks $LAYER_ID"),
     ],
 )

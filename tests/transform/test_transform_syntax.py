@@ -216,7 +216,7 @@ def test_an_error_in_a_reversed_program_shows_both_directions() -> None:
         ("l.0.q_proj -> a, a, untie", "'a' stands twice on this side"),
         ("l.0.q_proj -> a, permute=[0, 2]", "[0, 2] is no order of the 2 axes"),
         ("l.0.q_proj -> a, permute=[0]", "[0] is no order of the 2 axes"),
-        ("l.0.q_proj -> a, b, c, axis=1", "extent 4, which cannot be cut into 3 equal parts"),
+        ("l.0.q_proj -> a, b, c, axis=1", "extent 4 cannot be cut into 3 equal parts"),
         ("l.0.q_proj -> a, b, axis=0, parts=3", "parts=3, but there are 2 names"),
         ("l.0.q_proj -> e.*.w, axis=0", "nothing tells how many names '*' stands for"),
         ("a[0:2000000] -> b, axis=0", "stands for more than 1000000 names"),

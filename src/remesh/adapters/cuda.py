@@ -85,8 +85,8 @@ def pin(buffer: npt.NDArray[np.uint8], device: str) -> Callable[[], None] | None
     if status != 0:
         _take_last_error(device)
         _LOGGER.warning(
-            "cannot pin %d bytes of host memory (CUDA error %d); saving from %s goes on, slower. "
-            "See `ulimit -l` and how much memory is free.",
+            "cannot pin %d bytes of host memory (CUDA error %d)\n"
+            "Saving from %s goes on, slower. See `ulimit -l` and how much memory is free.",
             buffer.size,
             status,
             device,

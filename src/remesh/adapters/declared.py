@@ -200,7 +200,7 @@ def refuse_marked(module: nn.Module, spoken_for: Iterable[str], prefix: str) -> 
             if getattr(parameter, mark, False) is True:
                 name = entry_names(module, [raw])[raw].name
                 raise StateError(
-                    f"{prefix}{name}: this parameter has {mark}=True, so it is "
+                    f"{prefix}{name}: this parameter has {mark}=True\nIt is "
                     "a shard, but nothing says of what. Give its module a "
                     "sharded_state_dict(prefix) method that describes it; "
                     "remesh.sharding.build_sharded_state_dict makes what the method returns."
@@ -241,9 +241,10 @@ def parts_like(
     source, target = local_of(model), local_of(tensor)
     if _layout(source) != _layout(target):
         raise StateError(
-            f"{where}: its memory has shape and strides {_layout(target)}, that of its parameter "
-            f"{_layout(source)}, so what is known of the parameter's place does not hold for it; "
-            "make it with torch.zeros_like(parameter), or make both contiguous"
+            f"{where}: its memory has shape and strides {_layout(target)}, that of its "
+            f"parameter {_layout(source)}\n"
+            "What is known of the parameter's place does not hold for it; make it with "
+            "torch.zeros_like(parameter), or make both contiguous"
         )
     shift = target.storage_offset() - source.storage_offset()
     parts = []
@@ -309,7 +310,7 @@ def _checked(
         entry = tensors.by_key.get(raw)
         if not key.startswith(prefix) or entry is None:
             raise StateError(
-                f"{where}: {key!r} is no tensor of the module's state dict. A key is the prefix "
+                f"{where}: {key!r} is no tensor of the module's state dict\nA key is the prefix "
                 "and the name in the module; the name in the checkpoint is the ShardedTensor's."
             )
         _check_views(tensor, entry, where)
@@ -317,7 +318,7 @@ def _checked(
     left_out = [raw for raw in tensors.under(raw_prefix) if raw not in found]
     if left_out:
         raise StateError(
-            f"{where} leaves out {', '.join(left_out)}; start from "
+            f"{where} leaves out {', '.join(left_out)}\nStart from "
             "remesh.adapters.default_sharded_state_dict, which has every entry"
         )
     return found
@@ -329,8 +330,8 @@ def _check_views(shards: ShardedTensor, entry: torch.Tensor, where: str) -> None
     for part in shards.parts:
         if not _is_view(part.data, local):
             raise StateError(
-                f"{where}: the data of {shards.name!r} is not memory of the module's tensor, so "
-                "loading would not reach it; describe views of it, not copies"
+                f"{where}: the data of {shards.name!r} is not memory of the module's tensor\n"
+                "Loading would not reach it; describe views of it, not copies"
             )
 
 

@@ -256,10 +256,12 @@ def boxes_of_dtensor(
     expected = tuple(sum(n for _, n in of_dim) for of_dim in segments)
     if expected != local_shape and math.prod(expected) + math.prod(local_shape) > 0:
         raise StateError(
-            f"{where}: a DTensor of shape {shape} with placements {tensor.placements} on a mesh of "
-            f"shape {tuple(mesh.shape)} should hold a local tensor of shape {expected} at mesh "
-            f"coordinate {tuple(coordinate)}, but holds one of shape {local_shape}. Was it "
-            "made by DTensor.from_local with uneven shards? Redistribute it to Shard or Replicate "
+            f"{where}: a DTensor of shape {shape} with placements {tensor.placements} has a "
+            "part of a wrong shape\n"
+            f"On a mesh of shape {tuple(mesh.shape)}\n"
+            f"It should hold a local tensor of shape {expected} at mesh coordinate "
+            f"{tuple(coordinate)}, but holds one of shape {local_shape}. Was it made by "
+            "DTensor.from_local with uneven shards? Redistribute it to Shard or Replicate "
             "placements before saving or loading."
         )
     return boxes_of_segments(segments)
@@ -310,9 +312,9 @@ def _axis_placement(tensor: DTensor, placement: Placement, where: str) -> AxisPl
     if placement.is_partial():
         raise StateError(
             f"{where}: a DTensor with placements {tensor.placements} holds sums that are still "
-            "pending; call redistribute(placements=[Replicate(), ...]) on it first"
+            "pending\nCall redistribute(placements=[Replicate(), ...]) on it first"
         )
     raise StateError(
         f"{where}: placements {tensor.placements} hold a {type(placement).__qualname__}, which "
-        "remesh does not know; redistribute the tensor to Shard or Replicate placements first"
+        "remesh does not know\nRedistribute the tensor to Shard or Replicate placements first"
     )

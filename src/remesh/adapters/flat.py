@@ -74,8 +74,8 @@ def flat_partition(
         size = math.prod(span.shape)
         if span.offset < done:
             raise StateError(
-                f"{last} and {span.name} overlap in the flat buffer, where {last} ends at {done} "
-                f"and {span.name} begins at {span.offset}"
+                f"{last} and {span.name} overlap in the flat buffer\n"
+                f"There {last} ends at {done} and {span.name} begins at {span.offset}"
             )
         done, last = span.offset + size, span.name
         begin = max(start - span.offset, 0)

@@ -134,8 +134,8 @@ def _originals(root: nn.Module, where: str) -> list[_Original]:
         is_wrapper = isinstance(module, FullyShardedDataParallel)
         if not is_wrapper and callable(getattr(module, "sharded_state_dict", None)):
             raise UnsupportedValueError(
-                f"{where}: {name} describes its shards by a sharded_state_dict method, but is in "
-                "FullyShardedDataParallel (FSDP1), which has flattened them; use "
+                f"{where}: {name} has shards cut by hand, which FSDP1 has flattened\n"
+                "Its method sharded_state_dict describes them. Use "
                 "torch.distributed.fsdp.fully_shard (FSDP2) over layers that are cut by hand"
             )
         if isinstance(module, FullyShardedDataParallel):
@@ -180,7 +180,7 @@ def _originals_of(handle: Any, prefix: str, where: str) -> Iterator[_Original]:
         if not is_contiguous:
             raise UnsupportedValueError(
                 f"{where}: {raw} was not contiguous when FullyShardedDataParallel (FSDP1) "
-                "flattened it, so its elements lie in another order; make it contiguous before "
+                "flattened it\nIts elements lie in another order; make it contiguous before "
                 "wrapping it"
             )
         parts: tuple[Part, ...] = ()

@@ -181,7 +181,7 @@ def casting_memory_of(
     wanted_dtype = dtype_name(array, where)
     if BY_NAME[stored_dtype].is_opaque or BY_NAME[wanted_dtype].is_opaque:
         raise UnsupportedValueError(
-            f"{where}: torch does not convert {stored_dtype} to {wanted_dtype}; load into a tensor "
+            f"{where}: torch does not convert {stored_dtype} to {wanted_dtype}\nLoad into a tensor "
             f"of dtype {stored_dtype}, and convert its bits yourself"
         )
     if isinstance(array, torch.Tensor):
@@ -216,8 +216,9 @@ def check_strided(tensor: torch.Tensor, where: str) -> None:
     problem = _problem_of(tensor)
     if problem is not None:
         raise UnsupportedValueError(
-            f"{where}: {problem}, or wrap it in "
-            "remesh.sharding.LocalNonpersistentObject to leave it out of the checkpoint."
+            f"{where}: {problem}\n"
+            "Or wrap it in remesh.sharding.LocalNonpersistentObject to leave it out of the "
+            "checkpoint."
         )
 
 
@@ -269,13 +270,13 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
     check_strided(tensor, where)
     if tensor.is_meta:
         raise UnsupportedValueError(
-            f"{where}: a meta tensor has no memory; materialise its module first with "
+            f"{where}: a meta tensor has no memory\nMaterialise its module first with "
             "module.to_empty(device=...)"
         )
     if writable and tensor.numel() and _layout(tensor).overlaps_itself():
         raise UnsupportedValueError(
             f"{where}: several elements of this tensor share memory (it is expanded, or overlaps "
-            "itself), so they cannot be loaded one by one; put a clone() into the state"
+            "itself)\nThey cannot be loaded one by one; put a clone() into the state"
         )
     # Describing has detached most of them already, and it takes its time.
     return tensor.detach() if tensor.requires_grad else tensor

@@ -70,8 +70,9 @@ def describe_module(walk: Walk, path: Path, leaf: nn.Module | NamedModule) -> Re
         place = places[raw]
         if place.shards is None and taken.setdefault(place.name, raw) != raw:
             raise NameCollisionError(
-                f"{name_of(path)}: entries {taken[place.name]!r} and {raw!r} of the module's state "
-                f"dict are both stored as {place.name!r}; rename one of them"
+                f"{name_of(path)}: entries {taken[place.name]!r} and {raw!r} of the module's "
+                "state dict\n"
+                f"Both are stored as {place.name!r}; rename one of them"
             )
         if isinstance(entry, torch.Tensor) and not raw.endswith(EXTRA_STATE):
             num_tensors = len(walk.description.tensors)

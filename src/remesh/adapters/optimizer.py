@@ -99,7 +99,7 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     if not packed.keys() >= {"state", "param_groups"}:
         raise StateError(
             f"{name_of(path)}: the state dict of {type(optimizer).__name__} has no entries 'state' "
-            "and 'param_groups', so it is not known which parameter its state belongs to\n"
+            "and 'param_groups'\nIt is not known which parameter its state belongs to\n"
             "Keep it outside of the state and save its state_dict() as a value of each rank "
             "(remesh.sharding.ShardedObject), or use an optimizer that has them."
         )
@@ -171,11 +171,12 @@ def _parameters_of(
             places = tuple(_copy_of(place, target, tensor) for place in found[id(target)])
         else:
             raise StateError(
-                f"{name_of(path)}: parameter {number} of the optimizer, of shape "
-                f"{tuple(tensor.shape)}, belongs to no module of the state, so it has no name. "
-                "Put its module into the state, wrapped in "
-                "remesh.sharding.LocalNonpersistentObject if it is not to be stored; if the tensor "
-                "stands for a parameter, say so with remesh.sharding.DescribedOptimizer."
+                f"{name_of(path)}: parameter {number} of the optimizer is in no module of the "
+                "state\n"
+                f"It has shape {tuple(tensor.shape)} and no name. Put its module into the state, "
+                "wrapped in remesh.sharding.LocalNonpersistentObject if it is not to be stored; "
+                "if the tensor stands for a parameter, say so with "
+                "remesh.sharding.DescribedOptimizer."
             )
         own = leaf.own_key if tensor in stands_for else None
         state = packed_state.get(number, {})
@@ -194,8 +195,8 @@ def _tell_of_missing_state(parameters: list[OptimizedTensor], where: str) -> Non
     without = [place.name for p in trained if not p.packed_state for place in p.places]
     if without and any(p.packed_state for p in trained):
         _log.warning(
-            "%s: %d parameters have no state in the optimizer, others do, so none is stored for "
-            "them: %s%s",
+            "%s: %d parameters have no state in the optimizer, others do\n"
+            "None is stored for them: %s%s",
             where,
             len(without),
             ", ".join(without[:_MAX_LISTED]),
@@ -345,8 +346,9 @@ def _stored_number(stored_groups: list[list[str]], number: int, own: list[str], 
             for place in homes
         )
         raise StateError(
-            f"{where}: the parameters of group {number} are in different groups of the checkpoint "
-            f"({listed}), whose options may differ. Split the group in the same way."
+            f"{where}: the parameters of group {number} are in different groups\n"
+            f"Those of the checkpoint are ({listed}), whose options may differ. Split the "
+            "group in the same way."
         )
     return homes[0] if homes else len(stored_groups) + number
 

@@ -132,7 +132,8 @@ def _describe_state(walk: Walk, stored: Stored, path: Path, tensor: OptimizedTen
         if leaf_path[-1] == TENSOR_RECORD and leaf_path[:-1] not in live:
             raise StateError(
                 f"{name_of(leaf_path[:-1])}: a tensor that is made of others is stored, and the "
-                "optimizer of this state keeps none there; construct it as the one that was saved"
+                "optimizer keeps none\n"
+                "Construct it as the one that was saved"
             )
     first = len(walk.description.tensors)
     rebuild = describe_stored(
@@ -210,8 +211,9 @@ def with_first_state(
         state = _state_of_first_step(optimizer, tensor.tensor)
     except Exception as error:
         raise StateError(
-            f"{name_of(place)}: {type(optimizer).__name__} could not make its state by a step with "
-            f"zero gradients ({type(error).__name__}: {error}); take one step before loading"
+            f"{name_of(place)}: {type(optimizer).__name__} could not make its state\n"
+            f"It tried a step with zero gradients ({type(error).__name__}: {error}); take one "
+            "step before loading"
         ) from error
     return dataclasses.replace(tensor, packed_state=state)
 
@@ -278,9 +280,9 @@ def check_not_a_bare_shard(parameter: OptimizedTensor, base: Path) -> None:
             and leaf.shape == local_shape != tensor.shape
         ):
             raise StateError(
-                f"{name_of(leaf_path)}: the parameter is a DTensor of shape "
-                f"{tuple(tensor.shape)}, but this state of it is a plain tensor of the shape of "
-                f"its local shard, {tuple(local_shape)}. Let the optimizer keep a DTensor "
+                f"{name_of(leaf_path)}: the parameter is a DTensor, this state of it a plain "
+                f"tensor\nThe parameter has shape {tuple(tensor.shape)}, the state that of its "
+                f"local shard, {tuple(local_shape)}. Let the optimizer keep a DTensor "
                 "(torch.zeros_like(parameter)), so that its place is known."
             )
 
@@ -372,8 +374,9 @@ def _one_of(values: list[object], where: str) -> object:
     """The value that all parameters of a tensor have in common."""
     if any(value != values[0] for value in values):
         raise StateError(
-            f"{where}: one tensor of the optimizer stands for {len(values)} parameters, for which "
-            f"different values are stored, such as {values[0]!r}; it can keep only one"
+            f"{where}: one tensor of the optimizer stands for {len(values)} parameters\n"
+            f"Different values are stored for them, such as {values[0]!r}; it can keep only "
+            "one"
         )
     return values[0]
 
@@ -439,10 +442,10 @@ def _visit_whole(walk: Walk, path: Path, leaf: object, place: Placed) -> None:
     is_whole = [part.box for part in place.shards.parts] == [Box.whole(place.shards.global_shape)]
     if leaf.numel() > 1 and not is_whole:
         raise StateError(
-            f"{name_of(path)}: has shape {tuple(leaf.shape)}, but its parameter is a shard of "
-            f"shape {tuple(local_of(leaf).shape)} of a tensor of shape "
-            f"{place.shards.global_shape}, so it is not known what part of which state this is. "
-            "State of a shard must have its shape or be a single number."
+            f"{name_of(path)}: has shape {tuple(leaf.shape)}, its parameter another\n"
+            f"That is a shard of shape {tuple(local_of(leaf).shape)} of a tensor of shape "
+            f"{place.shards.global_shape}, so it is not known what part of which state this "
+            "is. State of a shard must have its shape or be a single number."
         )
     # Without an alias key: which parameters share a tensor depends on the layout.
     role = place.role if place.role is Role.EQUAL else Role.ASSUMED
@@ -454,8 +457,9 @@ def _check_same(leaf: object, other: object, where: str) -> None:
     same = torch.equal(leaf, other) if _both_tensors(leaf, other) else leaf == other  # type: ignore[arg-type]
     if not same:
         raise StateError(
-            f"{where}: two shards of this parameter on this rank have the values {other!r} and "
-            f"{leaf!r} for it, but it must be one"
+            f"{where}: two shards of this parameter on this rank have different values for "
+            "it\n"
+            f"They are {other!r} and {leaf!r} but it must be one value"
         )
 
 

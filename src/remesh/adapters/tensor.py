@@ -121,8 +121,9 @@ def _add_shards(walk: Walk, path: Path, tensor: DTensor, local: torch.Tensor) ->
         if shard is None:
             raise UnsupportedValueError(
                 f"{where}: the inner tensors ({', '.join(inner)}) of its {type(local).__name__} "
-                f"cannot be resharded, and with placements {tensor.placements} its shards have "
-                f"different shapes, since shape {tuple(tensor.shape)} does not divide evenly"
+                "cannot be resharded\n"
+                f"With placements {tensor.placements} its shards have different shapes, since "
+                f"shape {tuple(tensor.shape)} does not divide evenly"
             )
         record["layout"] = shard.layout
         parts = {

@@ -74,8 +74,8 @@ class Split:
             units = self.num_shards if block.num_units is None else block.num_units
             if units < 1 or max(units, self.num_shards) % min(units, self.num_shards):
                 raise StateError(
-                    f"{block} cannot be cut into {self.num_shards} shards: neither number of "
-                    "units and shards is a multiple of the other"
+                    f"{block} cannot be cut into {self.num_shards} shards\n"
+                    "Neither number of units and shards is a multiple of the other"
                 )
 
     def segments(self, extent: int, name: str) -> tuple[int, list[Segment]]:
@@ -106,8 +106,9 @@ class Split:
             done += own
         if done != extent:
             raise StateError(
-                f"{name}: shard {self.shard} of {self.num_shards} of {self.blocks} has extent "
-                f"{done} in dim {self.dim}, the tensor has {extent}"
+                f"{name}: shard {self.shard} of {self.num_shards} of {self.blocks}\n"
+                f"It has extent {done} in dim {self.dim}\n"
+                f"The tensor has {extent}"
             )
         return begin, segments
 
@@ -116,8 +117,8 @@ class Split:
         shard, num_cuts = self._shard_of(block)
         if block.size > num_cuts * extent:
             raise StateError(
-                f"{name}: {num_cuts} shards of extent {extent} in dim {self.dim} cannot hold the "
-                f"{block.size} of {block}"
+                f"{name}: {num_cuts} shards of extent {extent} in dim {self.dim}\n"
+                f"They cannot hold the {block.size} of {block}"
             )
         begin = min(shard * extent, block.size)
         own = min(extent, block.size - begin)

@@ -89,8 +89,8 @@ def inner_tensors(tensor: torch.Tensor, where: str) -> dict[str, torch.Tensor]:
         inner = getattr(wrapper, name, None)
         if not name.isidentifier() or not isinstance(inner, torch.Tensor):
             raise UnsupportedValueError(
-                f"{where}: __tensor_flatten__ of {_class_of(tensor)} names {name!r}, which is no "
-                "attribute that is a tensor"
+                f"{where}: __tensor_flatten__ of {_class_of(tensor)} names {name!r}\n"
+                "It has no attribute of that name that is a tensor"
             )
         found[name] = inner
     return found
@@ -173,8 +173,8 @@ def _plain(value: object, where: str) -> object:
     """
     if isinstance(value, torch.Tensor):
         raise UnsupportedValueError(
-            f"{where}: the context of its __tensor_flatten__ holds a tensor, which would be lost; "
-            "put a plain tensor into the state"
+            f"{where}: the context of its __tensor_flatten__ holds a tensor, which would be lost\n"
+            "Put a plain tensor into the state"
         )
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"

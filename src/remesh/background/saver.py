@@ -432,7 +432,7 @@ def _place_for_process(path: Any, storage: Storage) -> str:
     if isinstance(path, str):
         return path
     raise StorageError(
-        f"{storage.url}: a writer process opens the place by itself; pass a path or a URL and not "
+        f"{storage.url}: a writer process opens the place by itself\nPass a path or a URL and not "
         "a Storage, or use Saver(writer='thread')"
     )
 

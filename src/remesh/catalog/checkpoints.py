@@ -339,7 +339,7 @@ def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
         return msgspec.convert(found, ManagerNote)
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(
-            f"{path}: its metadata under {NOTE_KEY!r} is not a manager's ({error}); load it with "
+            f"{path}: its metadata under {NOTE_KEY!r} is not a manager's ({error})\nLoad it with "
             "remesh.load"
         ) from error
 

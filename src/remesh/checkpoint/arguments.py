@@ -36,7 +36,7 @@ def check_order(call: str, state: object, path: object) -> None:
     """
     if is_place(state) and not is_place(path):
         raise StateError(
-            f"{call}: state and path are swapped; write {call}(state, path). The first argument is "
+            f"{call}: state and path are swapped; write {call}(state, path)\nThe first argument is "
             f"a {type(state).__name__}, which names a place, and the second a "
             f"{type(path).__name__}, which does not."
         )

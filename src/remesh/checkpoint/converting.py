@@ -207,7 +207,7 @@ def _verified(written: Checkpoint, exchange: Exchange) -> VerifyReport:
     if not report.ok:
         raise CorruptCheckpointError(
             f"{written}: what was read again is not what was written; remesh verify lists the "
-            "damage. The source is as it was: convert it again, or to another disk."
+            "damage\nThe source is as it was: convert it again, or to another disk."
         )
     return report
 
@@ -216,8 +216,8 @@ def _warn_of_unchecked(description: Description, url: str, format_name: str) -> 
     """Warn that a format has no mark for what a repair has taken over without a digest."""
     if description.unchecked:
         _log.warning(
-            "%s: no digest proves %s, which a repair has taken over, and the format %r has no mark "
-            "for that; convert to 'remesh' to keep it",
+            "%s: no digest proves %s\nA repair has taken over that, and the format %r has no mark "
+            "for it; convert to 'remesh' to keep it",
             url,
             listed(description.unchecked),
             format_name,
@@ -430,7 +430,7 @@ def _source_of_value(resolved: Resolved, name: str) -> str:
     sources = resolved.sources_of(name)
     if len(sources) != 1:
         raise StateError(
-            f"{name}: a plain value that is to be that of {', '.join(sources)}; name one of them, "
+            f"{name}: a plain value that is to be that of {', '.join(sources)}\nName one of them, "
             "and delete the others with '-> _'"
         )
     return sources[0]
@@ -449,7 +449,7 @@ def _check_equal(source: StoredSource, resolved: Resolved) -> None:
             if check.source_box.size * BY_NAME[stored.dtype].itemsize > MAX_COMPARED:
                 raise StateError(
                     f"{name}: {check.source!r} would have to hold the same values, which a "
-                    "conversion does not compare; delete it with '-> _'"
+                    "conversion does not compare\nDelete it with '-> _'"
                 )
             box = check.target_box
             taken = np.empty(box.shape, BY_NAME[info.dtype].carrier)

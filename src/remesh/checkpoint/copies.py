@@ -213,9 +213,9 @@ def _report(
         shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(warned.items())[:MAX_SHOWN]]
         more = ", ..." if len(warned) > MAX_SHOWN else ""
         _LOGGER.warning(
-            "copies of %d tensors differ between ranks, and one of them is stored: %s%s. Pass "
-            "verify_replicas=True to make that an error; for buffers, buffers='rank0', 'mean' or "
-            "'per_rank' says which count",
+            "copies of %d tensors differ between ranks, and one of them is stored\n"
+            "They are %s%s. Pass verify_replicas=True to make that an error; for buffers, "
+            "buffers='rank0', 'mean' or 'per_rank' says which count",
             len(warned),
             ", ".join(shown),
             more,

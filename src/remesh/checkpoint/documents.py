@@ -37,8 +37,8 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
             )
             if bytes(document.objects.setdefault(name, stored).value) != value:
                 raise NameCollisionError(
-                    f"{name}: the state has two different values for this element, which both say "
-                    "to be its main replica; rename one of them, or give it its own offset"
+                    f"{name}: this element has two different main replicas\n"
+                    "Rename one of them, or give it its own offset"
                 )
     for name, path in description.paths.items():
         document.set_path(name, path)
@@ -60,7 +60,7 @@ def check_names(tensor_names: Iterable[str], document: native.ValuesDocument) ->
         if both:
             name = min(both)
             raise StateError(
-                f"{name}: a tensor of its own on one rank and a {kind} on another; give them "
+                f"{name}: a tensor of its own on one rank and a {kind} on another\nGive them "
                 "different names, or make the ranks agree"
             )
 
@@ -79,6 +79,7 @@ def check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[
         for name in names:
             if name not in document.objects:
                 raise CoverageError(
-                    f"{name}: rank {rank} has a replica of this element, but no rank says to be its"
-                    " main replica; exactly one rank must have replica_id 0"
+                    f"{name}: rank {rank} has a replica of this element, but no rank its main "
+                    "replica\n"
+                    "Exactly one rank must have replica_id 0"
                 )

@@ -391,8 +391,8 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
     """Warn of what a load does that its caller may not expect."""
     if report.missing and not has_tensors:
         _LOGGER.warning(
-            "no tensor is loaded, for %s has none of their names. The state has %s; stored is %s. "
-            "Rename what is stored with transform=",
+            "no tensor is loaded, for %s has none of their names\n"
+            "The state has %s; stored is %s. Rename what is stored with transform=",
             url,
             listed(report.missing),
             listed(report.unexpected),
@@ -400,15 +400,16 @@ def _warn(report: RestoreReport, url: str, *, has_tensors: bool) -> None:
     left = _optimizer_state_left(report)
     if left:
         _LOGGER.warning(
-            "%d entries of optimizer state in %s belong to no parameter of the optimizers that are "
-            "loaded: %s. If parameters have other names now, rename them with transform=",
+            "%d entries of optimizer state in %s belong to no parameter of the state\n"
+            "They are %s. If parameters have other names now, rename them with transform=",
             len(left),
             url,
             listed(left),
         )
     if report.dropped:
         _LOGGER.warning(
-            "%d entries of plain dicts are not in %s: a stored dict replaces that of the state: %s",
+            "%d entries of plain dicts are not in %s\n"
+            "A stored dict replaces that of the state, which had %s",
             len(report.dropped),
             url,
             listed(report.dropped),

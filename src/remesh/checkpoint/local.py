@@ -221,7 +221,7 @@ def _refuse_equal_claims(
         if (row, box) in claimed:
             raise NameCollisionError(
                 f"{tensors[row][0]}: two tensors of the state have this stored name and the same "
-                f"box {box}; rename one of them, or give one a replica_id that is not 0"
+                f"box {box}\nRename one of them, or give one a replica_id that is not 0"
             )
         claimed.add((row, box))
 

@@ -231,7 +231,7 @@ class Checkpoint:
         """
         if self._contents.record is None:
             raise StateError(
-                f"{self._storage.url}: in format {self.format}, which has no commit record; ask "
+                f"{self._storage.url}: in format {self.format}, which has no commit record\nAsk "
                 "for index, values and objects instead"
             )
         return self._contents.record
@@ -308,7 +308,7 @@ class Checkpoint:
         if torch is None:
             if not BY_NAME[stored.dtype].is_native:
                 raise UnsupportedValueError(
-                    f"{name}: numpy has no {stored.dtype}; read it as a torch tensor, or its bits "
+                    f"{name}: numpy has no {stored.dtype}\nRead it as a torch tensor, or its bits "
                     "as unsigned integers with read_array"
                 )
             return self.read_array(name, box)

@@ -312,8 +312,8 @@ class _Renaming:
             if found != wanted and Counter(found.values()) == Counter(wanted.values()):
                 number = next(one for one in found if found[one] != wanted[one])
                 raise self._error(
-                    f"its parameter {number} has {key} of shape {found[number]}, but in the state "
-                    f"that is {names[number]} of shape {wanted[number]}",
+                    f"its parameter {number} has {key} of shape {found[number]}, "
+                    f"{names[number]} has {wanted[number]}",
                     "The parameters come in another order. Construct the optimizer over them in "
                     "the order in which they were saved",
                 )

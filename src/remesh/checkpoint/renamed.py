@@ -60,8 +60,8 @@ def renamed_lists(
                 if not sources[target] <= members:
                     other = min(sources[target] - members)
                     raise StateError(
-                        f"{name}: {target} is made of {owner + short} and of {other}, which the "
-                        "optimizer has in another group"
+                        f"{name}: {target} is made of {owner + short} and of {other}\n"
+                        "The optimizer has them in different groups"
                     )
                 new[short_name(owner, short, target)] = None
         found[name] = list(new)
@@ -130,7 +130,7 @@ def _owner_of(name: str, shorts: Iterable[str], index: Index) -> str:
     if len(found) == 1:
         return found.pop()
     raise StateError(
-        f"{name}: a list of parameters that the transformation changes, and it cannot be told "
-        "which they are. Delete the optimizer, or load the checkpoint with the transformation and "
-        "save it again."
+        f"{name}: a list of parameters that the transformation changes\n"
+        "Which they are is not known. Delete the optimizer, or load the checkpoint with "
+        "the transformation and save it again."
     )

@@ -44,13 +44,13 @@ def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) 
         return None
     if found is not None and not overwrite:
         raise CheckpointExistsError(
-            f"{storage.url}: there is a checkpoint already ({found.what}). Save to another path, "
+            f"{storage.url}: there is a checkpoint already ({found.what})\nSave to another path, "
             "or replace it with overwrite=True (on the command line --overwrite)."
         )
     if found is not None and found.is_fixed:
         raise StateError(
-            f"{storage.url}: a {format_name} checkpoint cannot be replaced in place, because "
-            "its files have fixed names; save to another path"
+            f"{storage.url}: a {format_name} checkpoint cannot be replaced in place\n"
+            "Its files have fixed names; save to another path"
         )
     return found
 
@@ -74,14 +74,14 @@ def _of_another(
         return None
     if not overwrite:
         raise CheckpointExistsError(
-            f"{storage.url}: there is a checkpoint of another format already, {row.name!r}. Save "
+            f"{storage.url}: there is a checkpoint of another format already, {row.name!r}\nSave "
             f"the {format_name!r} checkpoint to another path, or replace what is there with "
             "overwrite=True (on the command line --overwrite)."
         )
     if found is None or found.is_fixed or not (found.save_id or found.paths):
         raise StateError(
             f"{storage.url}: the {row.name!r} checkpoint there cannot be replaced by one of "
-            f"{format_name!r}, because it is not known which files belong to it; move it away, "
-            "or save to another path"
+            f"{format_name!r}\n"
+            "Which files belong to it is not known; move it away, or save to another path"
         )
     return found

@@ -447,7 +447,7 @@ class _Rank:
             if writer.own_grid is None:
                 raise StateError(
                     f"{self.storage.url}: format {writer.name!r} needs a directory, because it is "
-                    "one file that all ranks write; to an object store, save in another format, or "
+                    "one file that all ranks write\nTo an object store, save in another format, or "
                     "use remesh.training.export_weights"
                 )
             grid = writer.own_grid
@@ -538,8 +538,8 @@ def _check_options(options: Sequence[tuple[str | None, str, str]]) -> None:
     other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
     if other is not None:
         raise StateError(
-            f"ranks 0 and {other} pass different values of buffers, verify_replicas or format: "
-            f"{options[0]} and {options[other]}; pass the same on all ranks"
+            f"ranks 0 and {other} disagree about buffers, verify_replicas or format\n"
+            f"They are {options[0]} and {options[other]}; pass the same on all ranks"
         )
 
 
@@ -550,6 +550,6 @@ def _check_metadata(metadata: Mapping[str, object]) -> None:
         raise StateError(f"metadata must be a JSON object: {error}") from error
     if not same:
         raise StateError(
-            "metadata must be a JSON object: only strings as keys, and str, int, float, bool, None,"
-            " lists and dicts as values"
+            "metadata must be a JSON object\n"
+            "Only strings as keys, and str, int, float, bool, None, lists and dicts as values"
         )

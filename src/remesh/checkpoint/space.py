@@ -34,7 +34,8 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
             existing = next(one.existing for one in spaces if one and one.identity == identity)
             raise NoSpaceError(
                 f"{url}: the state needs {format_bytes(size)}, {format_bytes(free[identity])} are "
-                f"free there. Nothing was written. {_space_advice(url, existing)}"
+                "free there\n"
+                f"Nothing was written. {_space_advice(url, existing)}"
             )
 
 

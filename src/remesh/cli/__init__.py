@@ -27,7 +27,7 @@ from remesh.cli.output import (
     exit_code_of,
     print_error,
 )
-from remesh.errors import RemeshError, TransformError
+from remesh.errors import RemeshError
 
 _HOMES = {
     "ls": "remesh.cli.ls",
@@ -83,7 +83,7 @@ class _Commands(click.Group):
         except RemeshError as error:
             if ctx.params["debug"]:
                 traceback.print_exception(error)
-            print_error(str(error), as_laid_out=isinstance(error, TransformError))
+            print_error(str(error))
             ctx.exit(exit_code_of(error))
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)

@@ -55,11 +55,12 @@ def exit_code_of(error: RemeshError) -> int:
     return EXIT_USAGE
 
 
-def print_error(message: str, *, as_laid_out: bool = False) -> None:
-    """One line on stderr; as many as the message has if their layout tells something."""
-    lines = message.splitlines() if as_laid_out else [" ".join(message.splitlines())]
-    text = "\n".join(map(printable, lines))
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+def print_error(message: str) -> None:
+    """What is wrong on one line of stderr; where, and what to do, on lines below it."""
+    first, *others = map(printable, message.splitlines() or [""])
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
+    for line in others:
+        click.echo(line if line.startswith("  ") else f"  {line}", err=True)
 
 
 def example(*lines: str) -> str:

@@ -40,8 +40,8 @@ def read_transform(text: str) -> Transform:
             text = Path(text).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise StateError(
-                f"--transform {where}: no statement such as 'a -> b', no renames such as "
-                f'\'{{"model.": ""}}\', and no file with them: {error}'
+                f"{where}: no statement such as 'a -> b', no renames such as "
+                f'\'{{"model.": ""}}\'\nThere is no file with them: {error}'
             ) from error
     return Transform(json_object(text, where) if is_renames else text)
 

@@ -308,8 +308,8 @@ class Agent(LocalElasticAgent):
                 recovery = reentry.end(recovery, local_rank)
             for local_rank, pid in reentry.overdue(recovery, time.monotonic()).items():
                 log.warning(
-                    "process %d has not left the training function within %g s: it is killed and "
-                    "started again",
+                    "process %d has not left the training function within %g s\n"
+                    "It is killed and started again",
                     pid,
                     self._reentry_timeout,
                 )

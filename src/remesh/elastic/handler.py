@@ -60,7 +60,7 @@ def check_address(address: str) -> None:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"the address {address!r} of this node cannot be resolved ({error}); give --local-addr "
+            f"the address {address!r} of this node cannot be resolved ({error})\nGive --local-addr "
             "a name or an address that all nodes can reach"
         ) from error
 

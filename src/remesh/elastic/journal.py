@@ -125,8 +125,9 @@ class Journal:
         elif row[0] != JOURNAL_VERSION:
             age = "a newer" if row[0] > JOURNAL_VERSION else "an older"
             raise StorageError(
-                f"{self._path}: written by {age} remesh (journal version {row[0]}, this one reads "
-                f"{JOURNAL_VERSION}); use that for this job, or another file"
+                f"{self._path}: written by {age} remesh\n"
+                f"Its journal has version {row[0]}, this one reads {JOURNAL_VERSION})\n"
+                "Use that for this job, or another file"
             )
 
     def load(self, policy: Policy) -> tuple[Job, float]:
@@ -160,7 +161,7 @@ class Journal:
             self._is_loaded = True
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise StorageError(
-                f"{self._path}: the master's journal is damaged: {error}; move it away to go on "
+                f"{self._path}: the master's journal is damaged: {error}\nMove it away to go on "
                 "without it: nodes that train report again where they are"
             ) from error
         return job, last

@@ -291,7 +291,8 @@ class Master:
         if now - logged_at >= LOG_EVERY:
             logged_at = now
             log.error(
-                "%s; the job goes on, but a master that is started again would not know the events "
+                "%s\n"
+                "The job goes on, but a master that is started again would not know the events "
                 "from now on: free space on the disk, or find why the file cannot be written",
                 text,
             )

@@ -67,7 +67,7 @@ class Process:
             return code
         self._has_succeeded = True
         log.warning(
-            "process %d died by signal %d at exit, after its work was done: no failure%s",
+            "process %d died by signal %d at exit after its work: no failure%s",
             self.pid,
             -code,
             _KNOWN_CAUSE if code == -signal.SIGABRT else "",

@@ -89,8 +89,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.token and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
-                f"listening on {self.host} without a token would let any process that reaches "
-                "the port control the job; give a token, or listen on 127.0.0.1"
+                f"listening on {self.host} needs a token\n"
+                "Without one, any process that reaches the port could control the job: give a "
+                "token, or listen on 127.0.0.1"
             )
 
 

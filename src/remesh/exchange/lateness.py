@@ -274,8 +274,8 @@ class SlowCall:
 
     def _warn(self, waited: float) -> None:
         _LOGGER.warning(
-            "%s on rank %d has waited %.0f s: %s; every rank must make this call (it fails after "
-            "%g s)",
+            "%s on rank %d has waited %.0f s: %s\n"
+            "Every rank must make this call (it fails after %g s)",
             self._operation,
             self._marks.rank,
             waited,

@@ -106,8 +106,8 @@ class ThreadGroup:
 
     def _warn(self, meeting: _Meeting, rank: int, waited: float) -> None:
         _LOGGER.warning(
-            "%s on rank %d has waited %.0f s: %s; every rank must make this call (it fails after "
-            "%g s)",
+            "%s on rank %d has waited %.0f s: %s\n"
+            "Every rank must make this call (it fails after %g s)",
             meeting.operations[rank],
             rank,
             waited,

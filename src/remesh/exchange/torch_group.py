@@ -105,7 +105,7 @@ class TorchGroup:
         self._rank = dist.get_rank(self._group)
         if self._rank < 0:
             raise ExchangeError(
-                f"global rank {dist.get_rank()} is not in the process group that was given; call "
+                f"global rank {dist.get_rank()} is not in the process group that was given\nCall "
                 "this on the group's own ranks only"
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
@@ -206,7 +206,7 @@ class TorchGroup:
             self._marks.report_failure(f"rank {self._rank}: {error}")
             raise ExchangeError(
                 f"{operation} failed on rank {self._rank} of {self.world_size} (global rank "
-                f"{self._global_ranks[self._rank]}): {error}; look for the first rank that died "
+                f"{self._global_ranks[self._rank]}): {error}\nLook for the first rank that died "
                 "or stopped, its own log has the cause, and start the job again"
             ) from error
 

@@ -128,8 +128,8 @@ def check_extent(tensor: ArchivedTensor, num_bytes: int, where: str) -> int:
         is_sound = (last + 1) * itemsize <= num_bytes
     if not is_sound:
         raise CorruptCheckpointError(
-            f"{where}: a tensor of shape {tensor.shape} leaves its storage of {num_bytes} bytes; "
-            "the file is damaged. Load another checkpoint, or restore this file from a copy."
+            f"{where}: a tensor of shape {tensor.shape} leaves its storage of {num_bytes} bytes\n"
+            "The file is damaged. Load another checkpoint, or restore this file from a copy."
         )
     return tensor.offset * itemsize
 
@@ -162,11 +162,11 @@ def read_archive(
         file.seek(0)
         if file.read(2) in {b"\x80\x02", b"\x80\x03", b"\x80\x04"}:
             raise FormatVersionError(
-                f"{where}: a pickle without an archive around it, as torch wrote before 1.6; load "
+                f"{where}: a pickle without an archive around it, as torch wrote before 1.6\nLoad "
                 "and save it again with a later torch"
             ) from error
         raise CorruptCheckpointError(
-            f"{where}: not an archive of torch.save, or cut short ({error!s:.80}). Load another "
+            f"{where}: not an archive of torch.save, or cut short ({error!s:.80})\nLoad another "
             "checkpoint, or restore this file from a copy."
         ) from error
     size = file.seek(0, io.SEEK_END)
@@ -299,7 +299,7 @@ def row_major_pieces(
     if math.prod(counts) > MAX_PIECES:
         raise FormatVersionError(
             f"{where}: its {math.prod(shape)} elements lie with strides {tuple(strides)}, almost "
-            "singly; save it again after contiguous()"
+            "singly\nSave it again after contiguous()"
         )
     places = np.indices(counts, dtype=np.int64).reshape(len(counts), math.prod(counts))
     offsets = np.zeros((places.shape[1], len(shape)), dtype=np.int64)

@@ -137,7 +137,7 @@ def archive_of(value: object, name: str) -> bytes:
     if unknown is not None:
         raise UnsupportedValueError(
             f"{name}: a {unknown.type_name}, which this program does not know, so it cannot be "
-            "pickled; import the module that defines it first"
+            "pickled\nImport the module that defines it first"
         )
     torch = sys.modules.get("torch")
     if torch is not None:

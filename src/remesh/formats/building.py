@@ -230,7 +230,7 @@ class IndexBuilder:
                 )
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
-                    f"{self.storage.url}/{path}: missing, though the checkpoint names it. Load "
+                    f"{self.storage.url}/{path}: missing, though the checkpoint names it\nLoad "
                     "another checkpoint, or restore this file from a copy."
                 ) from None
             row = self._files[path] = len(self._files)
@@ -285,8 +285,9 @@ class IndexBuilder:
         if self._num_single > most:
             raise FormatVersionError(
                 f"{self.storage.url}: {name}: its elements, and those of other tensors, lie with "
-                f"strides {tuple(strides)!r:.80}, in more pieces than its files have bytes; save "
-                "it again after contiguous()"
+                f"strides {tuple(strides)!r:.80}\n"
+                "These are more pieces than its files have bytes; save it again after "
+                "contiguous()"
             )
         starts = position + starts * BY_NAME[dtype].itemsize
         offsets = offsets + np.array(box.offset, dtype=np.int64)
@@ -295,8 +296,9 @@ class IndexBuilder:
         num_pieces = len(self._tensor) + sum(count for _, _, count, *_ in self._strided)
         if num_pieces > MIN_PIECES + sum(self._sizes):
             raise FormatVersionError(
-                f"{self.storage.url}/{path}: {name} and others lie in {num_pieces} pieces, more "
-                "than the files have bytes (expanded tensors?); save it again after contiguous()"
+                f"{self.storage.url}/{path}: {name} and others lie in {num_pieces} pieces\n"
+                "These are more than the files have bytes (expanded tensors?); save it again "
+                "after contiguous()"
             )
 
     def add_encoded(self, file: EncodedFile) -> str:
@@ -425,7 +427,7 @@ class IndexBuilder:
         both = {*self._names, *self._aliases}.intersection(self.document.values)
         if both:
             raise NameCollisionError(
-                f"{self.storage.url}: {min(both)} is both a tensor and a value; read them by name "
+                f"{self.storage.url}: {min(both)} is both a tensor and a value\nRead them by name "
                 "with the system that wrote them"
             )
         return checked(

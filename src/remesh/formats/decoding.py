@@ -244,7 +244,7 @@ def _library(module: str, where: str) -> Any:
         return importlib.import_module(f"numcodecs.{module}")
     except ImportError as error:
         raise FormatVersionError(
-            f"{where}: is encoded by {module}, and numcodecs cannot be imported ({error}); install "
+            f"{where}: is encoded by {module}, and numcodecs cannot be imported ({error})\nInstall "
             "it with: pip install 'remesh[zarr]'"
         ) from error
 

@@ -152,8 +152,8 @@ def _folder(storage: Storage, files: Listing) -> str:
             if any(path.startswith(base) and _is_mark(path.removeprefix(base)) for path in files):
                 return base
             raise CorruptCheckpointError(
-                f"{storage.url}/{name}: names {shown(text)}, and there is no such checkpoint; name "
-                "the folder of another one"
+                f"{storage.url}/{name}: names {shown(text)}, and there is no such checkpoint\n"
+                "Name the folder of another one"
             )
     raise CheckpointNotFoundError(f"{storage.url}: no {LOOKS_FOR}")
 

@@ -102,7 +102,7 @@ def _family(storage: Storage, files: Iterable[str], family: str) -> list[str]:
     sizes = {int(match[3]) for match in found}
     if found and (sizes != {len(ranks)} or ranks != list(range(len(ranks)))):
         raise CorruptCheckpointError(
-            f"{storage.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}; some "
+            f"{storage.url}: the files {family}.* are of ranks {ranks} of {sorted(sizes)}\nSome "
             "are missing, or several checkpoints were saved here"
         )
     return [match[0] for match in sorted(found, key=lambda match: int(match[2]))]
@@ -194,8 +194,8 @@ def _read_slices(storage: Storage, path: str, allow: Collection[str]) -> dict[st
     units = _mapping(document.get("flat_param_meta", {}), where)
     if any("expert_ranks" in _mapping(unit, where) for unit in units.values()):
         raise FormatVersionError(
-            f"{where}: the checkpoint was saved with expert parallelism, in which ranks have "
-            "different tensors of one name; this is not read"
+            f"{where}: checkpoints with expert parallelism are not read\n"
+            "There, ranks have different tensors of one name"
         )
     slices = _mapping(document.get("param_meta", document), where)
     return {check_name(name, where): _slice_of(meta, where) for name, meta in slices.items()}

@@ -55,8 +55,8 @@ def add_flat_parts(
     dtypes = sorted({part.dtype for part in parts})
     if found != math.prod(shape) or len(dtypes) != 1:
         raise CorruptCheckpointError(
-            f"{builder.storage.url}: {name}: the files have {found} elements of {dtypes} for shape "
-            f"{shape}"
+            f"{builder.storage.url}: {name}\n"
+            f"The files have {found} elements of {dtypes} for shape {shape}"
         )
     row = builder.add_tensor(name, dtypes[0], shape)
     builder.set_path(name, place)

@@ -72,10 +72,11 @@ def check_is_weights(document: ValuesDocument) -> None:
     others = sorted([*document.values, *document.lists, *document.objects])
     if others:
         raise StateError(
-            f"safetensors files hold tensors alone, and the state has {len(others)} other entries: "
-            f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Save the weights by "
-            "themselves: remesh.save(model, path, format=...); in a conversion, delete the others "
-            "with its transformation"
+            "safetensors files hold tensors alone\n"
+            f"The state has {len(others)} other entries: "
+            f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Save the weights "
+            "by themselves: remesh.save(model, path, format=...); in a conversion, delete "
+            "the others with its transformation"
         )
 
 
@@ -123,7 +124,7 @@ def own_files(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, o
         if boxes.box(row).shape != boxes.tensors.shape(number):
             raise StateError(
                 f"{boxes.tensors.names[number]}: is cut over ranks, and in an object store a file "
-                "has one writer; save to a directory, or use remesh.training.export_weights, which "
+                "has one writer\nSave to a directory, or use remesh.training.export_weights, which "
                 "brings each file together on one rank"
             )
     tensors, held = boxes.tensors, {*boxes.tensor.tolist()}

@@ -111,8 +111,8 @@ def read(storage: Storage, files: Listing, *, allow: Collection[str] = ()) -> Co
         joined = _Joined.of(parts)
     except _CannotJoinError as reason:
         _log.warning(
-            "%s: the models of its %d parts are not joined, because %s; names begin with the "
-            "folders of the parts, such as %s",
+            "%s: the models of its %d parts are not joined, because %s\n"
+"Names begin with the folders of the parts, such as %s",
             storage.url, len(parts), reason, parts[0].folder,
         )  # fmt: skip
         for part in parts:
@@ -138,8 +138,8 @@ def _folder(storage: Storage, files: Listing) -> str:
     base = f"iter_{int(text):07d}/" if re.fullmatch("[0-9]{1,18}", text) else f"{text}/"
     if not any(path.startswith(base) and _FILE.fullmatch(path[len(base) :]) for path in files):
         raise CorruptCheckpointError(
-            f"{storage.url}/{TRACKER_NAME}: names {shown(text)}, and there is no such checkpoint; "
-            "name the folder of another one"
+            f"{storage.url}/{TRACKER_NAME}: names {shown(text)}, and there is no such checkpoint\n"
+            "Name the folder of another one"
         )
     return base
 

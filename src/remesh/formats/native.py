@@ -159,7 +159,7 @@ def decode_record(text: bytes, where: str) -> CommitRecord:
         )
     if head.format != FORMAT_NAME or head.version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"{where}: written in format {head.format!r} version {head.version}; this remesh reads "
+            f"{where}: written in format {head.format!r} version {head.version}\nThis remesh reads "
             f"{FORMAT_NAME!r} up to version {FORMAT_VERSION}. Upgrade remesh to read it."
         )
     try:
@@ -267,7 +267,7 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
             first = origin.setdefault(name, rank)
             if bytes(known) != bytes(raw):
                 raise DivergedReplicaError(
-                    f"{name}: rank {first} has {_shown(known)}, rank {rank} has {_shown(raw)}. A "
+                    f"{name}: rank {first} has {_shown(known)}, rank {rank} has {_shown(raw)}\nA "
                     "plain value must be the same on all ranks that have it. Make it so, or wrap "
                     "what belongs to each rank in remesh.sharding.ShardedObject."
                 )
@@ -277,15 +277,15 @@ def merge_documents(documents: Sequence[ValuesDocument]) -> ValuesDocument:
         for name, element in document.objects.items():
             if bytes(merged.objects.setdefault(name, element).value) != bytes(element.value):
                 raise DivergedReplicaError(
-                    f"{name}: two ranks, one of them rank {rank}, have different values for this "
-                    "element and both say to be its main replica; exactly one rank must have "
-                    "replica_id 0"
+                    f"{name}: two ranks, one of them rank {rank}, have different main replicas of "
+                    "this element\n"
+                    "Exactly one rank must have replica_id 0"
                 )
         for name, path in document.paths.items():
             if merged.paths.setdefault(name, path) != path:
                 raise NameCollisionError(
                     f"{name!r} is the stored name of {merged.paths[name]} on one rank and of "
-                    f"{path} on rank {rank}; rename one of them"
+                    f"{path} on rank {rank}\nRename one of them"
                 )
         sequences.update({tuple(path): kind for path, kind in document.sequences})
         merged.aliases.update(document.aliases)
@@ -376,8 +376,9 @@ def check_current(storage: Storage, identity: str) -> None:
     if found != identity:
         what = "replaced by another save" if found else "removed"
         raise CheckpointReplacedError(
-            f"{storage.url}: the checkpoint was {what} while it was being read. Open it again; "
-            "if this happens again and again, save every checkpoint to a path of its own."
+            f"{storage.url}: the checkpoint was {what} while it was being read\n"
+            "Open it again; if this happens again and again, save every checkpoint to a path "
+            "of its own."
         )
 
 
@@ -456,8 +457,9 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
         ) from None
     if len(data) != file.num_bytes or hex_digest(data) != file.digest:
         raise CorruptCheckpointError(
-            f"{storage.url}/{file.path}: not what was written ({len(data)} of {file.num_bytes} "
-            f"bytes, or another digest). {repair_advice(storage.url)}"
+            f"{storage.url}/{file.path}: not what was written ({len(data)} of "
+            f"{file.num_bytes} bytes, or another digest)\n"
+            f"{repair_advice(storage.url)}"
         )
     return data
 
@@ -474,7 +476,7 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
     recorded = [(file.path, file.num_bytes, file.digest) for file in record.files]
     if indexed != recorded:
         raise CorruptCheckpointError(
-            f"{storage.url}: the index and {RECORD_NAME} disagree about the data files; they "
+            f"{storage.url}: the index and {RECORD_NAME} disagree about the data files\nThey "
             f"belong to different saves. {repair_advice(storage.url)}"
         )
     for number, file in enumerate(record.files):

@@ -524,6 +524,6 @@ def _boxes_of(metadata: Metadata, index: LocalTensorIndex, where: str) -> list[B
 def _check_array(array: StoredArray, itemsize: int, num_elements: int, where: str) -> None:
     if (array.itemsize, array.num_bytes) != (itemsize, itemsize * num_elements):
         raise CorruptCheckpointError(
-            f"{where}: {array.num_bytes} bytes in elements of {array.itemsize} are stored, the "
-            f"metadata say {num_elements} elements of {itemsize}"
+            f"{where}: {array.num_bytes} bytes in elements of {array.itemsize} are stored\n"
+            f"The metadata say {num_elements} elements of {itemsize}"
         )

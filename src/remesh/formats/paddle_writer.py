@@ -77,7 +77,7 @@ def no_values(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, 
         dtype = boxes.tensors.dtype(number)
         if dtype.pairs or dtype.is_opaque:
             raise UnsupportedValueError(
-                f"{name}: a safetensors file has no name for elements of type {dtype.name}; leave "
+                f"{name}: a safetensors file has no name for elements of type {dtype.name}\nLeave "
                 "it out, or save in remesh's own format"
             )
     return b""

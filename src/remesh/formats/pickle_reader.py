@@ -48,7 +48,7 @@ def parse(data: bytes, where: str) -> Pickled:
         return Pickled(machine.stack.pop(), frozenset(machine.names), len(data))
     except Exception as error:  # a malformed program may do anything
         raise CorruptCheckpointError(
-            f"{where}: not a pickle that can be read ({describe(error)}). Load another checkpoint, "
+            f"{where}: not a pickle that can be read ({describe(error)})\nLoad another checkpoint, "
             "or restore this file from a copy."
         ) from error
 

@@ -101,7 +101,7 @@ def resolved(
         raise
     except Exception as error:  # a malformed record may raise anything
         raise CorruptCheckpointError(
-            f"{where}: its pickle is malformed ({describe_error(error)}). Load another "
+            f"{where}: its pickle is malformed ({describe_error(error)})\nLoad another "
             "checkpoint, or restore this file from a copy."
         ) from error
 

@@ -165,7 +165,7 @@ def _type_of(entry: HeaderEntry, where: str) -> tuple[str, tuple[int, ...]]:
         return _PACKED_DTYPE, (*shape[:-1], shape[-1] // 2)
     if entry.dtype not in _DTYPE_OF_CODE:
         raise FormatVersionError(
-            f"{where}: elements of type {shown(entry.dtype)}, which remesh does not know; convert "
+            f"{where}: elements of type {shown(entry.dtype)}, which remesh does not know\nConvert "
             "the tensor with the program that wrote it"
         )
     dtype = _DTYPE_OF_CODE[entry.dtype]
@@ -218,7 +218,7 @@ def add_arrays(
             continue
         if others and any(part.offset is None for part in parts):
             raise StateError(
-                f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}; name "
+                f"{builder.storage.url}: {first.path} and {others[0].path} both hold {name}\nName "
                 f"one file, such as {builder.storage.url}/{first.path}"
             )
         if any((p.dtype, len(p.shape)) != (first.dtype, len(first.shape)) for p in others):

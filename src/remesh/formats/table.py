@@ -293,7 +293,7 @@ def format_at(place: Place) -> Format:
     if len(found) > 1:
         marks = " and ".join(row.looks_for for row in found)
         raise StateError(
-            f"{place.storage.url}: holds {marks}; say which to read, "
+            f"{place.storage.url}: holds {marks}\nSay which to read, "
             f"{' or '.join(row.name for row in found)}: --format (of `remesh convert`: "
             "--source-format), or remesh.formats.Source(path, format=...)"
         )

@@ -187,8 +187,8 @@ def _tensor(key: str, tensor: FileTensor) -> bytes:
     storage_type = _STORAGES.get(tensor.dtype)
     if storage_type is None:
         raise UnsupportedValueError(
-            f"{tensor.names[0]}: a .pth file has no name for elements of type {tensor.dtype}; "
-            "export with format='safetensors', or with another dtype"
+            f"{tensor.names[0]}: a .pth file has no name for elements of type {tensor.dtype}\n"
+            "Export with format='safetensors', or with another dtype"
         )
     storage = b"(" + _text("storage") + _name_of("torch", storage_type) + _text(key)
     storage += _text("cpu") + _number(tensor.num_elements) + b"tQ"

@@ -246,7 +246,7 @@ class _Reader:
             if extensions:
                 raise FormatVersionError(
                     f"{self.storage.url}: {name} was written through the extensions "
-                    f"{shown(extensions)} (compression, say), so it has no bytes that can be read "
+                    f"{shown(extensions)} (compression, say)\nIt has no bytes that can be read "
                     "in place; load it with torch and save it without them"
                 )
             integers((start, num_bytes), f"{self.where}: {name}", "where an archive lies")

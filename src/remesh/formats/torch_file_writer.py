@@ -57,7 +57,7 @@ def _pickle(boxes: BoxTable, document: ValuesDocument) -> bytes:
     if document.objects:
         raise UnsupportedValueError(
             f"{min(document.objects)}: an element of a sharded object, which a file of torch.save "
-            "has no form for; leave it out, or save in another format"
+            "has no form for\nLeave it out, or save in another format"
         )
     leaves: dict[Path, object] = {}
     for name, raw in document.values.items():

@@ -98,7 +98,7 @@ class SafetensorsContent:
             if dtype.pairs:
                 raise UnsupportedValueError(
                     f"{tensor.names[0]}: a safetensors file has no name for elements of type "
-                    f"{tensor.dtype}; leave it out, or export with format='pth'"
+                    f"{tensor.dtype}\nLeave it out, or export with format='pth'"
                 )
             rows.append((tensor.names[0], dtype.safetensors, tensor.shape, tensor.num_bytes))
         self._header, self.positions = encode_header(rows, {"format": "pt"})

@@ -134,7 +134,7 @@ def _add_array(builder: IndexBuilder, name: str) -> None:
         raise FormatVersionError(f"{where}: not an array of zarr version 2; write it as version 2")
     if array.compressor is not None or array.filters or array.order != "C":
         raise FormatVersionError(
-            f"{where}: its chunks are compressed, filtered or in column order, so they have no "
+            f"{where}: its chunks are compressed, filtered or in column order\nThey have no "
             "bytes that can be read in place; copy it with zarr, with compressor=None and order='C'"
         )
     row = builder.add_tensor(name, dtype.name, array.shape)
@@ -206,8 +206,9 @@ def chunk_shapes(boxes: BoxTable) -> dict[str, tuple[int, ...]]:
         num_chunks = math.prod(-(-n // step) for n, step in zip(shape, chunk, strict=True))
         if num_chunks > MAX_CHUNKS:
             raise StateError(
-                f"{name}: its shards lie so irregularly that zarr's regular chunks would be "
-                f"{num_chunks} files of shape {chunk}; save it in the format torch_dist instead"
+                f"{name}: its shards lie too irregularly for zarr\n"
+                f"Its chunks would be {num_chunks} files of shape {chunk}; save it in the format "
+                "torch_dist instead"
             )
         chunks[name] = chunk
     return chunks
@@ -257,7 +258,7 @@ def small_files(saved: Saved) -> list[SmallFile]:
     if saved.document.aliases:
         alias = min(saved.document.aliases)
         raise StateError(
-            f"{alias}: tied to {saved.document.aliases[alias]}; zarr has one array for each name, "
+            f"{alias}: tied to {saved.document.aliases[alias]}\nZarr has one array for each name, "
             "so untie it, leave it out, or save in the format torch_dist"
         )
     arrays = [

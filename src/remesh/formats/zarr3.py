@@ -199,7 +199,7 @@ class _Reader:
         if self.num_chunks > MIN_PIECES + known:
             raise FormatVersionError(
                 f"{where}: the arrays have {self.num_chunks} chunks, more than the store has "
-                "bytes; copy it with larger chunks"
+                "bytes\nCopy it with larger chunks"
             )
 
     def add_shards(self) -> None:
@@ -334,8 +334,8 @@ def _codecs_of(codecs: Sequence[_Named], itemsize: int, where: str) -> tuple[str
     others = tuple(codec.name for codec in codecs[1:])
     if first.name != "bytes" or (endian != "little" and itemsize > 1):
         raise FormatVersionError(
-            f"{where}: elements are stored by {shown(first.name)} ({shown(endian)}), and only "
-            "little-endian bytes in row-major order are read; copy it with zarr"
+            f"{where}: elements are stored by {shown(first.name)} ({shown(endian)})\n"
+            "Only little-endian bytes in row-major order are read; copy it with zarr"
         )
     odd = next((name for name in others if name not in CODECS), None)
     if odd is not None:

@@ -419,7 +419,7 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
         raise
     if digest_of_digests(digests) != digest_of_digests(file.digests):
         raise CorruptCheckpointError(
-            f"{source.url}/{file.path} changed between two readings; see whether the disk fails or "
+            f"{source.url}/{file.path} changed between two readings\nSee whether the disk fails or "
             "a process writes there, and try again"
         )
 

@@ -131,9 +131,9 @@ def _only_save(storage: Storage) -> str:
         )
     if len(saves) > 1:
         raise CheckpointError(
-            f"{storage.url} has files of {len(saves)} saves and no readable {native.RECORD_NAME} "
-            f"that says which is the checkpoint. Look at each of them with --save: "
-            f"{', '.join(saves)}"
+            f"{storage.url} has files of {len(saves)} saves and no readable "
+            f"{native.RECORD_NAME}\n"
+            f"Look at each of them with --save: {', '.join(saves)}"
         )
     return saves[0]
 

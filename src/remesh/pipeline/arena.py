@@ -184,7 +184,7 @@ class Arena:
             os.ftruncate(self.file, num_bytes)
         except OSError as error:
             raise MemoryError(
-                f"no shared memory of {num_bytes} bytes ({error}); raise `ulimit -f`, which counts "
+                f"no shared memory of {num_bytes} bytes ({error})\nRaise `ulimit -f`, which counts "
                 "for it, or lower the memory budget"
             ) from error
 

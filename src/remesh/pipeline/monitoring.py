@@ -162,8 +162,8 @@ class MonitoredRead:
         slowest = min(slow, key=lambda rank: told[rank][2] / max(told[rank][3], 1))
         _, _, num_read, num_bytes = told[slowest]
         _LOGGER.warning(
-            "reading for %.0f s; %d of %d ranks have not finished, the slowest is rank %d with "
-            "%.1f of %.1f MB",
+            "reading for %.0f s; %d of %d ranks have not finished\n"
+            "The slowest is rank %d with %.1f of %.1f MB",
             self.seconds,
             len(slow),
             len(told),

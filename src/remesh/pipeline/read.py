@@ -153,7 +153,7 @@ def _read_checked(storage: Storage, index: Index, file: int, start: int, data: B
     if num_read < len(data):
         raise CorruptCheckpointError(
             f"{where}: ends at byte {start + num_read}, but its index has bytes up to "
-            f"{start + len(data)}; the file was cut short. {advice}"
+            f"{start + len(data)}\nThe file was cut short. {advice}"
         )
     damages = find_damage(index, file, start, data)
     if damages:

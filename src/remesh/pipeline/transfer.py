@@ -267,7 +267,7 @@ def _wait(
             steps.fail()
             return reading.too_late(f"rank {rank}")
         _LOGGER.warning(
-            "reading for %.0f s; the others wait for rank %d, which reads for round %d of %d",
+            "reading for %.0f s; the others wait for rank %d, round %d of %d",
             reading.seconds,
             rank,
             turn + 1,

@@ -183,10 +183,12 @@ def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntA
             row = int(np.flatnonzero(~same)[0])
             other = int(to_new[row])
             raise StateError(
-                f"{table.names[row]}: rank {rank} says {table.dtype(row).name} {table.shape(row)}, "
+                f"{table.names[row]}: ranks disagree about this tensor\n"
+                f"rank {rank} says {table.dtype(row).name} {table.shape(row)}, "
                 f"rank {first_seen[other][0]} says {united.dtype(other).name} "
-                f"{united.shape(other)}; the global shape and dtype must be the same on all ranks. "
-                "If each rank holds a shard, describe it as a DTensor or remesh.ShardedTensor."
+                f"{united.shape(other)}\n"
+                "The global shape and dtype must be the same on all ranks. If each rank holds a "
+                "shard, describe it as a DTensor or remesh.ShardedTensor."
             )
     return united, renumber
 
@@ -229,7 +231,7 @@ def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArr
             ranks = rank[first[number] : first[number + 1]].tolist()
             raise CoverageError(
                 f"{boxes.tensors.names[boxes.tensor[number]]}: box {boxes.box(number)} {complaint}"
-                f", held by ranks {ranks}; exactly one rank must hold a box with replica_id 0"
+                f", held by ranks {ranks}\nExactly one rank must hold a box with replica_id 0"
             )
 
 

@@ -288,7 +288,7 @@ def open_fsspec_storage(url: str, scheme: str) -> FsspecStorage:
     """
     if scheme not in fsspec.available_protocols():
         raise StorageError(
-            f"{shown_url(url)!r}: the scheme {scheme!r} is not supported; give a local path, a "
+            f"{shown_url(url)!r}: the scheme {scheme!r} is not supported\nGive a local path, a "
             "file:// URL, s3://, gs:// or az://, the URL of anything else that fsspec knows, or an "
             "object with the methods of remesh.storage.Storage"
         )

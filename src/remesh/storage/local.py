@@ -207,7 +207,7 @@ class LocalStorage:
             descriptor = lock_file(file)
         except BlockingIOError as error:
             raise StorageError(
-                f"cannot lock {file}: another process is writing there; wait until it has ended, "
+                f"cannot lock {file}: another process is writing there\nWait until it has ended, "
                 "or choose another place"
             ) from error
         except OSError as error:

@@ -115,7 +115,7 @@ class MemoryStorage:
         if self._capacity is not None and num_bytes > (free := self._capacity - self._used()):
             raise NoSpaceError(
                 f"no room for {self.url}/{path}: it needs {num_bytes} bytes more and {free} are "
-                "free; free some memory, or save to a disk"
+                "free\nFree some memory, or save to a disk"
             )
 
     def _publish(self, path: str) -> None:

@@ -334,7 +334,7 @@ class ObjectStorage:
                 return read()
         raise StorageError(
             f"cannot read {self._name(path)}: it was replaced {NUM_BEGINNINGS} times while it was "
-            "being read; see who writes it"
+            "being read\nSee who writes it"
         )
 
     def _read_object(
@@ -495,7 +495,7 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
         raise StorageError(f"{shown_url(url)!r} names no bucket; write {scheme}://bucket/path")
     if scheme in _BUCKET_SCHEMES and "***@" in shown_url(url):
         raise StorageError(
-            f"{shown_url(url)!r}: user information in the URL of a bucket is not used; write "
+            f"{shown_url(url)!r}: user information in the URL of a bucket is not used\nWrite "
             f"{scheme}://bucket/path and set the credentials in the environment"
         )
     try:

@@ -127,7 +127,7 @@ class Parts:
                 ):
                     raise StorageError(
                         f"cannot write {self._name}: part {number} has waited "
-                        f"{self._stall_seconds:.0f} s for part {first}. Object stores take a file "
+                        f"{self._stall_seconds:.0f} s for part {first}\nObject stores take a file "
                         "nearly in order; write its beginning first"
                     )
             self._check()

@@ -19,7 +19,7 @@ def check_path(path: str) -> str:
     if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
         raise StorageError(
             f"{path!r} is not a path inside a storage: use names joined by single slashes, without "
-            "'.' or '..'. If it came out of a checkpoint, that checkpoint is damaged or hostile; "
+            "'.' or '..'\nIf it came out of a checkpoint, that checkpoint is damaged or hostile; "
             "do not load it"
         )
     return path

@@ -33,7 +33,7 @@ def check_state(call: str, state: object) -> None:
     """
     if is_place(state):
         raise StateError(
-            f"Manager.{call}: got the place {state!r} where the state is expected. A manager finds "
+            f"Manager.{call}: got the place {state!r} where the state is expected\nA manager finds "
             "the checkpoints below its root by itself; remesh.load(state, path) loads a given one."
         )
     has_state_dict = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")

@@ -313,19 +313,19 @@ def _choose(
                 called.append(new)
                 if owner_of.setdefault(new, own) != own:
                     raise StateError(
-                        f"{owner_of[new]} and {own} would both be called {new} in the files; "
-                        "let `names` give them different names, or leave one out by None"
+                        f"{owner_of[new]} and {own} would both be called {new} in the files\n"
+                        "Let `names` give them different names, or leave one out by None"
                     )
         if called:
             if weight.is_inner:
                 raise UnsupportedValueError(
-                    f"{weight.name}: weight files have no form for tensors made of others; "
-                    "dequantise the model, or leave it out of the files: let `names` give None"
+                    f"{weight.name}: weight files have no form for tensors made of others\n"
+                    "Dequantise the model, or leave it out of the files: let `names` give None"
                 )
             if BY_NAME[weight.dtype].is_opaque:
                 raise UnsupportedValueError(
                     f"{weight.name}: weight files have no name for elements of type "
-                    f"{weight.dtype}; leave it out of the files: let `names` give None for it"
+                    f"{weight.dtype}\nLeave it out of the files: let `names` give None for it"
                 )
             is_float = torch_dtype(weight.dtype).is_floating_point
             kind = dtype if dtype is not None and is_float else weight.dtype
@@ -333,7 +333,7 @@ def _choose(
     if not tensors:
         raise StateError(
             f"there are no weights in entry {entry!r}; the state has "
-            f"{', '.join(entries[:10]) or 'no entries'}. Name the one that holds them: entry=..."
+            f"{', '.join(entries[:10]) or 'no entries'}\nName the one that holds them: entry=..."
         )
     return tensors
 
@@ -552,7 +552,7 @@ def _check_finite(tensor: FileTensor, values: torch.Tensor) -> None:
             largest = torch.finfo(values.dtype).max
             raise StateError(
                 f"{tensor.names[0]}: has infinite values as {tensor.dtype}, whose largest number "
-                f"is {largest:g}; export with dtype='bfloat16' or 'float32', which reach further"
+                f"is {largest:g}\nExport with dtype='bfloat16' or 'float32', which reach further"
             )
 
 

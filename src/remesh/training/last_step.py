@@ -92,8 +92,8 @@ def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> b
         return len({step for step, _, _ in replies}) == 1
     if exchange.rank == 0:
         _LOGGER.warning(
-            "step %s is not saved at the end: the state has changed since. Call Manager.step after "
-            "each step",
+            "step %s is not saved at the end: the state has changed since\n"
+            "Call Manager.step after each step",
             replies[0][0],
         )
     return False

@@ -380,7 +380,7 @@ class _Keeper:
         if _size_of(taken) > MAX_COPY:
             raise NotWatchedError(
                 f"{name} ({type(node).__name__}) has more than {MAX_COPY >> 20} MiB that may "
-                "change unseen; give its tensors to the state as a module"
+                "change unseen\nGive its tensors to the state as a module"
             )
         kept = copy.deepcopy(taken)
         self.restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
@@ -396,8 +396,8 @@ class _Keeper:
     def _keep_array(self, array: Any, name: str) -> Callable[[], Any]:
         if array.nbytes > MAX_COPY:
             raise NotWatchedError(
-                f"{name} is an array of more than {MAX_COPY >> 20} MiB that may change unseen; "
-                "give a tensor of torch to the state"
+                f"{name} is an array of more than {MAX_COPY >> 20} MiB that may change unseen\n"
+                "Give a tensor of torch to the state"
             )
         kept = array.copy()
         self.restore.append(lambda: np.copyto(array, kept))

@@ -253,8 +253,8 @@ def open_memory(
     if not all(directories):
         if exchange.rank == 0:
             _LOGGER.warning(
-                "no snapshots in memory: rank %d was given no directory that outlives it; start "
-                "the job with `remesh run`",
+                "no snapshots in memory: rank %d has no directory that outlives it\n"
+                "Start the job with `remesh run`",
                 directories.index(""),
             )
         return None

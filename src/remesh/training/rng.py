@@ -159,7 +159,7 @@ def _stream_of(name: str, generator: object) -> Stream:
             return _of_python(generator)
         case _:
             raise StateError(
-                f"generator {name!r} is a {type(generator).__name__}; give a numpy Generator or "
+                f"generator {name!r} is a {type(generator).__name__}\nGive a numpy Generator or "
                 "RandomState, a random.Random or a torch.Generator"
             )
 
@@ -254,7 +254,7 @@ def agree_on_roles(exchange: Exchange, role: Mapping[str, tuple[int, int]] | Non
             if not 0 <= coordinate < size:
                 raise StateError(
                     f"role {own}: coordinate {coordinate} of {name!r} is not in its "
-                    f"{size}; give (coordinate, size)"
+                    f"{size}\nGive (coordinate, size)"
                 )
         return msgspec.msgpack.encode([(name, *place) for name, place in own.items()])
 
@@ -266,7 +266,7 @@ def agree_on_roles(exchange: Exchange, role: Mapping[str, tuple[int, int]] | Non
     for rank, grid in enumerate(grids):
         if grid != grids[0]:
             raise StateError(
-                f"rank {rank} has the roles {grid} and rank 0 {grids[0]}; give the same axes in "
+                f"rank {rank} has the roles {grid} and rank 0 {grids[0]}\nGive the same axes in "
                 "the same order, with the same sizes, on every rank"
             )
     replica = roles[: exchange.rank].count(roles[exchange.rank])
@@ -319,9 +319,9 @@ def warn_of_differences(summaries: Sequence[bytes]) -> None:
         differing = sorted(name for name in expected if digests.get(name) != expected[name])
         if differing:
             _LOGGER.warning(
-                "ranks %d and %d have the same role %s, but their random numbers differ (%s): a "
-                "resumed run will go on with those of rank %d on both. Seed them alike, or give "
-                "the role an axis that tells these ranks apart",
+                "ranks %d and %d have the same role %s, but other random numbers\n"
+                "They differ (%s): a resumed run will go on with those of rank %d on both. Seed "
+                "them alike, or give the role an axis that tells these ranks apart",
                 other,
                 rank,
                 {name: place for name, (place, _) in role.items()},
@@ -344,7 +344,7 @@ def take_rows(streams: Mapping[str, Stream], rows: Mapping[str, ShardedTensor]) 
             streams[name].set(row[_LENGTH_BYTES : _LENGTH_BYTES + length])
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             raise StateError(
-                f"{tensor.name}: what is stored is not a state of this generator ({error}); give "
+                f"{tensor.name}: what is stored is not a state of this generator ({error})\nGive "
                 "one of the kind that was saved, or another name"
             ) from error
 
@@ -353,7 +353,7 @@ def _row(state: bytes, name: str) -> npt.NDArray[np.uint8]:
     if len(state) > ROW_BYTES - _LENGTH_BYTES:
         raise StateError(
             f"the state of generator {name!r} has {len(state)} bytes, and there is room for "
-            f"{ROW_BYTES - _LENGTH_BYTES}; save it in the state, as an object with a state dict"
+            f"{ROW_BYTES - _LENGTH_BYTES}\nSave it in the state, as an object with a state dict"
         )
     row = len(state).to_bytes(_LENGTH_BYTES, "little") + state
     return np.frombuffer(row.ljust(ROW_BYTES, b"\0"), np.uint8).copy()

@@ -183,10 +183,10 @@ class ResumableSampler(Sampler[int]):
         position = self._position + num_samples
         if num_samples < 0 or position > self._handed_out:
             raise StateError(
-                f"advance({num_samples}) at position {self._position} of epoch {self._epoch}, but "
-                f"samples were handed out up to {self._handed_out} only. Call it once for each "
-                "finished step, with the samples of all ranks in it; the last step of an epoch may "
-                "have fewer (num_remaining)"
+                f"advance({num_samples}) at position {self._position} of epoch {self._epoch}\n"
+                f"Samples were handed out up to {self._handed_out} only. Call it once for each "
+                "finished step, with the samples of all ranks in it; the last step of an epoch "
+                "may have fewer (num_remaining)"
             )
         self._position = position
 
@@ -222,7 +222,7 @@ class ResumableSampler(Sampler[int]):
         kind, num_samples = state_dict["order"], state_dict["num_samples"]
         if (kind, num_samples) != (self.order.kind, self.order.num_samples):
             raise StateError(
-                f"the stored data position belongs to {num_samples} samples, order {kind!r}; this "
+                f"the stored data position belongs to {num_samples} samples, order {kind!r}\nThis "
                 f"sampler has {self.order.num_samples}, order {self.order.kind!r}. A position is "
                 "good for the data and order it was counted in: give the job the same data, or "
                 "leave the sampler out of the state to begin the epoch anew"
@@ -247,9 +247,9 @@ class ResumableSampler(Sampler[int]):
     def _check_advanced(self) -> None:
         if self._exhausted_from == self._position < self._handed_out:
             raise StateError(
-                f"all samples of epoch {self._epoch} from position {self._position} on were handed "
-                "out, but advance() was never called, so a checkpoint would repeat them; call it "
-                "after each finished step"
+                f"all samples of epoch {self._epoch} from position {self._position} on were "
+                "handed out without advance()\n"
+                "A checkpoint would repeat them; call it after each finished step"
             )
 
 

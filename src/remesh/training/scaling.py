@@ -154,7 +154,7 @@ def _accumulated(old: GlobalBatch, new: GlobalBatch) -> GlobalBatch:
         nearest = min(fitting, key=lambda size: abs(size - new.batch_size))
         remedy = f"the nearest batch_size that does is {nearest}"
     raise ValueError(
-        f"a global batch of {old.num_samples} samples ({old}) is no whole number of batches of "
-        f"{new.world_size} ranks x {new.batch_size} samples; {remedy}. The rules 'linear' and "
-        "'sqrt' take any global batch"
+        f"a global batch of {old.num_samples} samples ({old}) does not fit the ranks\n"
+        f"Batches are of {new.world_size} ranks x {new.batch_size} samples; {remedy}. The "
+        "rules 'linear' and 'sqrt' take any global batch"
     )

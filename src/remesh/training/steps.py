@@ -99,8 +99,9 @@ def convert_step(
     what = f"{old_step} steps of {old} are {num_samples} samples: {step} steps of {new}, and {rest}"
     if rounding == "exact":
         raise ValueError(
-            f"{what} more. rounding='down' goes on at step {step} and trains on these {rest} again;"
-            f" rounding='up' goes on at step {step + 1} and leaves out {missing}; a "
+            f"{what} more\n"
+            f"rounding='down' goes on at step {step} and trains on these {rest} again; "
+            f"rounding='up' goes on at step {step + 1} and leaves out {missing}; a "
             "ResumableBatchSampler goes on at the sample"
         )
     if rounding == "down":

@@ -48,7 +48,7 @@ def run_id_of(tracker: object) -> TrackerRun | None:
                 return read(tracker)
     raise ValueError(
         f"a {type(tracker).__module__}.{type(tracker).__qualname__} is of no tracker that is known "
-        f"here ({', '.join(_READERS)}); keep its run's id in the state yourself"
+        f"here ({', '.join(_READERS)})\nKeep its run's id in the state yourself"
     )
 
 

@@ -134,7 +134,7 @@ class Watch:
         """
         if self._agent.is_free():
             raise AgentLostError(
-                "the agent (remesh run) that started this process has ended, so this process ends: "
+                "the agent (remesh run) that started this process has ended\nThis process ends: "
                 "the job may go on elsewhere, and two trainings must not save to one place"
             )
 

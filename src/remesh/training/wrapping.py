@@ -64,7 +64,7 @@ def resumable(
         return taken
     raise StateError(
         f"the order of a {type(sampler).__module__}.{type(sampler).__qualname__} cannot be known "
-        "from outside. Use a ResumableSampler; or, if it has state_dict() and load_state_dict(), "
+        "from outside. Use a ResumableSampler\nOr, if it has state_dict() and load_state_dict(), "
         "put it into the state, in a PerRankState if its state differs between ranks"
     )
 
@@ -77,13 +77,13 @@ def _seed_of(sampler: RandomSampler) -> int:
     """
     if sampler.replacement or sampler.num_samples != len(sampler.data_source):
         raise StateError(
-            "this RandomSampler draws samples several times or only some of them; only an order "
+            "this RandomSampler draws samples several times or only some of them\nOnly an order "
             "that has every sample once can be resumed on another number of ranks"
         )
     if sampler.generator is None:
         raise StateError(
             "this RandomSampler draws its order from torch's global generator, so it cannot "
-            "be drawn again; give it generator=torch.Generator().manual_seed(...)"
+            "be drawn again\nGive it generator=torch.Generator().manual_seed(...)"
         )
     return int(sampler.generator.initial_seed()) % 2**63
 
@@ -110,7 +110,7 @@ class PerRankState:
         if not is_stateful(obj):
             raise StateError(
                 f"a {type(obj).__module__}.{type(obj).__qualname__} has no state_dict() and "
-                "load_state_dict(), so its position cannot be kept"
+                "load_state_dict()\nIts position cannot be kept"
             )
         in_group = dist.is_available() and dist.is_initialized()
         self._obj = obj
@@ -136,9 +136,9 @@ class PerRankState:
         if state_dict["world_size"] != self._world_size:
             raise StateError(
                 f"the state of {type(self._obj).__qualname__} was saved by "
-                f"{state_dict['world_size']} ranks, each with its own, and this job has "
-                f"{self._world_size}: which samples these ranks together have seen cannot be told. "
-                "Resume on as many ranks; or leave it out of the state, which begins the data anew;"
-                " or use a ResumableBatchSampler, which goes on anywhere"
+                f"{state_dict['world_size']} ranks, this job has {self._world_size}\n"
+                "Which samples they have seen together is not known. Resume on as many ranks; or "
+                "leave it out of the state, which begins the data anew; or use a "
+                "ResumableBatchSampler, which goes on anywhere"
             )
         self._obj.load_state_dict(state_dict[self._name])

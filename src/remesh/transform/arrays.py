@@ -95,8 +95,8 @@ def _agreed_value(
     for other in sources[1:]:
         if tensors[other] != first:
             raise TransformError(
-                f"{name}: must be what {sources[0]!r} and {other!r} hold, but these are {first!r} "
-                f"and {tensors[other]!r}"
+                f"{name}: must be what {sources[0]!r} and {other!r} hold\n"
+                f"These are {first!r} and {tensors[other]!r}"
             )
     return first
 
@@ -124,7 +124,7 @@ def _check(resolved: Resolved, tensors: Mapping[str, Array], name: str) -> None:
         if num_different:
             others = ", ".join(sorted({repr(r.source) for r in regions}))
             raise TransformError(
-                f"{name}: {region.source!r} must hold the same values as {others}, but "
+                f"{name}: {region.source!r} must hold the same values as {others}\n"
                 f"{num_different} of {region.target_box.size} elements differ (in {region.source} "
                 f"{region.source_box}). To prefer one of them, name only that one, and delete the "
                 "other with '-> _'"

@@ -106,8 +106,8 @@ class FusedQkv(_Fused):
         num_kv_heads = given.positive("num_key_value_groups")
         if num_heads % num_kv_heads:
             raise Problem(
-                f"num_heads={num_heads} is no multiple of num_key_value_groups={num_kv_heads}, "
-                "which is the number of key-value heads",
+                f"num_heads={num_heads} is no multiple of num_key_value_groups={num_kv_heads}\n"
+                "That is the number of key-value heads",
                 given.span("num_key_value_groups"),
             )
         return cls(

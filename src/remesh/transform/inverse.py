@@ -111,7 +111,7 @@ def _copy_of(name: Name, number: int, statement: Statement) -> Name:
     """A name for one of several copies that are compared before they become `name`."""
     if name.is_many:
         raise messages.statement_error(
-            f"{name} is read more than once, so its copies would have to be compared, which is "
+            f"{name} is read more than once\nIts copies would have to be compared, which is "
             "only possible for names without * and [:]",
             statement,
             name.span,
@@ -247,7 +247,7 @@ def _check_no_overlap(statements: Sequence[Statement]) -> None:
             for key, (other, other_name) in wildcards.get(pattern.form, {}).items():
                 if key != _key(name) and _overlap(pattern, other):
                     raise messages.statement_error(
-                        f"{name} and {other_name} may be the same tensor, so it cannot be told "
+                        f"{name} and {other_name} may be the same tensor\nIt cannot be told "
                         "whether there is an inverse",
                         statement,
                         name.span,

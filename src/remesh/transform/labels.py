@@ -44,7 +44,7 @@ def merge_labels(step: Step, operand: Operand, axes: Axes, stated: tuple[str, ..
     for axis, (known, label) in enumerate(zip(axes, stated, strict=True)):
         if known is not None and known != label:
             raise step.error(
-                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here; is a "
+                f"axis {axis} of {operand.name!r} is {known!r}, but is called {label!r} here\nIs a "
                 "transposition missing or too many?",
                 operand,
             )

@@ -157,8 +157,8 @@ class Attributes:
         """Refuse several names on both sides."""
         if self.left_is_many and self.right_is_many:
             raise Problem(
-                "several names on both sides: one side must be single (for one statement per "
-                "number, write a placeholder such as $EXPERT_ID instead of *)"
+                "several names on both sides: one side must be single (write $EXPERT_ID instead "
+                "of *)"
             )
 
     def span(self, name: str) -> Span:

@@ -138,8 +138,8 @@ class Split(Operator):
             sizes = self.sizes
         elif extent % num_parts:
             raise Problem(
-                f"axis {axis} of {name!r} has extent {extent}, which cannot be cut into "
-                f"{num_parts} equal parts",
+                f"axis {axis} of {name!r}: extent {extent} cannot be cut into {num_parts} equal "
+                "parts",
                 hints=["for unequal parts, write sizes=[...]"],
             )
         else:
@@ -148,8 +148,8 @@ class Split(Operator):
             raise Problem(f"there are {len(sizes)} sizes for {num_parts} names")
         if sum(sizes) != extent:
             raise Problem(
-                f"the sizes {list(sizes)} add up to {sum(sizes)}, but axis {axis} of {name!r} has "
-                f"extent {extent}"
+                f"the sizes {list(sizes)} do not fit axis {axis} of {name}\n"
+                f"They add up to {sum(sizes)}, and the axis has extent {extent}"
             )
         return sizes
 

@@ -91,7 +91,7 @@ def parse(program: Program) -> tuple[Statement, ...]:
         texts = list(given)
     else:
         raise TransformError(
-            "a transformation is a Transform, statements as text, or a dict of renames; this is "
+            "a transformation is a Transform, statements as text, or a dict of renames\nThis is "
             f"of type {type(given).__name__}"
         )
     parsed: list[Statement] = []

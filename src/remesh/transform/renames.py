@@ -41,8 +41,9 @@ def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
             patterns.append((old, new))
         elif not isinstance(old, str) or not (new is None or isinstance(new, str)):
             raise TransformError(
-                "a dict of renames holds names, prefixes or regular expressions and what they "
-                f"become, not {old!r}: {new!r}"
+                "this is no dict of renames\n"
+                "It holds names, prefixes or regular expressions and what they become, not "
+                f"{old!r}: {new!r}"
             )
         elif old and not old.endswith("."):
             exact[old] = new
@@ -58,7 +59,7 @@ def _rename_of_dict(renames: Mapping[object, object]) -> Rename | None:
         if "$" in old:
             raise TransformError(
                 f"{old!r} has a placeholder, which stands in no dict with prefixes, regular "
-                "expressions or None; write a regular expression instead"
+                "expressions or None\nWrite a regular expression instead"
             )
     return _rule(exact, sorted(prefixes.items(), key=lambda item: -len(item[0])), patterns)
 

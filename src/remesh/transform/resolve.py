@@ -383,8 +383,8 @@ class _Resolver:
         other = other or bindings.deleted.get(source) or bindings.added.get(source)
         if other is not None:
             raise step.error(
-                f"target {name!r} would follow its parameter and read {source!r}, but statement "
-                f"{other.statement.number} says otherwise of that",
+                f"target {name!r} would follow its parameter and read {source!r}\n"
+                f"Statement {other.statement.number} says otherwise of that",
                 hints=[f"say in a statement what {name} is made of"],
             )
 
@@ -407,14 +407,15 @@ class _Resolver:
         assert found is not None
         if found.shape != parameter.shape:
             raise step.error(
-                f"target {name!r} cannot follow its parameter: its source {source!r} has shape "
-                f"{found.shape}, the parameter {leaf_name!r} has {parameter.shape}",
+                f"target {name!r} cannot follow its parameter\n"
+                f"Its source {source!r} has shape {found.shape}, the parameter {leaf_name!r} has "
+                f"{parameter.shape}",
                 hints=[f"say in a statement what {name} is made of, or write _ -> {name}"],
             )
         if info is not None and info.dtype != found.dtype and not self.cast:
             raise step.error(
-                f"target {name!r} is {info.dtype}, but follows {source!r}, which is {found.dtype}; "
-                "optimizer state is not converted on the way",
+                f"target {name!r} is {info.dtype}, but follows {source!r}, which is {found.dtype}\n"
+                "Optimizer state is not converted on the way",
             )
 
     # -----------------------------------------------------------------------------------------

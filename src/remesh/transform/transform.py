@@ -97,8 +97,9 @@ class Transform:
     def _refuse_rule(self) -> None:
         if self.rename is not None and not self.statements:
             raise TransformError(
-                "what a prefix, a regular expression or a function renames is known only once the "
-                "names of the sources are; call bind(names) first"
+                "the names of the sources are not known yet\n"
+                "They say what a prefix, a regular expression or a function renames; call "
+                "bind(names) first"
             )
 
     def reversed(self) -> Transform:

@@ -82,7 +82,7 @@ class ShardOptim:
         if missing:
             raise MismatchError(
                 f"the model has no parameters {', '.join(missing[:10])}, for which optimizer state "
-                "is stored; FSDP1 needs use_orig_params=True",
+                "is stored\nFSDP1 needs use_orig_params=True",
                 missing=tuple(missing),
             )
         order = [name for name in by_name if name in saved]

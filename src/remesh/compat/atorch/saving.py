@@ -156,8 +156,9 @@ def _held(entry: TensorEntry, names: list[str]) -> _Held:
         if not is_contiguous or stop not in {-1, first}:
             raise StateError(
                 f"{entry.name}: this rank holds {', '.join(str(p.box) for p in entry.parts)} of "
-                f"{entry.global_shape}, which is no range of the flattened tensor, so it cannot be "
-                "stored in this layout; use remesh.save"
+                f"{entry.global_shape}\n"
+                "That is no range of the flattened tensor, so it cannot be stored in this "
+                "layout; use remesh.save"
             )
         start = first if start < 0 else start
         stop = last
@@ -202,9 +203,9 @@ def _check_ranges(ranges: Sequence[_Ranges]) -> None:
             if start != reached.get(name, 0):
                 raise StateError(
                     f"{name}: rank {rank} holds elements from {start} on, the ranks before it up "
-                    f"to {reached.get(name, 0)}. This layout stores each element once and in the "
-                    "order of ranks; for replicas give the group of ranks that share one copy, or "
-                    "use remesh.save"
+                    f"to {reached.get(name, 0)}\n"
+                    "This layout stores each element once and in the order of ranks; for replicas "
+                    "give the group of ranks that share one copy, or use remesh.save"
                 )
             reached[name], sizes[name] = stop, size
     for name, size in sizes.items():
@@ -237,7 +238,7 @@ def _state_key(name: str) -> str:
     """
     if not name.startswith(_STATE):
         raise UnsupportedValueError(
-            f"{name}: only tensors that belong to a parameter can be stored in this layout; make "
+            f"{name}: only tensors that belong to a parameter can be stored in this layout\nMake "
             "an option of a parameter group a number, or use remesh.save"
         )
     parameter, _, key = name.removeprefix(_STATE).rpartition(".")
@@ -256,7 +257,7 @@ def _groups_of(description: Description) -> list[dict[str, object]]:
         if not name.startswith(_GROUPS):
             raise UnsupportedValueError(
                 f"{name}: only state in tensors and options of parameter groups can be stored in "
-                "this layout; use remesh.save"
+                "this layout\nUse remesh.save"
             )
         groups.setdefault(int(number), {})[option] = value
     return [groups[number] for number in sorted(groups)]

@@ -104,7 +104,7 @@ def local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
             table.append(what)
         elif table[row] != what:
             raise CheckpointingException(
-                f"{tensor.key}: one rank describes it as {table[row][1:]} and as {what[1:]}; dtype "
+                f"{tensor.key}: one rank describes it as {table[row][1:]} and as {what[1:]}\nDtype "
                 "and global shape of a key must be the same everywhere"
             )
         role = Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA

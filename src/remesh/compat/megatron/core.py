@@ -97,7 +97,7 @@ def maybe_load_config(checkpoint_dir: Any) -> CheckpointingConfig | None:
         return msgspec.json.decode(text, type=CheckpointingConfig)
     except msgspec.MsgspecError as error:
         raise CheckpointingException(
-            f"{storage.url}/{CONFIG_FNAME}: not the config of a checkpoint ({error}); restore it "
+            f"{storage.url}/{CONFIG_FNAME}: not the config of a checkpoint ({error})\nRestore it "
             "from a copy, or load another checkpoint"
         ) from error
 

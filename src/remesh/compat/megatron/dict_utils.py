@@ -183,14 +183,14 @@ def merge(x1: Any, x2: Any, key: Key = ()) -> Any:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise ValueError(
-                f"cannot merge lists of lengths {len(x1)} and {len(x2)} at {key}; a list that mixes"
+                f"cannot merge lists of lengths {len(x1)} and {len(x2)} at {key}\nA list that mixes"
                 " sharded and other entries cannot be put together again, use a dict"
             )
         for number, value in enumerate(x2):
             x1[number] = merge(x1[number], value, (*key, number))
     else:
         raise ValueError(
-            f"two values meet at {key}: {type(x1).__name__} and {type(x2).__name__}; one of them is"
+            f"two values meet at {key}: {type(x1).__name__} and {type(x2).__name__}\nOne of them is"
             " stored, the other in the state to load, under the same keys"
         )
     return x1

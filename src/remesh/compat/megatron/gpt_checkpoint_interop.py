@@ -65,7 +65,7 @@ class GPTCompatLayerMaps:
             if layer in layers:
                 return found, layers[layer]
         raise ValueError(
-            f"{key!r}: the pattern has no hybrid layer {layer}; give the pattern that the model was"
+            f"{key!r}: the pattern has no hybrid layer {layer}\nGive the pattern that the model was"
             " built with"
         )
 
@@ -89,7 +89,7 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
     unknown = sorted(set(kinds) - {_ATTENTION, _FRESH, _DENSE, _EXPERTS})
     if unknown:
         raise ValueError(
-            f"{where}: layers {unknown} cannot be translated from a GPT checkpoint; only * - E can,"
+            f"{where}: layers {unknown} cannot be translated from a GPT checkpoint\nOnly * - E can,"
             " and M keeps its values"
         )
     if _DENSE in kinds and _EXPERTS in kinds:
@@ -98,7 +98,7 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
     mlp = [number for number, kind in enumerate(kinds) if kind in {_DENSE, _EXPERTS}]
     if len(attention) != len(mlp) or not attention:
         raise ValueError(
-            f"{where} has {len(attention)} attention (*) and {len(mlp)} MLP (- or E) layers; a GPT "
+            f"{where} has {len(attention)} attention (*) and {len(mlp)} MLP (- or E) layers\nA GPT "
             "checkpoint has an equal, nonzero number of both"
         )
     return GPTCompatLayerMaps(

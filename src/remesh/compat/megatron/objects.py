@@ -30,7 +30,7 @@ def require_known(value: Any, where: str) -> Any:
     if unknown.kind == "pickle":
         raise CheckpointingException(f"{where}: {unknown.payload}")
     raise CheckpointingException(
-        f"{where}: this program does not know {unknown.type_name}; import the module that defines "
+        f"{where}: this program does not know {unknown.type_name}\nImport the module that defines "
         "it before loading"
     )
 

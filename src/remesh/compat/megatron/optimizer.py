@@ -87,7 +87,7 @@ def make_sharded_optimizer_tensor(
     if tuple(optim_param.shape) != tuple(model_param.local_shape):
         raise CheckpointingException(
             f"{key}: the optimizer's tensor has shape {tuple(optim_param.shape)}, the parameter "
-            f"{tuple(model_param.local_shape)}; name state that is not shaped like its parameter "
+            f"{tuple(model_param.local_shape)}\nName state that is not shaped like its parameter "
             "in exclude_keys"
         )
     return replace(model_param, key=key, data=optim_param, dtype=optim_param.dtype)

@@ -247,7 +247,7 @@ def _check_objects(objects: Sequence[tuple[int, ShardedObject]]) -> None:
     for unique_key, ranks in mains.items():
         if len(ranks) != 1:
             raise CheckpointingException(
-                f"Invalid access pattern: {unique_key}: main replica on ranks {ranks}; exactly one "
+                f"Invalid access pattern: {unique_key}: main replica on ranks {ranks}\nExactly one "
                 "rank must have a replica_id of 0"
             )
 
@@ -517,7 +517,7 @@ def verify_integrity_manifest(checkpoint_dir: Any) -> None:
     if wrong:
         raise CheckpointingException(
             f"Checkpoint integrity verification failed for {len(wrong)} files of {storage.url}: "
-            f"{_listed(wrong)}; load another checkpoint, or restore these files from a copy"
+            f"{_listed(wrong)}\nLoad another checkpoint, or restore these files from a copy"
         )
 
 

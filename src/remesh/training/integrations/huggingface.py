@@ -78,7 +78,7 @@ class RemeshCallback(TrainerCallback):
             progress = Checkpoint(latest.path).values.get(_PROGRESS)
             if not isinstance(progress, str):
                 raise CheckpointError(
-                    f"{latest.path} holds no state of a Trainer; give the manager a directory of "
+                    f"{latest.path} holds no state of a Trainer\nGive the manager a directory of "
                     "its own, or load the weights with remesh.load before training"
                 )
             return progress.encode()
@@ -112,7 +112,7 @@ class RemeshCallback(TrainerCallback):
             found = "none" if resumed is None else f"step {resumed.step}"
             raise CheckpointError(
                 f"the Trainer is at step {state.global_step}, and the newest checkpoint that can "
-                f"be loaded is {found}; launch again with what resume_point() then returns, and "
+                f"be loaded is {found}\nLaunch again with what resume_point() then returns, and "
                 "hand it to train(resume_from_checkpoint=...)"
             )
         if state.epoch % 1:

@@ -216,7 +216,7 @@ class AsyncCaller(ABC):
         indices = {one.call_idx for one in ranks}
         if len(indices) > 1:
             raise CheckpointingException(
-                f"ranks finalize different requests, {sorted(indices)}; every rank must schedule "
+                f"ranks finalize different requests, {sorted(indices)}\nEvery rank must schedule "
                 "and finalize all of them in one order"
             )
         if any(one.is_alive for one in ranks):

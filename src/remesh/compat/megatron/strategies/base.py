@@ -59,8 +59,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     if (action, backend) not in _BUILT_IN or version != 1:
         known = sorted({name for what, name in _BUILT_IN if what is action})
         raise CheckpointingException(
-            f"there is no strategy to {action.value} with backend {backend!r} version {version}; "
-            f"known are {', '.join(known)} in version 1, and what register_default_strategy adds"
+            f"there is no strategy to {action.value} with backend {backend!r} version {version}\n"
+            f"Known are {', '.join(known)} in version 1, and what register_default_strategy adds"
         )
     module, name = _BUILT_IN[action, backend]
     make = getattr(importlib.import_module(f"{_HOME}.{module}"), name)

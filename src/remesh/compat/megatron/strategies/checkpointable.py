@@ -36,8 +36,8 @@ class _Protocol(torch.Tensor):
         cls, func: Any, *_: Any, **__: Any
     ) -> NoReturn:
         raise NotImplementedError(
-            f"{func}: a {cls.__name__} describes shards to torch.distributed.checkpoint; "
-            "use the data of its ShardedTensor"
+            f"{func}: a {cls.__name__} describes shards to torch.distributed.checkpoint\n"
+            "Use the data of its ShardedTensor"
         )
 
 

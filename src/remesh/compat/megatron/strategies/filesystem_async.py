@@ -70,7 +70,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         if use_msc:
             raise CheckpointingException(
-                f"{path}: the multi-storage client is not supported; save to a path of a file "
+                f"{path}: the multi-storage client is not supported\nSave to a path of a file "
                 "system, or in the format torch_dist, which takes a URL"
             )
         super().__init__(path, *args, **kwargs)

@@ -87,7 +87,7 @@ class RemeshSaveCommonStrategy(SaveCommonStrategy):
         """
         raise CheckpointingException(
             f"{checkpoint_dir}: backend remesh has no file of its own for the "
-            f"{len(common_state_dict)} entries of the common state; save with "
+            f"{len(common_state_dict)} entries of the common state\nSave with "
             "sharded_strategy=('remesh', 1), or take common_strategy=('torch', 1)"
         )
 

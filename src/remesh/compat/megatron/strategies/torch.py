@@ -337,7 +337,7 @@ def _torch_metadata(storage: Storage) -> Metadata:
             }
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
-            f"{storage.url}/{METADATA_NAME}: not the metadata of a checkpoint ({error!s:.80}). "
+            f"{storage.url}/{METADATA_NAME}: not the metadata of a checkpoint ({error!s:.80})\n"
             "Load another checkpoint, or restore this file from a copy."
         ) from error
     return found
