@@ -230,7 +230,7 @@ def test_what_a_deposed_master_writes_is_refused(tmp_path: Path) -> None:
 
 
 class Masters(Cluster):
-    """A cluster whose master is not alone."""
+    """A cluster whose master is not alone, and has several jobs."""
 
     def start_master(self) -> None:
         """Start both."""
@@ -244,7 +244,7 @@ class Masters(Cluster):
 
     def start_one(self, name: str) -> None:
         """Start one of them, where it was."""
-        options = ["--state", str(self.directory / "state"), "--lease", "3"]
+        options = ["--state", str(self.directory / "state"), "--lease", "3", "--jobs"]
         port = ["--port", str(self.reserved[name][0]), *self._master_options]
         with (self.directory / f"master-{name}.log").open("ab") as log:
             started = subprocess.Popen(
@@ -252,7 +252,7 @@ class Masters(Cluster):
             )
         assert started.stdout is not None
         with started.stdout as said:
-            self.addresses[name] = said.readline().decode().strip()
+            self.addresses[name] = f"{said.readline().decode().strip()}/jobs/train"
         self.masters[name] = started
 
     def kill_master(self) -> None:
@@ -288,6 +288,7 @@ class Masters(Cluster):
 def test_a_job_outlives_its_masters(tmp_path: Path) -> None:
     with Masters(tmp_path, "2:2") as cluster:
         cluster.start(0, 1)
+        cluster.until_leader()  # has the job when the first node has joined
         cluster.until_trained(0, 1)
         first, other = cluster.until_leader()
         cluster.masters[first].kill()
