@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,11 +84,11 @@ def test_jobs_do_not_see_each_other_and_outlive_the_master(tmp_path: Path) -> No
         assert (status, "begins when its first node joins" in reply["error"]) == (404, True)
         client.close()
     with start(tmp_path) as url:
-        status, listed = ask(url, "jobs", token=TOKEN, method="GET")
-        assert [(job["name"], job["phase"]) for job in listed] == [
-            ("a", "waiting"),
-            ("b", "waiting"),
-        ]
+        (tmp_path / "token").write_text(TOKEN)
+        words = ["status", url, "--jobs", "--token-file", str(tmp_path / "token")]
+        listed = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)["jobs"]
+        assert [(job["name"], job["num_nodes"]) for job in listed] == [("a", 0), ("b", 0)]
+        assert "waiting" in CliRunner().invoke(cli, words).stdout
         with pytest.raises(MasterError, match="add /jobs/NAME to its URL"):
             Client(url, token=TOKEN).status()
 

@@ -27,7 +27,7 @@ from remesh.elastic.client import Client, read_token
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.rendezvous import Outcome
-from remesh.elastic.status import Status
+from remesh.elastic.status import JobLine, Status
 from remesh.errors import StorageError
 
 if TYPE_CHECKING:
@@ -273,18 +273,47 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
     return context
 
 
-@click.command(epilog=output.example("remesh status http://127.0.0.1:29400"))
+@click.command(
+    epilog=output.example(
+        "remesh status http://127.0.0.1:29400", "remesh status http://127.0.0.1:29400 --jobs"
+    )
+)
 @click.argument("url", metavar="URL[,URL...]")
 @click.option("--token-file", metavar="FILE", help="The master's token.")
 @click.option("--tls-ca", metavar="FILE", help="Trust certificates signed by this one.")
+@click.option("--jobs", is_flag=True, help="List the jobs of a master with several.")
 @output.json_option
-def status(*, url: str, token_file: str | None, tls_ca: str | None, as_json: bool) -> None:
+def status(
+    *, url: str, token_file: str | None, tls_ca: str | None, jobs: bool, as_json: bool
+) -> None:
     """Show how the job of a master goes."""
-    now = Client(url, token=read_token(token_file), tls_ca=tls_ca).status()
+    client = Client(url, token=read_token(token_file), tls_ca=tls_ca)
+    if jobs:
+        _print_jobs(client.jobs(), as_json=as_json)
+        return
+    now = client.status()
     if as_json:
         output.print_json(msgspec.to_builtins(now))
     else:
         _print_status(now)
+
+
+def _print_jobs(found: list[JobLine], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json({"jobs": msgspec.to_builtins(found)})
+        return
+    rows = [
+        (
+            job.phase,
+            str(job.num_nodes),
+            "" if job.step is None else str(job.step),
+            "" if job.saved_step is None else str(job.saved_step),
+            output.printable(f"{job.name} {job.reason}".strip()),
+        )
+        for job in found
+    ]
+    columns = ("<phase", ">nodes", ">step", ">newest checkpoint", "<name")
+    output.print_table(output.stdout_console(), columns, rows)
 
 
 def _print_status(now: Status) -> None:

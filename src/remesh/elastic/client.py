@@ -29,7 +29,7 @@ from remesh.elastic.protocol import (
     name_of,
     reply_of,
 )
-from remesh.elastic.status import Status
+from remesh.elastic.status import JobLine, Status
 from remesh.errors import MasterError, StorageError
 
 __all__ = ["Client", "read_token"]
@@ -42,6 +42,7 @@ _DECODERS: Mapping[type[Request[Any]], Callable[[bytes], Any]] = {
     kind: msgspec.json.Decoder(reply_of(kind)).decode for kind in PURPOSES
 }
 _decode_status = msgspec.json.Decoder(Status).decode
+_decode_jobs = msgspec.json.Decoder(list[JobLine]).decode
 
 REQUEST_TIMEOUT = 15.0
 """Seconds for a reply, beyond `Request.wait`."""
@@ -222,6 +223,15 @@ class Client:
         """
         text = self._repeat("status", None, "show the job", REQUEST_TIMEOUT, None)
         return self._decode(_decode_status, text)
+
+    def jobs(self) -> list[JobLine]:
+        """The jobs of a master with several, whose URL names none of them.
+
+        Raises:
+            MasterError: If the request is refused, or no reply comes.
+        """
+        text = self._repeat("jobs", None, "list the jobs", REQUEST_TIMEOUT, None)
+        return self._decode(_decode_jobs, text)
 
     def _repeat(
         self, name: str, body: bytes | None, purpose: str, limit: float, patience: float | None

@@ -14,39 +14,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import msgspec
-
 from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import Job
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import TICK_SECONDS, Master, RequestError
-from remesh.elastic.status import status_of
+from remesh.elastic.status import JobLine, status_of
 from remesh.errors import StorageError
 
 SUFFIX = ".sqlite"
 """How the names of journals end."""
 MAX_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-class JobLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A job in the list of all.
-
-    Attributes:
-        name: Its name.
-        phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
-        reason: What it waits for, or why it ended.
-        num_nodes: Nodes that train.
-        step: The highest step that a rank has reported.
-        saved_step: The step of its newest checkpoint.
-    """
-
-    name: str
-    phase: str
-    reason: str
-    num_nodes: int
-    step: int | None
-    saved_step: int | None
 
 
 def is_name(name: str) -> bool:

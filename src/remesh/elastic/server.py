@@ -208,7 +208,9 @@ async def _add_slash(request: web.Request) -> web.StreamResponse:
 
 
 async def _refuse_nameless(_request: web.Request) -> web.StreamResponse:
-    text = "this master has several jobs: add /jobs/NAME to its URL"
+    text = (
+        "this master has several jobs: add /jobs/NAME to its URL (remesh status --jobs lists them)"
+    )
     return _reply(Problem(text), 404)
 
 

@@ -156,6 +156,26 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     __repr__ = short_repr
 
 
+class JobLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A job in the list of all.
+
+    Attributes:
+        name: Its name.
+        phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
+        reason: What it waits for, or why it ended.
+        num_nodes: Nodes that train.
+        step: The highest step that a rank has reported.
+        saved_step: The step of its newest checkpoint.
+    """
+
+    name: str
+    phase: str
+    reason: str
+    num_nodes: int
+    step: int | None
+    saved_step: int | None
+
+
 def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
     """The status of a job."""
     nodes = job.rendezvous
