@@ -6,7 +6,7 @@ this rank into its memory and those for others into messages.
 
 Threads perform the tasks in the order of the turns. Meanwhile the caller's thread goes through the
 turns: it waits until the messages of a turn are packed, swaps them with the other ranks, and lets
-another thread unpack what came. Packing is ahead by `NUM_PACKED` turns at most, so sources and
+another thread unpack what came. Packing is ahead by two or three turns at most, so sources and
 network are busy at the same time, and the buffers, which are used again and again, bound the
 memory. While all open turns are packed, the threads perform the tasks that are for this rank only.
 
@@ -50,6 +50,12 @@ from remesh.storage import Buffer, aligned_buffer
 
 NUM_PACKED = 2
 """Turns whose messages are being packed or sent."""
+
+_LAG = 2
+"""Turns after which a rank says that it has unpacked what it sees in the memory of another."""
+
+_NUM_SHARED = _LAG + 1
+"""The same as `NUM_PACKED`, where messages may be seen by other ranks."""
 
 _BAD, _GOOD = 0, 1
 _LOGGER = logging.getLogger("remesh")
@@ -162,13 +168,13 @@ def shared_message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuf
     seen: dict[int, list[Buffer]] = {}
 
     def share() -> bytes:
-        shared.append(SharedBuffers(NUM_PACKED, plan.outgoing.buffer_bytes))
+        shared.append(SharedBuffers(_NUM_SHARED, plan.outgoing.buffer_bytes))
         return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
 
     def look() -> bytes:
         for rank in sorted({rank for of_message in plan.incoming.peers for rank in of_message}):
             offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
-            found = map_buffers(offer, NUM_PACKED, num_bytes)
+            found = map_buffers(offer, _NUM_SHARED, num_bytes)
             if found is not None:
                 seen[rank] = found
         return msgspec.msgpack.encode(list(seen))
@@ -221,7 +227,7 @@ def execute(
     if buffers is None:
         buffers = message_buffers(plan)
     turns = _Turns(exchange, plan, buffers, straight)
-    steps = _Steps(tasks.turn, plan.num_turns)
+    steps = _Steps(tasks.turn, plan.num_turns, len(buffers.leaving))
     place = _place(index, plan.outgoing, destinations, buffers.leaving)
 
     def read(count: Callable[[int], None]) -> None:
@@ -243,7 +249,7 @@ def execute(
             unpacked: deque[Future[None]] = deque()
             for turn in range(plan.num_turns):
                 problems.append(_wait(exchange.rank, steps, turn, plan.num_turns, reading))
-                while len(unpacked) > turns.num_unpacking(turn):
+                if len(unpacked) == plan.num_arriving:
                     problems.append(unpacked.popleft().exception())
                 turns.swap(turn, are_good=steps.are_good)
                 steps.free(turns.num_free(turn))
@@ -280,8 +286,8 @@ def _wait(
 class _Turns:
     """What ranks send each other turn by turn.
 
-    To a rank that sees the message, the head of it is sent, which says that the message is there.
-    When that rank has unpacked it, it says so in the next turn: then the buffer is free.
+    A rank that sees its message is only told that it is there. That it is unpacked, the rank says
+    `_LAG` turns later: then the buffer is free. So it unpacks while the next turn is swapped.
     """
 
     exchange: Exchange
@@ -294,11 +300,11 @@ class _Turns:
         plan, buffers = self.plan, self.buffers
         outgoing: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
         incoming: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
-        for rank in self._peers(plan.incoming, turn - 1, buffers.seen):
+        for rank in self._peers(plan.incoming, turn - _LAG, buffers.seen):
             outgoing[rank].append(np.zeros(1, np.uint8))
-        for rank in self._peers(plan.outgoing, turn - 1, buffers.readers):
+        for rank in self._readers(turn - _LAG):
             incoming[rank].append(np.zeros(1, np.uint8))
-        leaving = buffers.leaving[turn % NUM_PACKED]
+        leaving = buffers.leaving[turn % len(buffers.leaving)]
         leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
         straight = self.straight
         sent, filled = (None, None) if straight is None else (straight.sent, straight.filled)
@@ -307,20 +313,19 @@ class _Turns:
         self._add(plan.incoming, turn, incoming, arriving, buffers.seen, filled)
         self.exchange.swap(outgoing, incoming)
 
-    def num_unpacking(self, turn: int) -> int:
-        """Turns whose messages may still have to be unpacked when those of a turn are swapped."""
-        if self._peers(self.plan.incoming, turn - 1, self.buffers.seen):
-            return 0
-        return self.plan.num_arriving - 1
-
     def num_free(self, turn: int) -> int:
         """Turns whose buffers for leaving messages are free when those of a turn are swapped."""
-        return turn if self._peers(self.plan.outgoing, turn, self.buffers.readers) else turn + 1
+        is_seen = any(self._readers(one) for one in range(turn + 1 - _LAG, turn + 1))
+        return max(turn + 1 - _LAG, 0) if is_seen else turn + 1
+
+    def _readers(self, turn: int) -> list[int]:
+        """The ranks that see what this one sends them in a turn."""
+        return self._peers(self.plan.outgoing, turn, self.buffers.readers)
 
     def arrived(self, turn: int) -> Buffer:
         """Where the messages of a turn lie that has been swapped."""
         for rank in self._peers(self.plan.incoming, turn, self.buffers.seen):
-            return self.buffers.seen[rank][turn % NUM_PACKED]
+            return self.buffers.seen[rank][turn % _NUM_SHARED]
         return self.buffers.arriving[turn % self.plan.num_arriving]
 
     @staticmethod
@@ -364,7 +369,7 @@ def _place(
             return destinations[want]
         row = want - len(destinations)
         box, carrier, position = regions[row]
-        data = buffers[turns[row] % NUM_PACKED].data
+        data = buffers[turns[row] % len(buffers)].data
         return Destination(box.offset, HostMemory(np.ndarray(box.shape, carrier, data, position)))
 
     return place
@@ -415,11 +420,12 @@ def _regions_in(index: Index, messages: Messages) -> list[tuple[Box, CarrierDTyp
 class _Steps:
     """Hands out tasks, and keeps them and the turns in step.
 
-    A task for a turn is handed out when the buffer of the turn `NUM_PACKED` before is free; a turn
+    A task for a turn is handed out when the buffer of the turn `num_packed` before is free; a turn
     is sent when all its tasks are done.
     """
 
-    def __init__(self, turn: IntArray, num_turns: int) -> None:
+    def __init__(self, turn: IntArray, num_turns: int, num_packed: int) -> None:
+        self._num_packed = num_packed
         num_shared = int(np.searchsorted(turn, num_turns))
         self._turn = turn[:num_shared].tolist()
         self._left = np.bincount(turn[:num_shared], minlength=num_turns).tolist()
@@ -434,7 +440,7 @@ class _Steps:
         with self._changed:
             while not self._failed:
                 is_left = self._next < len(self._turn)
-                if is_left and self._turn[self._next] < self._num_free + NUM_PACKED:
+                if is_left and self._turn[self._next] < self._num_free + self._num_packed:
                     self._next += 1
                     return self._next - 1
                 task = next(self._for_this_rank, None)
