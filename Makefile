@@ -17,7 +17,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # that it imports, and each worker all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs format bench clean
+.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs format bench bench-short clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,9 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.master
 	$(BIN)/python -m benchmarks.kubernetes
+
+bench-short: $(VENV)/.ready-dev  ## The same in three minutes, small: one table with the limits
+	$(BIN)/python -m benchmarks.short
 
 clean:  ## Remove what the commands above made
 	rm -rf $(VENV) .venv-newest demo-output bench-output build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,105 @@
+# ruff: noqa: INP001 - a script, not a package
+"""Bring figures of the pages up to date: `python docs/update_figures.py [RESULT.json ...]`.
+
+What lies between `<!-- figures: NAME -->` and `<!-- end of figures -->` is made of the stored
+result `docs/results/NAME.json`, with the date, the machine and the versions that are stored with
+it. Results that are given, as benchmarks leave them in `bench-output/`, replace the stored ones
+first. A test compares the pages with what this script would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def of_reshard(result: Any) -> Iterator[str]:
+    """Seconds and CPU of what moves live state, as multiples of the limit."""
+    yield (
+        f"{result['gibibytes']} GiB of state, medians of {result['rounds']} interleaved rounds, as "
+        "multiples of the limit; in parentheses CPU seconds of all ranks, as multiples of those of "
+        "the limit."
+    )
+    yield ""
+    cases = dict.fromkeys((row["ranks"], row["case"]) for row in result["rows"])
+    of = {(row["ranks"], row["case"], row["contestant"]): row for row in result["rows"]}
+    names = list(dict.fromkeys(row["contestant"] for row in result["rows"]))
+    names.remove("limit")
+    yield f"| | limit | {' | '.join(names)} |"
+    yield "|---" * (2 + len(names)) + "|"
+    for case in cases:
+        found = [of.get((*case, name)) for name in names]
+        limit = of[*case, "limit"]
+        cells = (
+            "" if row is None else f"{row['times_limit']:.1f} ({row['cpu_times_limit']:.1f})"
+            for row in found
+        )
+        seconds = f"{limit['seconds']:.2f} s ({limit['cpu_seconds']:.2f} s)"
+        yield f"| {case[0]} ranks, {case[1]} | {seconds} | {' | '.join(cells)} |"
+
+
+def of_short(rows: Any) -> Iterator[str]:
+    """The table of `make bench-short`."""
+    yield "| | limit | remesh, times the limit | DCP, times the limit | CPU seconds of remesh |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        limit, cpu = row.get("limit_seconds"), row.get("cpu")
+        times = (row.get(name) for name in ("remesh", "dcp"))
+        cells = [
+            "" if limit is None else f"{limit:.2f} s",
+            *("" if one is None else f"{one:.1f}" for one in times),
+            "" if cpu is None else f"{cpu:.2f}",
+        ]
+        yield f"| {row['what']} | {' | '.join(cells)} |"
+
+
+TABLES: dict[str, Callable[[Any], Iterator[str]]] = {"reshard": of_reshard, "short": of_short}
+
+
+def measured(document: Any) -> str:
+    """When, on what and with what a result was measured."""
+    machine, versions = document["machine"], document["versions"]
+    load = machine["load"][0]
+    return (
+        f"Measured {document['measured'][:10]} with torch {versions['torch']}, numpy "
+        f"{versions['numpy']} and Python {versions['python']} on a machine of "
+        f"{machine['num_cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
+        f"({machine['system'].split('-with')[0]}); load average at the end {load:.0f}."
+    )
+
+
+def figures(name: str) -> str:
+    """The text of a block."""
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    return "\n".join([*TABLES[name](document["result"]), "", measured(document), ""])
+
+
+def updated(text: str) -> str:
+    """A page with the figures of the stored results."""
+    return BLOCK.sub(lambda found: found[1] + "\n" + figures(found[2]) + "\n" + found[3], text)
+
+
+def pages() -> list[Path]:
+    """All pages that may have figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main(given: list[str]) -> None:
+    """Store results, and write the pages that this changes."""
+    for path in map(Path, given):
+        shutil.copyfile(path, RESULTS / path.name)
+    for page in pages():
+        page.write_text(updated(page.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,25 @@
+"""Figures of the pages are those of the stored results."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+UPDATE: dict[str, Any] = runpy.run_path(
+    str(Path(__file__).parent.parent / "docs" / "update_figures.py")
+)
+
+
+@pytest.mark.parametrize("page", UPDATE["pages"](), ids=lambda page: page.stem)
+def test_figures_are_those_of_the_stored_results(page: Path) -> None:
+    text = page.read_text()
+    assert UPDATE["updated"](text) == text, "out of date; run python docs/update_figures.py"
+
+
+def test_every_stored_result_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in UPDATE["pages"]())
+    shown = {name for _, name, _ in UPDATE["BLOCK"].findall(text)}
+    assert shown == {path.stem for path in UPDATE["RESULTS"].glob("*.json")}
