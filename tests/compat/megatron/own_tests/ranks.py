@@ -7,6 +7,7 @@ collective early harms no other test, and the threads of groups do not pile up.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -187,12 +188,38 @@ def run_together(file: str, folder: Path, only: str, limit: float) -> None:
         # A child that has ended is not known by its number once it is waited for.
         info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert info is not None
+        is_rank = info.si_pid in ranks
         ranks.discard(info.si_pid)
         os.waitpid(info.si_pid, 0)
         # The others would wait in vain for a rank that died.
-        if info.si_code != os.CLD_EXITED or info.si_status > pytest.ExitCode.NO_TESTS_COLLECTED:
+        failed = (
+            info.si_code != os.CLD_EXITED or info.si_status > pytest.ExitCode.NO_TESTS_COLLECTED
+        )
+        if is_rank and failed:
             end()
     over.cancel()
+    _end_orphans()
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of what its ranks leave behind, instead of the first process."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _end_orphans() -> None:
+    """End the writers that Megatron's package has started in ranks: they outlive them."""
+    while children := _children():
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    of_threads = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return [int(child) for of_thread in of_threads for child in of_thread]
 
 
 def main() -> None:
@@ -203,6 +230,7 @@ def main() -> None:
     """
     package, results, only, limit, *files = sys.argv[1:]
     prepare(package)
+    _adopt_orphans()
     for number, file in enumerate(files):
         run_together(file, Path(results, str(number)), only, float(limit))
         print(file, flush=True)
