@@ -189,6 +189,7 @@ def convert_there_and_back(folder: Path, options: Options) -> Figures:
 
     def limit() -> None:
         raw_read(folder / "before", num_bytes)
+        (folder / f"raw-{dist.get_rank()}").unlink(missing_ok=True)
         raw_write(folder, num_bytes)
         raw_read(folder, num_bytes)
 
@@ -378,11 +379,11 @@ def main() -> None:
                     label = f"{task}, {world_size} rank{'s' * (world_size > 1)}"
                     result["bytes"] += rows_of(label, num_bytes, dict(results))
                 shutil.rmtree(folder)
+                write_json("foreign", result)
     if result["bytes"]:
         show(result["bytes"], f"{arguments.gib} GiB, {arguments.rounds} rounds")
     if result["commands"]:
         show_commands(result["commands"], f"{arguments.pieces:,} pieces")
-    write_json("foreign", result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,16 +116,26 @@ class StoredState:
         return self._children.get(path, [])
 
 
-def read_box(storage: Storage, index: Index, name: str, box: Box) -> CarrierArray:
-    """Read one box of a stored tensor into a new carrier array, checking digests.
+def read_boxes(
+    storage: Storage, index: Index, boxes: Sequence[tuple[str, Box]]
+) -> list[CarrierArray]:
+    """Read boxes of stored tensors into new carrier arrays, checking digests.
+
+    Blocks that several of them lie in are read once.
 
     Raises:
         CorruptCheckpointError: If stored bytes are missing or damaged.
-        CoverageError: If no piece holds a part of the box.
+        CoverageError: If no piece holds a part of a box.
     """
-    wanted = BoxTable.of(index.boxes.tensors, [(index.row(name), box)])
+    wanted = BoxTable.of(index.boxes.tensors, [(index.row(name), box) for name, box in boxes])
     # First the plan: what is not stored shall not take memory either.
     plan = plan_load(index, wanted, ReadLimits())
-    array = np.empty(box.shape, BY_NAME[index[name].dtype].carrier)
-    read_runs(storage, index, plan, [Destination(box.offset, HostMemory(array))])
-    return array
+    arrays: list[CarrierArray] = [
+        np.empty(box.shape, BY_NAME[index[name].dtype].carrier) for name, box in boxes
+    ]
+    destinations = [
+        Destination(box.offset, HostMemory(array))
+        for (_, box), array in zip(boxes, arrays, strict=True)
+    ]
+    read_runs(storage, index, plan, destinations)
+    return arrays

@@ -1,15 +1,15 @@
 """Two checkpoints compared: names, types, shapes, values. Nothing needs torch.
 
-Values are compared in chunks, so memory is bounded. Of each tensor the largest difference and the
-number of elements that differ are found; two NaN at the same place are equal. With a
-transformation, what it makes of the first checkpoint is compared with the second; casts that it
-asks for are left out, so a tolerance should be given.
+Values are compared in chunks, so memory is bounded, and small tensors are read many at a time. Of
+each tensor the largest difference and the number of elements that differ are found; two NaN at the
+same place are equal. With a transformation, what it makes of the first checkpoint is compared with
+the second; casts that it asks for are left out, so a tolerance should be given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,13 @@ from remesh.checkpoint import Checkpoint
 from remesh.cli import summary
 from remesh.dtypes import BY_NAME
 from remesh.geometry import Box
-from remesh.transform import Resolved, Transform, arranged
+from remesh.index import Index
+from remesh.transform import Region, Resolved, Transform, arranged
 
 _Array = summary.Array
+
+MAX_BATCH = 4096
+"""Boxes that are read together at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,14 @@ def compare(
     if transform is not None:
         resolved = transform.resolve(first.index, second.index, aliases=first.index.aliases)
     found = _names_of(first, second, resolved)
+    pairs = [
+        name
+        for name in found.both
+        if resolved is not None or first.index[name].shape == second.index[name].shape
+    ]
+    compared = {}
+    if tolerance is not None:
+        compared = _compare_values(first, second, pairs, resolved, tolerance, on_read)
     differences, num_equal = [], 0
     for name in found.both:
         if resolved is None:
@@ -122,8 +134,8 @@ def compare(
                 name, (stored.dtype, stored.dtype), (stored.shape, stored.shape)
             )
         equal_kind = len(set(difference.dtypes)) == len(set(difference.shapes)) == 1
-        if len(set(difference.shapes)) == 1 and tolerance is not None:
-            count, largest = _compare_values(first, second, name, resolved, tolerance, on_read)
+        if name in compared:
+            count, largest = compared[name]
             if count or not equal_kind:
                 differences.append(
                     TensorDifference(name, difference.dtypes, difference.shapes, count, largest)
@@ -158,47 +170,84 @@ def _names_of(first: Checkpoint, second: Checkpoint, resolved: Resolved | None) 
 def _compare_values(
     first: Checkpoint,
     second: Checkpoint,
-    name: str,
+    names: Sequence[str],
     resolved: Resolved | None,
     tolerance: Tolerance,
     on_read: Callable[[int], None],
-) -> tuple[int, float]:
-    """How many elements of a tensor differ, and the largest difference of finite ones."""
-    stored = second.index[name]
-    num_different, largest = 0, 0.0
-    if not math.prod(stored.shape):
-        return 0, 0.0
-    max_elements = summary.CHUNK_BYTES // BY_NAME[stored.dtype].itemsize
-    for chunk in summary.chunks_of(Box.whole(stored.shape), max_elements):
-        right = _numbers(second, name, chunk)
-        left = np.empty(right.shape, right.dtype)
-        for box, block in _blocks(first, name, chunk, resolved):
-            if block.dtype != left.dtype:
-                left = left.astype(np.result_type(left.dtype, block.dtype))
-            place: tuple[Any, ...] = (*box.relative_to(chunk).slices, ...)
-            left[place] = block
-        count, distance = _difference(left, right, tolerance)
-        num_different += count
-        largest = max(largest, distance)
-        on_read(right.nbytes)
-    return num_different, largest
+) -> dict[str, tuple[int, float]]:
+    """How many elements of each tensor differ, and the largest difference of finite ones."""
+    found = dict.fromkeys(names, (0, 0.0))
+    for batch in _batches(second.index, names):
+        parts = [list(_parts(name, chunk, resolved)) for name, chunk in batch]
+        sources = [(part.source, part.source_box) for own in parts for part in own]
+        blocks = iter(_numbers(first, sources))
+        for (name, chunk), own, right in zip(batch, parts, _numbers(second, batch), strict=True):
+            left = np.empty(right.shape, right.dtype)
+            for part in own:
+                block = next(blocks)
+                if part.region is not None:
+                    block = arranged(block, part.region)
+                if block.dtype != left.dtype:
+                    left = left.astype(np.result_type(left.dtype, block.dtype))
+                place: tuple[Any, ...] = (*part.box.relative_to(chunk).slices, ...)
+                left[place] = block
+            count, distance = _difference(left, right, tolerance)
+            found[name] = (found[name][0] + count, max(found[name][1], distance))
+            on_read(right.nbytes)
+    return found
 
 
-def _blocks(
-    first: Checkpoint, name: str, chunk: Box, resolved: Resolved | None
-) -> Iterator[tuple[Box, _Array]]:
-    """What the first checkpoint has in a box of the second: boxes and their elements."""
+def _batches(index: Index, names: Iterable[str]) -> Iterator[list[tuple[str, Box]]]:
+    """Boxes of tensors, as many at a time as are read together."""
+    batch: list[tuple[str, Box]] = []
+    room = summary.CHUNK_BYTES
+    for name in names:
+        stored = index[name]
+        if not math.prod(stored.shape):
+            continue
+        itemsize = BY_NAME[stored.dtype].itemsize
+        for chunk in summary.chunks_of(Box.whole(stored.shape), summary.CHUNK_BYTES // itemsize):
+            num_bytes = chunk.size * itemsize
+            if batch and (num_bytes > room or len(batch) == MAX_BATCH):
+                yield batch
+                batch, room = [], summary.CHUNK_BYTES
+            batch.append((name, chunk))
+            room -= num_bytes
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the first checkpoint has in a box of the second.
+
+    Attributes:
+        box: The box.
+        source: The tensor that is read.
+        source_box: The box of it.
+        region: How it is rearranged; None if it is not.
+    """
+
+    box: Box
+    source: str
+    source_box: Box
+    region: Region | None = None
+
+
+def _parts(name: str, chunk: Box, resolved: Resolved | None) -> Iterator[_Part]:
     if resolved is None:
-        yield chunk, _numbers(first, name, chunk)
+        yield _Part(chunk, name, chunk)
         return
     for region in resolved.regions(name, chunk):
-        yield region.target_box, arranged(_numbers(first, region.source, region.source_box), region)
+        yield _Part(region.target_box, region.source, region.source_box, region)
 
 
-def _numbers(checkpoint: Checkpoint, name: str, box: Box) -> _Array:
-    dtype = checkpoint.index[name].dtype
-    carried = checkpoint.read_array(name, box)
-    return summary.true_values(carried.reshape(-1), dtype).reshape(box.shape)
+def _numbers(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[_Array]:
+    arrays = checkpoint.read_arrays(boxes) if boxes else []
+    return [
+        summary.true_values(carried.reshape(-1), checkpoint.index[name].dtype).reshape(box.shape)
+        for (name, box), carried in zip(boxes, arrays, strict=True)
+    ]
 
 
 def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int, float]:

@@ -20,7 +20,7 @@ import pytest
 from remesh import values
 from remesh.checkpoint import Checkpoint, load, save
 from remesh.checkpoint.local import describe_local, memory_of
-from remesh.checkpoint.stored import read_box
+from remesh.checkpoint.stored import read_boxes
 from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, MismatchError
 from remesh.exchange import Exchange
@@ -90,7 +90,7 @@ class FormatConformance:
             whole = Box.whole(array.shape)
             inner = Box(tuple(n // 3 for n in array.shape), tuple(n - n // 3 for n in array.shape))
             for box in (whole, inner):
-                found = read_box(storage, index, name, box)
+                found = read_boxes(storage, index, [(name, box)])[0]
                 np.testing.assert_array_equal(found, array[box.slices], name)
 
     def test_a_missing_file_is_named(
@@ -101,7 +101,7 @@ class FormatConformance:
         path = index.pieces(name)[0].path
         (tmp_path / path).unlink()
         with pytest.raises(CorruptCheckpointError, match=Path(path).name):
-            read_box(storage, index, name, Box.whole(index[name].shape))
+            read_boxes(storage, index, [(name, Box.whole(index[name].shape))])[0]
 
     def test_a_file_that_is_cut_short_is_refused(
         self, arrays: Arrays, opened: tuple[Storage, Index], tmp_path: Path
@@ -119,7 +119,7 @@ class FormatConformance:
     def _read_all(self, arrays: Arrays, folder: Path) -> None:
         storage, index = self.open(folder)
         for name, array in arrays.items():
-            read_box(storage, index, name, Box.whole(array.shape))
+            read_boxes(storage, index, [(name, Box.whole(array.shape))])[0]
 
 
 class AdapterConformance:
@@ -226,7 +226,7 @@ def _stored(storage: MemoryStorage) -> dict[str, bytes]:
     index = checkpoint.index
     found = {name: values.encode(value) for name, value in checkpoint.values.items()}
     for name, stored in index.items():
-        array = read_box(storage, index, name, Box.whole(stored.shape))
+        array = read_boxes(storage, index, [(name, Box.whole(stored.shape))])[0]
         found[f"{name} {stored.dtype} {stored.shape}"] = array.tobytes()
     return found
 
