@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from remesh.pipeline import transfer
 from remesh.pipeline.shared_buffers import Offer, map_buffers
 from remesh.planner import transfer as planned
 from remesh.storage import Buffer
-from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from remesh.testing import (
+    Died,
+    Raised,
+    run_processes,
+    run_processes_outcomes,
+    run_ranks,
+    run_ranks_outcomes,
+)
 from tests.engine.layouts import ALL, LAYOUTS, SOME, Layout, targets_of
 from tests.engine.raised import raised
 
@@ -382,6 +390,28 @@ def test_weights_are_pushed_again_and_again() -> None:
         assert reports[3].bytes_sent == 0, "each has a copy"
         assert reports[3].bytes_local == 2_400_000
         assert reports[3].buffer_bytes == 0
+
+
+def die_in_a_push(exchange: Exchange) -> None:
+    rank, values = exchange.rank, np.ones((3000, 1000))
+
+    def die(event: Any) -> None:
+        if event.point == "load.run_read":
+            os._exit(9)
+
+    remesh.reshard(
+        grid("rows", rank, values),
+        grid("columns", rank, values),
+        group=exchange,
+        on_event=die if rank == 1 else lambda _event: None,
+    )
+
+
+def test_ranks_learn_that_one_died_in_a_push() -> None:
+    survivor, dead = run_processes_outcomes(2, die_in_a_push)
+    assert isinstance(dead, Died)
+    assert isinstance(survivor, Raised)
+    assert isinstance(survivor.error, remesh.errors.ExchangeError)
 
 
 @pytest.mark.parametrize("change", ["nothing", "target", "source", "value", "layout"])
