@@ -291,7 +291,7 @@ def test_without_an_agent_there_are_none(
     monkeypatch.setattr(manager_module, "run_info", RunInfo)
     with caplog.at_level(logging.WARNING, logger="remesh"):
         job.play([0, 0], *range(1, 6))
-    assert "start the job with `remesh run`" in caplog.text
+    assert "Start the job with `remesh run`" in caplog.text
     assert_went_on(job.play([0, 0]), 4, from_memory=False)
 
 
