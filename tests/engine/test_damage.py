@@ -264,7 +264,7 @@ def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
 def test_the_path_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "model.zip"
     file.write_bytes(b"PK")
-    with pytest.raises(remesh.CheckpointNotFoundError, match="a file; give the directory"):
+    with pytest.raises(remesh.CheckpointNotFoundError, match="give the directory of one"):
         remesh.load({"a": 1}, file)
     with pytest.raises(remesh.StorageError, match="a part of the path is a file"):
         remesh.save({"a": 1}, file)
