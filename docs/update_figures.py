@@ -62,7 +62,27 @@ def of_short(rows: Any) -> Iterator[str]:
         yield f"| {row['what']} | {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[Any], Iterator[str]]] = {"reshard": of_reshard, "short": of_short}
+def of_foreign(result: Any) -> Iterator[str]:
+    """Reading and converting checkpoints of other systems, and commands on many pieces."""
+    yield "| | | seconds | times the limit | CPU | memory | read | from the disk |"
+    yield "|---" * 8 + "|"
+    for row in result["bytes"]:
+        shares = (f"{row[key] / row['bytes']:.2f}" for key in ("peak", "read", "disk"))
+        figures = (f"{row['seconds']:.2f}", f"{row['times_limit']:.1f}", f"{row['cpu']:.2f} s")
+        yield f"| {' | '.join((row['task'], row['contestant'], *figures, *shares))} |"
+    yield ""
+    yield "| command | seconds | CPU | peak memory |"
+    yield "|---" * 4 + "|"
+    for row in result["commands"]:
+        seconds = f"{row['seconds']:.1f} | {row['cpu']:.1f} s"
+        yield f"| `{row['command']}` | {seconds} | {row['peak'] / 1e6:.0f} MB |"
+
+
+TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
+    "foreign": of_foreign,
+    "reshard": of_reshard,
+    "short": of_short,
+}
 
 
 def measured(document: Any) -> str:
