@@ -37,7 +37,8 @@ def format_option(flag: str = "--format") -> Callable[[_Command], _Command]:
 
 def source(path: str) -> str | Source:
     """What to open for a path: of several formats, the one that the user named."""
-    name = click.get_current_context().meta.get(_FORMAT)
+    command = click.get_current_context(silent=True)
+    name = None if command is None else command.meta.get(_FORMAT)
     if name is None or len(formats_at(place_of(path))) < 2:
         return path
     return Source(path, format=name)
