@@ -112,7 +112,7 @@ def test_missing_libraries_are_named(
     monkeypatch.setitem(sys.modules, module, None)
     for name in ("object_store", "fsspec_store"):
         monkeypatch.delitem(sys.modules, f"remesh.storage.{name}", raising=False)
-    with pytest.raises(StorageError, match=rf"library {module}.*remesh\[{extra}\]"):
+    with pytest.raises(StorageError, match=rf"library {module}\n.*remesh\[{extra}\]"):
         open_storage(url)
 
 

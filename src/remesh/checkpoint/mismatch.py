@@ -91,6 +91,11 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
             lines.append(f"  ... and {len(missing) - MAX_LISTED} more")
         them = "it as it is" if len(missing) == 1 else "them as they are"
         lines.append(f'missing="keep" leaves {them}.')
+        if any("(did you mean" in line for line in lines):
+            lines.append(
+                "What is stored under another name is renamed on its way by transform=, such as "
+                '{"model.": "net."}.'
+            )
         if found.new_parameters:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "

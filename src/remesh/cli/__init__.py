@@ -23,6 +23,7 @@ from remesh.cli.output import (
     EXIT_FAULT,
     EXIT_INTERRUPTED,
     EXIT_PIPE,
+    EXIT_USAGE,
     example,
     exit_code_of,
     print_error,
@@ -87,7 +88,10 @@ class _Commands(click.Group):
             ctx.exit(exit_code_of(error))
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
+        except click.ClickException as error:
+            error.exit_code = EXIT_USAGE  # 1, click's own, is that of damage
+            raise
+        except (click.Abort, click.exceptions.Exit):
             raise
         except Exception as error:  # noqa: BLE001 - Python's own end has the code of damage
             is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE

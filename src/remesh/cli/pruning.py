@@ -68,7 +68,9 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     help="Remove checkpoints, but not the best one, or N, by a metric.",
 )
 @click.option("--run", help="Whose checkpoints may be removed; by default the newest one's run.")
-@click.option("--yes", "removes", is_flag=True, help="Remove it; otherwise it is only listed.")
+@click.option(
+    "--yes/--dry-run", "removes", default=False, help="Remove it, or only list it (the default)."
+)
 @output.json_option
 def prune(
     *,

@@ -31,7 +31,7 @@ NUM_BOX_ELEMENTS = 1000
     epilog=output.example("remesh show runs/step_00001000 model.embed.weight --box 0:10,5:7")
 )
 @click.argument("path")
-@click.argument("name")
+@click.argument("name", required=False)
 @click.option(
     "--box",
     "box_text",
@@ -41,7 +41,7 @@ NUM_BOX_ELEMENTS = 1000
 )
 @places.format_option()
 @output.json_option
-def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> None:
+def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool) -> None:
     """Show one tensor or value of a checkpoint.
 
     Of a tensor: type, shape, pieces, statistics and first elements; of a --box with up to 1000
@@ -49,6 +49,8 @@ def show(*, path: str, name: str, box_text: BoxText | None, as_json: bool) -> No
     Complex tensors have none. The tensor is read in chunks, so it may be larger than memory.
     Of a tensor that is made of others, it shows their names and what they make.
     """
+    if name is None:
+        raise click.UsageError(f"name a tensor or value; remesh ls {path} --values lists them")
     checkpoint, looked = native.begin_anew(lambda: _open_and_look(path, name, box_text))
     if looked is not None:
         if as_json:

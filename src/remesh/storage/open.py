@@ -71,6 +71,6 @@ def _open_file(url: str, rest: str) -> LocalStorage:
 
 def _not_installed(url: str, library: str, extra: str, error: ImportError) -> StorageError:
     return StorageError(
-        f"{shown_url(url)!r} needs the library {library}, which cannot be imported ({error}); "
-        f"install it with: pip install 'remesh[{extra}]'"
+        f"{shown_url(url)!r} needs the library {library}\n"
+        f"It cannot be imported ({error}). Install it with: pip install 'remesh[{extra}]'"
     )

@@ -93,7 +93,7 @@ def save_policies(every: int | SavePolicy | Sequence[SavePolicy] | None) -> tupl
         return (EverySteps(check_count("Manager", "every", every, 1)),)
     raise OptionError(
         "Manager: every= must be a number of steps, a policy or a list of policies, "
-        f"not {shown(every)}."
+        f"not {shown(every)}.\nPass a number, such as every=1000, or int(...) of a text."
     )
 
 
