@@ -34,3 +34,10 @@ def test_the_programs_of_a_page_run(
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists() or "reference" in page.parts, target
+
+
+def test_the_comparison_names_tests_that_there_are() -> None:
+    page = (DOCS / "explanation" / "comparison.md").read_text()
+    named = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", page)
+    assert len(named) > 15
+    assert [path for path in named if not (DOCS.parent / path).exists()] == []
