@@ -17,7 +17,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # that it imports, and each worker all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs format bench bench-short clean
+.PHONY: help demo test test-slow test-nightly test-all test-newest stress check docs dist format bench bench-short clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ check: $(VENV)/.ready-dev  ## Style, types and layers
 
 docs: $(VENV)/.ready-dev  ## Make the site of the documentation, in site/; warnings are errors
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs site
+
+dist: $(VENV)/.ready-dev  ## Make the source archive and the wheel, in dist/
+	$(BIN)/python -m hatchling build --directory dist
 
 format: $(VENV)/.ready-dev  ## Format the code
 	$(BIN)/ruff check --fix .
