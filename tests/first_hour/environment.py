@@ -63,8 +63,8 @@ def make(place: Path) -> Path:
         if not (place / "ready").exists():
             wheel = build(place)
             _run([sys.executable, "-m", "venv", "--without-pip", path], place)
-            pip = [sys.executable, "-m", "pip", "--python", path, "--quiet"]
-            options = ["--no-compile", "--constraint", ROOT / "constraints.txt"]
+            pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", path, "--quiet"]
+            options: list[str | Path] = ["--no-compile", "--constraint", ROOT / "constraints.txt"]
             _run([*pip, "install", "--disable-pip-version-check", *options, wheel], place)
             (place / "ready").touch()
     return path

@@ -88,11 +88,11 @@ class _Commands(click.Group):
             ctx.exit(exit_code_of(error))
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
+        except (click.UsageError, click.Abort, click.exceptions.Exit):
+            raise
         except click.ClickException as error:
-            error.exit_code = EXIT_USAGE  # 1, click's own, is that of damage
-            raise
-        except (click.Abort, click.exceptions.Exit):
-            raise
+            error.show()
+            ctx.exit(EXIT_USAGE)  # 1, click's own, is that of damage
         except Exception as error:  # noqa: BLE001 - Python's own end has the code of damage
             is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE
             if is_pipe or isinstance(error, BrokenPipeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import click
 import numpy as np
@@ -51,7 +52,7 @@ def show(*, path: str, name: str | None, box_text: BoxText | None, as_json: bool
     """
     if name is None:
         raise click.UsageError(f"name a tensor or value; remesh ls {path} --values lists them")
-    checkpoint, looked = native.begin_anew(lambda: _open_and_look(path, name, box_text))
+    checkpoint, looked = native.begin_anew(partial(_open_and_look, path, name, box_text))
     if looked is not None:
         if as_json:
             output.print_json(_tensor_document(path, looked))
