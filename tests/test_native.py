@@ -161,7 +161,9 @@ def test_fields_that_are_not_known_are_ignored() -> None:
 def test_a_record_that_lacks_a_field_is_corruption(field: str) -> None:
     body = json.loads(msgspec.json.encode(record_of()))
     del body[field]
-    with pytest.raises(CorruptCheckpointError, match="f: incomplete commit record: .*" + field):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"(?s)f: incomplete commit record: .*" + field
+    ):
         native.decode_record(record_text(body), "f")
 
 
@@ -319,5 +321,5 @@ def test_an_element_with_two_main_replicas_that_differ_is_refused() -> None:
 def test_one_name_with_two_paths_is_refused() -> None:
     paths: list[list[str | int]] = [["a", 0], ["a.0"]]
     documents = [ValuesDocument(paths={"a.0": path}) for path in paths]
-    with pytest.raises(NameCollisionError, match=r"'a\.0' is the stored name of .* on rank 1"):
+    with pytest.raises(NameCollisionError, match=r"(?s)'a\.0' is the stored name of .* on rank 1"):
         native.merge_documents(documents)

@@ -271,7 +271,7 @@ def refused() -> None:
     turned = nn.Linear(3, 2)
     turned.weight = nn.Parameter(torch.arange(6.0).reshape(3, 2).t())
     own = FullyShardedDataParallel(turned, device_id=CPU)
-    with pytest.raises(UnsupportedValueError, match=r"m: .*weight was not contiguous"):
+    with pytest.raises(UnsupportedValueError, match=r"(?s)m: .*weight was not contiguous"):
         describe({"m": own}, describe_leaf)
 
 

@@ -120,7 +120,7 @@ def test_numpy_arrays_are_memory() -> None:
     ],
 )
 def test_refuses_what_has_no_memory(array: ArrayLike, message: str) -> None:
-    with pytest.raises(UnsupportedValueError, match=f"model.weight: .*({message})"):
+    with pytest.raises(UnsupportedValueError, match=rf"(?s)model.weight: .*({message})"):
         memory_of(array, "model.weight")
 
 
@@ -136,7 +136,7 @@ def test_refuses_to_write_where_elements_share_memory() -> None:
     read_only.flags.writeable = False
     for array in (torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3), read_only):
         memory_of(array, "t")
-        with pytest.raises(UnsupportedValueError, match=r"t: .*(share memory|read-only)"):
+        with pytest.raises(UnsupportedValueError, match=r"(?s)t: .*(share memory|read-only)"):
             memory_of(array, "t", writable=True)
 
 

@@ -175,7 +175,7 @@ def test_new_names(names: Any, old: str, new: str) -> None:
 
 def test_two_entries_of_one_new_name_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(NameCollisionError, match=r"'0\.weight' and '1\.weight' .* 'a\.weight'"):
+    with pytest.raises(NameCollisionError, match=r"(?s)'0\.weight' and '1\.weight' .* 'a\.weight'"):
         describe({"m": NamedModule(model, {"0": "a", "1": "a"})}, describe_leaf)
 
 

@@ -258,7 +258,9 @@ def corner_cases(exchange: Exchange) -> dict[str, Any]:
     # Optimizer state that is sharded like its parameter, but is a plain tensor.
     for parameter in net.parameters():
         optimizer.state[parameter]["momentum_buffer"] = local_of(parameter.detach()).clone()
-    with pytest.raises(StateError, match=r"optim\.state\.up\.weight\.momentum_buffer: .*DTensor"):
+    with pytest.raises(
+        StateError, match=r"(?s)optim\.state\.up\.weight\.momentum_buffer: .*DTensor"
+    ):
         describe({"net": net, "optim": optimizer}, describe_leaf)
 
     # State of a shape of its own, for a sharded parameter that has none yet.

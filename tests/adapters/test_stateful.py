@@ -201,7 +201,7 @@ def test_generators() -> None:
 def test_what_has_no_encoding_is_named() -> None:
     with pytest.raises(UnsupportedValueError, match=r"loader\.dataset\.file"):
         describe({"loader": Box({"dataset": {"file": object()}})}, describe_leaf)
-    with pytest.raises(UnsupportedValueError, match=r"loader\.mask: .*to_dense"):
+    with pytest.raises(UnsupportedValueError, match=r"(?s)loader\.mask: .*to_dense"):
         describe({"loader": Box({"mask": torch.eye(2).to_sparse()})}, describe_leaf)
 
 

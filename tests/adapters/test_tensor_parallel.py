@@ -305,7 +305,9 @@ def test_a_marked_shard_that_nobody_declares_is_refused() -> None:
     for mark in ("tensor_model_parallel", "is_distributed"):
         model = nn.Sequential(nn.Linear(2, 2), Transformer(layers=1))
         setattr(model[0].weight, mark, True)
-        with pytest.raises(StateError, match=rf"model\.0\.weight: .*{mark}=True\n.*build_sharded"):
+        with pytest.raises(
+            StateError, match=rf"(?s)model\.0\.weight: .*{mark}=True\n.*build_sharded"
+        ):
             describe({"model": model}, describe_leaf)
     declared = Transformer(layers=1)
     for parameter in declared.parameters():

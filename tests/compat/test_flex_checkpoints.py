@@ -101,7 +101,9 @@ def test_numbers(tmp_path: Path) -> None:
     assert value_at(tmp_path) == 8
     save_state_dict(weight_of(70), tmp_path, unique_id=7)
     assert (value_at(tmp_path), value_at(tmp_path, 7)) == (8, 70)
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 2 .*there are: 0, 1, 7, 8"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"(?s)no checkpoint 2 .*there are: 0, 1, 7, 8"
+    ):
         value_at(tmp_path, 2)
     with pytest.raises(StateError, match="unique_id=-1"):
         save_state_dict(weight_of(0), tmp_path, unique_id=-1)

@@ -64,7 +64,7 @@ def test_directories_of_others_are_refused_and_left_alone(tmp_path: Path) -> Non
     file.write_text("x")
     with pytest.raises(DemoError, match="is a file"):
         story.prepare_directory(file)
-    with pytest.raises(DemoError, match=r"cannot be used \(.*Not a directory"):
+    with pytest.raises(DemoError, match=r"(?s)cannot be used \(.*Not a directory"):
         story.prepare_directory(file / "below")
 
 
@@ -141,7 +141,9 @@ def test_a_resumed_run_in_numbers() -> None:
 
 def test_a_failed_rank_is_named_with_its_reason_and_log(tmp_path: Path) -> None:
     bad = told([(1, Failed("OSError: disk"))], FINE, Ended(1, by_launcher=False))
-    with pytest.raises(DemoError, match=r"rank 1 ended with code 1: OSError: disk .*rank-1\.log"):
+    with pytest.raises(
+        DemoError, match=r"(?s)rank 1 ended with code 1: OSError: disk .*rank-1\.log"
+    ):
         story._require_success(bad, tmp_path)
     story._require_success(told([], FINE, FINE), tmp_path)
 

@@ -93,5 +93,5 @@ def test_a_master_that_refuses_a_node_is_asked_once() -> None:
 def test_an_address_that_cannot_be_resolved_is_refused() -> None:
     handler.check_address("127.0.0.1")
     for wrong in ("no such host", "a..b"):
-        with pytest.raises(ValueError, match=r"cannot be resolved .*\n.*--local-addr"):
+        with pytest.raises(ValueError, match=r"(?s)cannot be resolved .*\n.*--local-addr"):
             handler.check_address(wrong)

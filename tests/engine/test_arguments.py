@@ -31,7 +31,7 @@ STATE = {"step": 1}
 def test_state_and_path_are_swapped(
     call: Callable[..., Any], name: str, place: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(StateError, match=rf"{name}: .*swapped; write {name}\(state, path\)"):
+    with pytest.raises(StateError, match=rf"(?s){name}: .*swapped; write {name}\(state, path\)"):
         call(place(tmp_path / "checkpoint"), STATE)
     assert list(tmp_path.iterdir()) == []
 
@@ -53,7 +53,7 @@ def test_step_and_state_are_swapped(call: str, tmp_path: Path) -> None:
         with pytest.raises(StateError, match=r'a dict or a module, and not a list\n.*"model"'):
             getattr(manager, call)(1, [STATE])
         with pytest.raises(
-            StateError, match=r"got the place 'run'.*\n.*remesh.load\(state, path\)"
+            StateError, match=r"(?s)got the place 'run'.*\n.*remesh.load\(state, path\)"
         ):
             getattr(manager, call)(1, "run")
     assert list(tmp_path.iterdir()) == []
@@ -62,7 +62,7 @@ def test_step_and_state_are_swapped(call: str, tmp_path: Path) -> None:
 def test_a_path_in_place_of_the_state_to_resume(tmp_path: Path) -> None:
     with (
         remesh.Manager(tmp_path) as manager,
-        pytest.raises(StateError, match=r"Manager.resume: got the place .*step_00000001"),
+        pytest.raises(StateError, match=r"(?s)Manager.resume: got the place .*step_00000001"),
     ):
         manager.resume(tmp_path / "step_00000001")
 

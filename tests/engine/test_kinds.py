@@ -68,9 +68,13 @@ def test_reading_outside_a_tensor_or_by_a_wrong_name_is_refused(tmp_path: Path) 
     remesh.save({"layer": {"weight": torch.ones(2, 3)}}, tmp_path)
     checkpoint = remesh.Checkpoint(tmp_path)
     for box in (Box((0, 1), (2, 3)), Box((0,), (2,)), Box((0, 0, 0), (1, 1, 1))):
-        with pytest.raises(remesh.errors.StateError, match=r"layer\.weight: box .* shape \(2, 3\)"):
+        with pytest.raises(
+            remesh.errors.StateError, match=r"(?s)layer\.weight: box .* shape \(2, 3\)"
+        ):
             checkpoint.read("layer.weight", box)
-    with pytest.raises(remesh.errors.StateError, match=r"layer\.wieght: .* near are layer\.weight"):
+    with pytest.raises(
+        remesh.errors.StateError, match=r"(?s)layer\.wieght: .* near are layer\.weight"
+    ):
         checkpoint.read("layer.wieght")
 
 

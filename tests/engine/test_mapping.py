@@ -50,7 +50,9 @@ def test_items_are_what_is_stored(checkpoint: remesh.Checkpoint) -> None:
 
 
 def test_a_name_that_is_not_stored_is_a_key_error(checkpoint: remesh.Checkpoint) -> None:
-    with pytest.raises(KeyError, match=r"model.wieght: nothing is stored.*near are model.weight"):
+    with pytest.raises(
+        KeyError, match=r"(?s)model.wieght: nothing is stored.*near are model.weight"
+    ):
         checkpoint["model.wieght"]
 
 

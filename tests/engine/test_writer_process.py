@@ -171,7 +171,9 @@ def test_errors_are_those_of_a_thread(tmp_path: Path) -> None:
     # Files of the writer may not be as large as the one that it is given.
     resource.prlimit(saver.writer_process_id, resource.RLIMIT_FSIZE, (CHUNK_SIZE, CHUNK_SIZE))
     handle = saver.save_async({"w": np.ones(CHUNK_SIZE // 4)}, tmp_path / "c")
-    with pytest.raises(NoSpaceError, match=f"{tmp_path}/c/data-.*/00000.safetensors") as caught:
+    with pytest.raises(
+        NoSpaceError, match=rf"(?s){tmp_path}/c/data-.*/00000.safetensors"
+    ) as caught:
         handle.result(timeout=240)
     assert caught.value.rank == 0
     # The failure is raised by the next save as well, once, and then all is well again.

@@ -156,7 +156,7 @@ def test_ranks_write_files_of_their_own_in_an_object_store(in_background: bool) 
 
     def cut(exchange: Exchange) -> None:
         part = remesh.ShardedTensor.at_offset("w", torch.ones(2), (4,), (2 * exchange.rank,))
-        with pytest.raises(StateError, match=r"w: is cut over ranks.*export_weights"):
+        with pytest.raises(StateError, match=r"(?s)w: is cut over ranks.*export_weights"):
             remesh.save({"w": part}, other, format="huggingface", group=exchange)
 
     other = MemoryStorage()
@@ -173,9 +173,9 @@ def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
-    with pytest.raises(StateError, match=r"tensors alone, and the state has 1 other .*: step"):
+    with pytest.raises(StateError, match=r"(?s)tensors alone, and the state has 1 other .*: step"):
         remesh.save({**weights, "step": 3}, tmp_path, format="huggingface")
-    with pytest.raises(StateError, match=r"needs a directory.*\n.*export_weights"):
+    with pytest.raises(StateError, match=r"(?s)needs a directory.*\n.*export_weights"):
         remesh.save(weights, MemoryStorage(), format="safetensors")
     with pytest.raises(StateError, match="has no option 'dtype'; it has max_shard_bytes"):
         remesh.save(weights, tmp_path, format="huggingface", format_options={"dtype": "int8"})

@@ -303,7 +303,7 @@ def test_two_formats_in_one_directory(
 
 def test_an_unknown_directory_lists_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(remesh.CheckpointNotFoundError, match=r"\.metadata.*torch\.save"):
+    with pytest.raises(remesh.CheckpointNotFoundError, match=r"(?s)\.metadata.*torch\.save"):
         remesh.Checkpoint(tmp_path)
 
 

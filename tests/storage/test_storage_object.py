@@ -422,7 +422,7 @@ class TestFailures:
             for start in range(PART, 40 * PART, PART):
                 writer.write(start, pattern(PART))
 
-        with pytest.raises(StorageError, match=r"cannot write s3://x/file: .*reached"):
+        with pytest.raises(StorageError, match=r"(?s)cannot write s3://x/file: .*reached"):
             write_rest()
         writer.abort()
 

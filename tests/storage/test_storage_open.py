@@ -112,7 +112,7 @@ def test_missing_libraries_are_named(
     monkeypatch.setitem(sys.modules, module, None)
     for name in ("object_store", "fsspec_store"):
         monkeypatch.delitem(sys.modules, f"remesh.storage.{name}", raising=False)
-    with pytest.raises(StorageError, match=rf"library {module}\n.*remesh\[{extra}\]"):
+    with pytest.raises(StorageError, match=rf"(?s)library {module}\n.*remesh\[{extra}\]"):
         open_storage(url)
 
 
@@ -121,7 +121,7 @@ def test_missing_libraries_of_fsspec_are_named(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("Install paramiko to use this")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", lack)
-    with pytest.raises(StorageError, match=r"lacks a library for the scheme 'sftp'.*paramiko"):
+    with pytest.raises(StorageError, match=r"(?s)lacks a library for the scheme 'sftp'.*paramiko"):
         open_storage("sftp://host/run")
 
 

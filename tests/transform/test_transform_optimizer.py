@@ -328,7 +328,7 @@ def test_an_owner_that_cannot_be_told_must_be_stated() -> None:
         for name in ("model.b", "model.c", "optimizer.state.b.exp_avg", "optimizer.state.c.exp_avg")
     }
     text = "model.a -> model.b, model.c, axis=0"
-    with pytest.raises(TransformError, match=r"of 'model\.a' or of 'ema\.a'.*\n?.*owners="):
+    with pytest.raises(TransformError, match=r"(?s)of 'model\.a' or of 'ema\.a'.*\n?.*owners="):
         Transform(text).apply(two_models(), targets)
     owned = Transform(text, owners={"optimizer.state.": "model."})
     owned.apply(two_models(), targets)

@@ -234,7 +234,9 @@ def test_errors_of_statements_that_meet_tensors(text: str, says: str) -> None:
 def test_dtypes_that_meet_must_be_equal() -> None:
     sources = {"a": TensorInfo("float32", (4,)), "b": TensorInfo("bfloat16", (4,))}
     for text in ("a, b -> c, axis=0", "a, b -> c, stack=0", "a, b -> c, tie"):
-        with pytest.raises(TransformError, match=r"'b' is bfloat16, 'a' is float32\n(.*\n)+  cast"):
+        with pytest.raises(
+            TransformError, match=r"(?s)'b' is bfloat16, 'a' is float32\n(.*\n)+  cast"
+        ):
             Transform(text).resolve(sources)
 
 

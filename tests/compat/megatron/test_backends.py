@@ -357,9 +357,9 @@ def test_factories_are_applied_to_the_callers_dict_when_saving(tmp_path: Path) -
 
 
 def test_common_values_of_a_class_of_ones_own_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match=r"common state\.deep\.0.*Own"):
+    with pytest.raises(CheckpointingException, match=r"(?s)common state\.deep\.0.*Own"):
         save({"deep": [Own()]}, tmp_path)
-    with pytest.raises(CheckpointingException, match=r"obj.*Own"):
+    with pytest.raises(CheckpointingException, match=r"(?s)obj.*Own"):
         save({"o": ShardedObject("obj", Own(), (1,), (0,))}, tmp_path)
     assert not (tmp_path / "metadata.json").exists()
 
@@ -479,7 +479,7 @@ def test_a_class_in_the_common_file_of_others_must_be_allowed(tmp_path: Path) ->
     torch.save({"own": Own(), "step": 1}, tmp_path / "common.pt")
     name = f"{__name__}.Own"
     with pytest.raises(
-        CheckpointingException, match=rf"{name}.*remesh\.formats\.Source\(path, allow"
+        CheckpointingException, match=rf"(?s){name}.*remesh\.formats\.Source\(path, allow"
     ):
         load({"w": shard}, tmp_path)
     loaded = load({"w": shard}, remesh.formats.Source(tmp_path, allow=(name,)))
