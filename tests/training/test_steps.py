@@ -55,7 +55,7 @@ def test_a_step_that_does_not_divide_says_so(caplog: pytest.LogCaptureFixture) -
         convert_step(301, 2, 4, old_batch_size=16, new_batch_size=16)
     assert str(caught.value) == (
         "301 steps of 2 ranks x 16 samples are 9632 samples: 150 steps of 4 ranks x 16 samples, "
-        "and 32 more. rounding='down' goes on at step 150 and trains on these 32 again; "
+        "and 32 more\nrounding='down' goes on at step 150 and trains on these 32 again; "
         "rounding='up' goes on at step 151 and leaves out 32; a ResumableBatchSampler goes on at "
         "the sample"
     )
