@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,8 +79,26 @@ def of_foreign(result: Any) -> Iterator[str]:
         yield f"| `{row['command']}` | {seconds} | {row['peak'] / 1e6:.0f} MB |"
 
 
+def of_recovery(result: Any) -> Iterator[str]:
+    """Seconds from a failure to the next new step, and where they go."""
+    yield "Medians of seconds, and of the steps that were made again."
+    yield ""
+    stages = ["left", "entered", "group", "made", "resumed", "step", "again"]
+    yield f"| | came back | failure to next new step | {' | '.join(stages)} |"
+    yield "|---" * (3 + len(stages)) + "|"
+    for name, runs in result["results"].items():
+        back = [one for one in runs if one is not None]
+        cells = [f"{len(back)} of {len(runs)}"]
+        for stage in ("seconds", *stages):
+            values = [one[stage] for one in back if stage in one]
+            digits = 0 if stage == "again" else 2
+            cells.append(f"{statistics.median(values):.{digits}f}" if values else "")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "foreign": of_foreign,
+    "recovery": of_recovery,
     "reshard": of_reshard,
     "short": of_short,
 }
