@@ -67,7 +67,7 @@ for command, code, expected in (
     ("verify a b run", 0, "sound"),
     ("convert a c --format torch_file", 0, "torch_file"),
     ("doctor .", 0, "remesh run needs Linux"),
-    ("run train.py", 1, "remesh run needs Linux"),
+    ("run train.py", 2, "remesh run needs Linux"),
 ):
     done = CliRunner().invoke(cli, command.split())
     assert (done.exit_code, expected in done.output) == (code, True), (command, done.output)

@@ -498,7 +498,9 @@ def test_flattened_ranges_are_the_shard(
     [(5, slice(0, 6)), (6, slice(0, 12, 2)), (6, slice(0, 5)), (3, slice(4, 9)), (1, slice(3, 2))],
 )
 def test_a_flattened_range_that_does_not_fit_is_refused(num: int, flat: slice) -> None:
-    with pytest.raises(StateError, match=r"w: flattened range \d+:\d+:\d of a shard of shape"):
+    with pytest.raises(
+        StateError, match=r"w: flattened range \d+:\d+:\d\nIt is of a shard of shape"
+    ):
         ShardedTensor.from_rank_offsets_flat("w", arange(num), (2, 3), flattened_range=flat)
 
 

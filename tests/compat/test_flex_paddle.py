@@ -194,7 +194,7 @@ def test_damage(copied: Path) -> None:
         loaded(copied, wanted)
     other = {"norm.weight": np.zeros(5, np.float32)}
     (copied / "1_0.distcp").write_bytes(pickle.dumps(other, protocol=4))
-    with pytest.raises(CorruptCheckpointError, match="the metadata"):
+    with pytest.raises(CorruptCheckpointError, match="The metadata say"):
         loaded(copied, wanted)
     (copied / "1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"1_0\.distcp: missing"):

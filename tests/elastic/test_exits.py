@@ -92,7 +92,7 @@ def test_what_is_forgiven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING):
         crashed = start(note=True, directory=tmp_path, ends=aborts)
         assert (crashed.poll(), crashed.wait(), crashed.poll()) == (0, 0, 0)
-    assert caplog.text.count("after its work was done: no failure") == 1
+    assert caplog.text.count("after its work: no failure") == 1
 
 
 TRAINS = """

@@ -98,7 +98,7 @@ def test_numbers_need_the_groups_that_were_saved(tmp_path: Path) -> None:
         "one group of 2 parameters, the optimizer of the state has groups of 1 and 1": (
             both_groups(model)
         ),
-        r"parameter 0 has exp_avg of shape \(2, 3\), but in the state that is bias": (
+        r"its parameter 0 has exp_avg of shape \(2, 3\), bias has \(2,\)": (
             torch.optim.AdamW(reverse)
         ),
     }
