@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -71,13 +72,13 @@ def _world_of_two() -> tuple[Job, Live]:
     return job, live
 
 
-def _fails(text: str, round_of_node: int) -> ReportFailures:
+def _fails(text: str, round_of_node: int, exit_code: int = 1) -> ReportFailures:
     failure = ProcessFailure(
         node_id=0,
         round=round_of_node,
         rank=0,
         local_rank=0,
-        exit_code=1,
+        exit_code=exit_code,
         time=1.0,
         message=text,
         log_tail="",
@@ -102,6 +103,7 @@ def test_a_lost_peer_is_that_of_the_closed_connection(how: str) -> None:
     live.presence.close(1, 1.0, by_peer=True)
     says(this_round - 1, lost_peer=True)  # of another world
     says(this_round, lost_peer=False)
+    hear_failures(live, job, _fails("", this_round, exit_code=-signal.SIGTERM))  # it was stopped
     assert events_of_time(live, job, 1.0) == []
     says(this_round, lost_peer=True)
     lost = NodeLost(node_id=1, incarnation="1", is_closed=True)

@@ -20,7 +20,7 @@ from remesh.elastic.events import (
     RanksWait,
     StacksCollected,
 )
-from remesh.elastic.failures import is_consequence
+from remesh.elastic.failures import Kind, classify
 from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
 from remesh.elastic.presence import Presence
 from remesh.elastic.progress import (
@@ -194,7 +194,8 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
 
 def hear_failures(live: Live, job: Job, request: ReportFailures) -> None:
     """Record whether the processes of a node failed because they lost a peer."""
-    if any(is_consequence(failure, job.policy.patterns) for failure in request.failures):
+    kinds = [classify(failure, job.policy.patterns) for failure in request.failures]
+    if Kind.COLLATERAL in kinds:
         live.broken_round = max(live.broken_round, request.round)
 
 
