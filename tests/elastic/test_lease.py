@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,25 +13,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
 from remesh.elastic.lease import (
     Election,
     Leader,
     Lease,
-    LeaseConflictError,
+    Leases,
     NotLeadingError,
     after_read,
     after_write,
     leads,
 )
-from remesh.elastic.lease_files import LeaseFiles, take_over
+from remesh.elastic.lease_files import LeaseFiles, numbered
 from remesh.elastic.master import Master
 from remesh.elastic.protocol import Join
 from remesh.elastic.rendezvous import Settings
-from remesh.errors import ClusterError, MasterError
-from tests.elastic.cluster import REMESH, Cluster, kill, reserve_port
+from remesh.elastic.shared_journals import SharedJournals, TermsOfJournals
+from remesh.errors import ClusterError
+from remesh.testing.lease_conformance import Clock, LeasesConformance
+from tests.elastic.cluster import kill
+from tests.elastic.masters import Masters
 
 INSTANCES = st.sampled_from(range(3))
 
@@ -101,38 +100,19 @@ TestElections = Elections.TestCase
 TestElections.settings = settings(max_examples=40, stateful_step_count=40)
 
 
-class Clock:
-    now = 0.0
+class TestLeaseFiles(LeasesConformance):
+    def open_leases(
+        self, number: int, tmp_path: Path
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Leases, ...]]:
+        return contextlib.nullcontext(tuple(LeaseFiles(tmp_path) for _ in range(number)))
 
-    def __call__(self) -> float:
-        return self.now
+    def test_what_is_old_is_removed(self, tmp_path: Path) -> None:
+        async def story() -> None:
+            for version in ("", "1", "2"):
+                await LeaseFiles(tmp_path).write(Lease(version, "me", 1))
 
-
-def test_a_lease_in_files_passes_on(tmp_path: Path) -> None:
-    clock = Clock()
-    files = LeaseFiles(tmp_path), LeaseFiles(tmp_path)
-    first, second = (Leader(each, str(n), 15, clock) for n, each in enumerate(files))
-
-    async def story() -> None:
-        assert await first.attempt()
-        assert not await second.attempt()
-        clock.now = 9
-        assert await first.attempt()
-        files[0].check()
-        clock.now = 23
-        assert not first.leads()
-        assert not await second.attempt(), "the first one has written meanwhile"
-        clock.now = 38
-        assert await second.attempt()
-        assert (first.term, second.term) == (1, 2)
-        with pytest.raises(NotLeadingError):
-            files[0].check()
-        await second.release()
-        assert await first.attempt(), "at once"
-        assert first.term == 3
-
-    asyncio.run(story())
-    assert len(list(tmp_path.iterdir())) == 1, "what is old is removed"
+        asyncio.run(story())
+        assert [file.name for file in tmp_path.iterdir()] == ["lease-0000000003"]
 
 
 def test_a_leader_that_cannot_write_stops_in_time() -> None:
@@ -163,25 +143,6 @@ def test_a_leader_that_cannot_write_stops_in_time() -> None:
     asyncio.run(story())
 
 
-def test_of_many_that_write_at_once_one_succeeds(tmp_path: Path) -> None:
-    many = [LeaseFiles(tmp_path) for _ in range(8)]
-
-    def write(number: int) -> bool:
-        try:
-            asyncio.run(many[number].write(Lease("", str(number), 1)))
-        except LeaseConflictError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(write, range(8))) == 1
-    late = LeaseFiles(tmp_path)
-    asyncio.run(late.write(Lease("1", "new", 2)))
-    with pytest.raises(LeaseConflictError):  # of a process that was stopped after its read
-        asyncio.run(many[0].write(Lease("", "old", 1)))
-    late.check()
-
-
 def join(name: str) -> Join:
     """The first request of a node."""
     return Join(
@@ -195,10 +156,32 @@ def join(name: str) -> Join:
     )
 
 
+def test_an_attempt_that_hangs_is_given_up() -> None:
+    class Hanging:
+        hangs = True
+
+        async def read(self) -> Lease:
+            if self.hangs:
+                await asyncio.Event().wait()
+            return Lease()
+
+        async def write(self, lease: Lease) -> None:
+            pass
+
+    leases = Hanging()
+    leader = Leader(leases, "me", 0.05)
+
+    async def story() -> None:
+        assert not await leader.attempt()
+        leases.hangs = False
+        await leader.acquire()
+
+    asyncio.run(story())
+
+
 def test_what_a_deposed_master_writes_is_refused(tmp_path: Path) -> None:
-    clock, policy = Clock(), Policy()
-    files = LeaseFiles(tmp_path), LeaseFiles(tmp_path)
-    leaders = [Leader(each, str(n), 15, clock) for n, each in enumerate(files)]
+    policy = Policy()
+    journals = SharedJournals(tmp_path), SharedJournals(tmp_path)
 
     class Paused:
         """Has looked at its clock before it was stopped."""
@@ -207,81 +190,45 @@ def test_what_a_deposed_master_writes_is_refused(tmp_path: Path) -> None:
             return True
 
         def check(self) -> None:
-            files[0].check()
+            journals[0].check(1)
 
     async def story() -> None:
-        await leaders[0].attempt()
-        journal = Journal(take_over(tmp_path, 1) / "journal.sqlite")
+        journal = Journal(journals[0].take_over(1) / "journal.sqlite")
         old = Master(policy, journal, authority=Paused())
         await old.answer(join("before"))
-        await leaders[1].attempt()
-        clock.now = 15
-        await leaders[1].attempt()
+        numbered(tmp_path, "open-", 1).unlink()  # as the next one begins
         with pytest.raises(NotLeadingError):
             await old.answer(join("between"))
-        new = Master(policy, Journal(take_over(tmp_path, 2) / "journal.sqlite"))
+        new = Master(policy, Journal(journals[1].take_over(2) / "journal.sqlite"))
         with pytest.raises(NotLeadingError):
             await old.answer(join("after"))
         assert set(new.job.names) == {"before", "between"}, "the second was refused for safety"
+        journals[1].check(2)
         await old.close()
         await new.close()
 
     asyncio.run(story())
 
 
-class Masters(Cluster):
-    """A cluster whose master is not alone, and has several jobs."""
+def test_a_master_that_was_overtaken_does_not_begin(tmp_path: Path) -> None:
+    first, second = SharedJournals(tmp_path), SharedJournals(tmp_path)
+    (second.take_over(2) / "journal").write_bytes(b"kept")
+    with pytest.raises(NotLeadingError, match="a later term"):
+        first.take_over(1)
+    second.check(2)
+    assert (first.take_over(3) / "journal").read_bytes() == b"kept"
+    with pytest.raises(NotLeadingError, match="has ended"):
+        second.check(2)
+    with pytest.raises(NotLeadingError, match="another master"):
+        second.check(3)
 
-    def start_master(self) -> None:
-        """Start both."""
-        self.reserved = {name: reserve_port() for name in "ab"}
-        self.masters: dict[str, subprocess.Popen[bytes]] = {}
-        self.addresses: dict[str, str] = {}
-        for name in self.reserved:
-            self.start_one(name)
-        self.url = ",".join(self.addresses.values())
-        self.client = Client(self.url, patience=60)
 
-    def start_one(self, name: str) -> None:
-        """Start one of them, where it was."""
-        options = ["--state", str(self.directory / "state"), "--lease", "3", "--jobs"]
-        port = ["--port", str(self.reserved[name][0]), *self._master_options]
-        with (self.directory / f"master-{name}.log").open("ab") as log:
-            started = subprocess.Popen(
-                [*REMESH, "master", *options, *port], stdout=subprocess.PIPE, stderr=log
-            )
-        assert started.stdout is not None
-        with started.stdout as said:
-            self.addresses[name] = f"{said.readline().decode().strip()}/jobs/train"
-        self.masters[name] = started
-
-    def kill_master(self) -> None:
-        """SIGKILL both."""
-        for master in self.masters.values():
-            master.kill()
-            master.wait()
-        for _, reserved in self.reserved.values():
-            reserved.close()
-
-    def leaders(self, among: Sequence[str] = "ab") -> list[str]:
-        """Those that answer."""
-        found = []
-        for name in among:
-            with contextlib.suppress(MasterError):
-                Client(self.addresses[name]).status()
-                found.append(name)
-        return found
-
-    def until_leader(self, among: Sequence[str] = "ab") -> tuple[str, str]:
-        """Wait until one of some leads; that and the other."""
-        found: list[str] = []
-
-        def is_one() -> bool:
-            found[:] = self.leaders(among)
-            return len(found) == 1
-
-        self.until(is_one)
-        return found[0], {"a": "b", "b": "a"}[found[0]]
+def test_terms_go_on_where_a_lease_was_removed(tmp_path: Path) -> None:
+    journals = SharedJournals(tmp_path / "journals")
+    journals.take_over(4)
+    leader = Leader(TermsOfJournals(LeaseFiles(tmp_path), journals), "me", 15)
+    assert asyncio.run(leader.attempt())
+    assert leader.term == 5
 
 
 @pytest.mark.slow

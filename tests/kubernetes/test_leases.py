@@ -1,11 +1,21 @@
-"""The lease of the operators as an object of the API server."""
+"""Leases as objects of the API server."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
-from remesh.elastic.lease import Lease
-from remesh.kubernetes.leases import lease_object, parse_lease
+import pytest
+from lightkube import AsyncClient
+
+from remesh.elastic.lease import Lease, Leases
+from remesh.kubernetes.api import LEASES
+from remesh.kubernetes.leases import lease_object, open_lease, parse_lease
+from remesh.testing.lease_conformance import SECONDS, LeasesConformance
+from tests.kubernetes.bed import MISSING
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
@@ -29,3 +39,18 @@ def test_a_lease_is_made_renewed_and_taken() -> None:
     taken = lease_object(Lease("7", "second", 2), renewed, "lease", 15, later)
     assert taken["spec"]["acquireTime"] == taken["spec"]["renewTime"]
     assert taken["spec"]["leaseTransitions"] == 1
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"no test cluster: set {', '.join(MISSING)}")
+class TestApiLeases(LeasesConformance):
+    @asynccontextmanager
+    async def open_leases(self, number: int, tmp_path: Path) -> AsyncIterator[tuple[Leases, ...]]:
+        name = f"remesh-test-{uuid.uuid4().hex}"
+        async with AsyncExitStack() as stack:
+            opened = [open_lease(f"default/{name}", SECONDS) for _ in range(number)]
+            yield tuple([await stack.enter_async_context(each) for each in opened])
+        client = AsyncClient()
+        async for found in client.list(LEASES, namespace="default"):
+            if found["metadata"]["name"] == name:
+                await client.delete(LEASES, name, namespace="default")
+        await client.close()

@@ -262,7 +262,7 @@ def test_the_example_is_the_one_of_the_page_and_is_valid() -> None:
     assert resource.parse_job(manifest).spec.fewest == 2
 
 
-@pytest.mark.parametrize("name", ["master", "indexed-job", "jobset", "trainjob"])
+@pytest.mark.parametrize("name", ["master", "masters", "indexed-job", "jobset", "trainjob"])
 def test_manifests_without_the_operator_have_options_that_exist(name: str) -> None:
     documents = list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
     (container,) = containers_in(documents)

@@ -14,6 +14,7 @@ import ssl
 import sys
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from remesh.errors import StorageError
 
 if TYPE_CHECKING:
     from remesh.elastic.jobs import Jobs
+    from remesh.elastic.lease import Leases
     from remesh.elastic.master import Authority
     from remesh.elastic.server import ServerOptions
 
@@ -104,6 +106,8 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "remesh master --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state job.sqlite",
         "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5",
+        "remesh master --host 0.0.0.0 --token-file token --state /shared/job --lease 5 "
+        "--lease-object train-master",
         "remesh master --host 0.0.0.0 --token-file token --state /var/jobs --jobs",
     )
 )
@@ -119,6 +123,11 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="SECONDS",
     help="Share the directory --state with other masters: one leads, and another takes over after "
     "so many seconds without a sign of it.",
+)
+@click.option(
+    "--lease-object",
+    metavar="[NAMESPACE/]NAME",
+    help="Have the lease in this Lease object of Kubernetes, not in the directory --state.",
 )
 @click.option(
     "--jobs",
@@ -145,6 +154,7 @@ def master(
     policy: Policy,
     state: str,
     lease: float | None,
+    lease_object: str | None,
     jobs: bool,
     on_excluded: str | None,
     end_with_job: bool,
@@ -163,6 +173,8 @@ def master(
 
     if lease is not None and state == ":memory:":
         raise click.UsageError("--lease needs --state DIRECTORY, which all masters share")
+    if lease is None and lease_object is not None:
+        raise click.UsageError("--lease-object needs --lease SECONDS")
     if jobs and end_with_job:
         raise click.UsageError("--end-with-job is for a master of one job, not for --jobs")
 
@@ -172,7 +184,7 @@ def master(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
         place = None if state == ":memory:" else Path(state)
-        serving = _Serving(policy, place, lease, jobs, on_excluded)
+        serving = _Serving(policy, place, lease, lease_object, jobs, on_excluded)
         served = await serving.serve(options, end_with_job=end_with_job)
         ((_, ended),) = served.masters
         world = ended.job.rendezvous
@@ -196,6 +208,7 @@ class _Serving:
         policy: How its jobs are treated.
         state: The journal, or the directory of journals; None: nothing is kept.
         lease: Seconds of the lease, if there are several masters.
+        lease_object: Where it is in the cluster; in the directory by default.
         has_names: Whether there are several jobs.
         on_excluded: The command for nodes that are excluded.
     """
@@ -203,6 +216,7 @@ class _Serving:
     policy: Policy
     state: Path | None
     lease: float | None
+    lease_object: str | None
     has_names: bool
     on_excluded: str | None
 
@@ -222,11 +236,22 @@ class _Serving:
 
         me = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         assert self.state is not None
-        return await serve_in_turn(
-            *(self.state, me, self.lease, options, click.echo),
-            make=make,
-            end_with_job=end_with_job,
-        )
+        async with self._leases(self.state, self.lease) as leases:
+            return await serve_in_turn(
+                *(leases, self.state, me, self.lease, options, click.echo),
+                make=make,
+                end_with_job=end_with_job,
+            )
+
+    def _leases(self, directory: Path, seconds: float) -> AbstractAsyncContextManager[Leases]:
+        """The lease of the masters."""
+        from remesh.elastic.lease_files import LeaseFiles
+
+        if self.lease_object is None:
+            return contextlib.nullcontext(LeaseFiles(directory))
+        leases = output.needs_kubernetes("remesh.kubernetes.leases")
+        opened: AbstractAsyncContextManager[Leases] = leases.open_lease(self.lease_object, seconds)
+        return opened
 
     def _open(self, place: Path | None, authority: Authority | None) -> Jobs:
         """The jobs whose journals are at a place."""

@@ -7,8 +7,9 @@ term than all before.
 
 `Election` is the state of one instance, and pure functions change it. `Leader` reads and writes
 for it, through `Leases`: files on shared storage (`remesh.elastic.lease_files`) or an object of
-Kubernetes. A process may be paused anywhere, after its last look at the clock too, so what a leader
-writes must be protected by its term besides.
+Kubernetes (`remesh.kubernetes.leases`). A process may be paused anywhere, after its last look at
+the clock too, so what a leader writes must be protected by its term besides
+(`remesh.elastic.shared_journals`).
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class Leader:
         self._leases = leases
         self._clock = clock
         self._state = Election(me, seconds)
+        self._seconds = seconds
         self._pause = seconds / 5
 
     @property
@@ -148,13 +150,16 @@ class Leader:
         """Take or renew the lease if that is possible; whether this instance may act."""
         began = self._clock()
         try:
-            lease = await self._leases.read()
-            self._state, wanted = after_read(self._state, lease, self._clock())
-            if wanted is not None:
-                await self._leases.write(wanted)
-                self._state = after_write(self._state, wanted, began)
+            async with asyncio.timeout(self._seconds * 2 / 3):  # later it would not lead anyway
+                lease = await self._leases.read()
+                self._state, wanted = after_read(self._state, lease, self._clock())
+                if wanted is not None:
+                    await self._leases.write(wanted)
+                    self._state = after_write(self._state, wanted, began)
         except LeaseConflictError:
             pass  # the next attempt reads what the other has written
+        except TimeoutError:
+            log.error("the lease is not renewed: no reply within %.3g s", self._clock() - began)
         except RemeshError as error:
             log.error("the lease is not renewed: %s", error)
         return self.leads()
@@ -170,14 +175,20 @@ class Leader:
             await asyncio.sleep(self._pause)
             await self.attempt()
 
+    def end_term(self) -> None:
+        """Do not lead any more; the next attempt that succeeds begins another term."""
+        self._state = dataclasses.replace(self._state, renewed=None)
+
     async def release(self) -> None:
         """Give the lease back, so that another instance need not wait."""
         if not self.leads():
             return
-        self._state = dataclasses.replace(self._state, renewed=None)
+        self.end_term()
         try:
-            lease = await self._leases.read()
-            if lease.holder == self._state.me:
-                await self._leases.write(dataclasses.replace(lease, holder=""))
-        except (LeaseConflictError, RemeshError) as error:
-            log.warning("the lease is not given back: %s", error)
+            async with asyncio.timeout(self._seconds):
+                lease = await self._leases.read()
+                if lease.holder == self._state.me:
+                    await self._leases.write(dataclasses.replace(lease, holder=""))
+        except (LeaseConflictError, RemeshError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
+            log.warning("the lease is not given back: %s", why)

@@ -1,8 +1,8 @@
 """A master that is not alone: it stands by until it leads, then serves, and steps down.
 
 It listens from the start. While another one leads it refuses requests, and clients turn to the next
-address of their list. With the lease it takes the journals over (`lease_files`), and is a master
-like any other. When it loses the lease it closes its connections and stands by again.
+address of their list. With the lease it takes the journals over (`shared_journals`), and is a
+master like any other. When it loses the lease it closes its connections and stands by again.
 """
 
 from __future__ import annotations
@@ -18,31 +18,41 @@ from aiohttp import web
 
 from remesh.elastic import connections
 from remesh.elastic.jobs import Jobs
-from remesh.elastic.lease import Leader, NotLeadingError
-from remesh.elastic.lease_files import LeaseFiles, take_over
+from remesh.elastic.lease import Leader, Leases, NotLeadingError
 from remesh.elastic.server import ServerOptions, listening, serve, stands_by, url_of
+from remesh.elastic.shared_journals import SharedJournals, TermsOfJournals
 
 log = logging.getLogger(__name__)
 
 
-class FileAuthority:
-    """The authority of the holder of a lease in a directory.
+class TermAuthority:
+    """The authority of a master in a term of its lease.
 
     Args:
-        files: The lease.
-        leader: This instance's part in the election.
+        leader: This instance's part in the election, which leads.
+        journals: The journals of the masters.
     """
 
-    def __init__(self, files: LeaseFiles, leader: Leader) -> None:
-        self.leads = leader.leads
-        self.check = files.check
+    def __init__(self, leader: Leader, journals: SharedJournals) -> None:
+        self._leader = leader
+        self._journals = journals
+        self._term = leader.term
+
+    def leads(self) -> bool:
+        """Whether the master may act now."""
+        return self._leader.leads() and self._leader.term == self._term
+
+    def check(self) -> None:
+        """Return if the holders of later terms see what was written before this call."""
+        self._journals.check(self._term)
 
 
-Make = Callable[[Path, FileAuthority], Jobs]
+Make = Callable[[Path, TermAuthority], Jobs]
 """Makes the jobs that are served, with their journals in a directory."""
 
 
 async def serve_in_turn(
+    leases: Leases,
     directory: Path,
     me: str,
     seconds: float,
@@ -55,7 +65,8 @@ async def serve_in_turn(
     """Stand by, and serve while this master leads, until this is cancelled.
 
     Args:
-        directory: Where the lease and the journals are, on storage that the masters share.
+        leases: Reads and writes the lease.
+        directory: Where the journals are, on storage that the masters share.
         me: The name of this master, which no other has.
         seconds: Silence of the leader after which another takes over.
         options: How it can be reached.
@@ -66,9 +77,8 @@ async def serve_in_turn(
     Returns:
         The jobs, which have ended.
     """
-    files = LeaseFiles(directory)
-    leader = Leader(files, me, seconds)
-    authority = FileAuthority(files, leader)
+    journals = SharedJournals(directory)
+    leader = Leader(TermsOfJournals(leases, journals), me, seconds)
     try:
         while True:
             options = await _stand_by(leader, options, on_ready)
@@ -76,11 +86,13 @@ async def serve_in_turn(
             log.info("this master leads, term %d", leader.term)
             async with _while_leading(leader):
                 try:
-                    place = await asyncio.to_thread(take_over, directory, leader.term)
+                    authority = TermAuthority(leader, journals)
+                    place = await asyncio.to_thread(journals.take_over, leader.term)
                     jobs = make(place, authority)
                     await serve(jobs, options, on_ready, end_with_job=end_with_job)
                 except NotLeadingError as error:
                     log.warning("%s; it stands by", error)
+                    leader.end_term()
                 else:
                     return jobs
     finally:

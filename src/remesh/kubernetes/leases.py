@@ -1,11 +1,13 @@
-"""The lease of the operators: an object of the API server, for `remesh.elastic.lease`."""
+"""The lease of operators or of masters: an object of the API server, for `remesh.elastic.lease`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx2
 from lightkube import ApiError, AsyncClient
 
 from remesh.elastic.lease import Lease, LeaseConflictError
@@ -93,3 +95,23 @@ class ApiLeases:
                 if error.status.code == CONFLICT:
                     raise LeaseConflictError from error
                 raise
+
+
+@asynccontextmanager
+async def open_lease(place: str, seconds: float) -> AsyncIterator[ApiLeases]:
+    """A lease in the cluster of this pod, or of KUBECONFIG.
+
+    Args:
+        place: Its name; or `NAMESPACE/NAME`.
+        seconds: Silence of a holder after which another takes it.
+
+    Raises:
+        ClusterError: If no cluster is known.
+    """
+    namespace, _, name = place.rpartition("/")
+    with errors_of("connect"):  # a request that hangs leaves time for another one
+        client = AsyncClient(timeout=httpx2.Timeout(seconds / 5))
+    try:
+        yield ApiLeases(client, namespace or client.namespace, name, seconds)
+    finally:
+        await client.close()
