@@ -339,17 +339,20 @@ class Client:
         """The address of this machine as others on the master's network reach it.
 
         Raises:
-            MasterError: If the master's host cannot be resolved or reached.
+            MasterError: If no master's host can be resolved and reached.
         """
-        try:
-            family, kind, proto, _name, address = socket.getaddrinfo(
-                self._endpoint.host, self._endpoint.port, type=socket.SOCK_DGRAM
-            )[0]
-            with socket.socket(family, kind, proto) as probe:
-                probe.connect(address)  # nothing is sent; this only chooses the way
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise MasterError(f"the master at {self.url} cannot be reached: {error}") from error
+        problems = []
+        for endpoint in self._endpoints:
+            try:
+                family, kind, proto, _name, address = socket.getaddrinfo(
+                    endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+                )[0]
+                with socket.socket(family, kind, proto) as probe:
+                    probe.connect(address)  # nothing is sent; this only chooses the way
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                problems.append(f"the master at {endpoint.url} cannot be reached: {error}")
+        raise MasterError("; ".join(problems))
 
 
 def _connect(endpoint: _Endpoint) -> http.client.HTTPConnection:
