@@ -55,6 +55,15 @@ def reserve_port() -> tuple[int, socket.socket]:
         reserved.close()
 
 
+def broken_check(directory: Path) -> str:
+    """A directory for PYTHONPATH with which the process of the check of a node dies."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(
+        "import os, sys\nif 'remesh.elastic.node_check' in sys.orig_argv:\n    os._exit(3)\n"
+    )
+    return str(directory)
+
+
 PRELOAD = "numpy,torch,torch._dynamo,torch.distributed.fsdp,remesh.training.live,remesh.elastic"
 """What the processes of jobs that need torch find imported."""
 

@@ -18,7 +18,7 @@ import pytest
 from remesh.elastic.agent import EXIT_DRAINED, EXIT_REPLACE
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.elastic import fsdp_job, numpy_job
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, kill
+from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, broken_check, kill
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -209,19 +209,18 @@ def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
         assert {len(values) for values in cluster.losses().values()} == {1}
 
 
-def injected(directory: Path, program: str) -> dict[str, str]:
-    """An environment in which the process of the node check runs a program first."""
-    directory.mkdir()
-    (directory / "sitecustomize.py").write_text(
-        f"import sys\nif 'remesh.elastic.node_check' in sys.orig_argv:\n    {program}\n"
-    )
-    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path}
+def broken_node(directory: Path) -> dict[str, str]:
+    """The environment of a node whose check fails."""
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [broken_check(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    }
 
 
 @slow
 def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
-    broken = injected(tmp_path / "inject", "import os; os._exit(3)")
+    broken = broken_node(tmp_path / "inject")
     with Cluster(tmp_path, "1:1", master=("--check",)) as cluster:
         cluster.start(0, environment=broken)
         assert cluster.exit_code(0) == EXIT_REPLACE
@@ -234,7 +233,7 @@ def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_other_nodes_train_without_one_that_fails_the_check(tmp_path: Path) -> None:
     # Nightly: on a machine that does much else, the test of healthy nodes may take too long.
-    broken = injected(tmp_path / "inject", "import os; os._exit(3)")
+    broken = broken_node(tmp_path / "inject")
     with Cluster(tmp_path, "2:3", master=("--check",)) as cluster:
         cluster.start(0, 2)
         cluster.start(1, environment=broken)

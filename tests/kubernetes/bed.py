@@ -9,6 +9,7 @@ loopback address (`pod.py`), and so does the operator.
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from lightkube.types import PatchType
 
 from remesh.cli import cli
 from remesh.kubernetes import client as jobs
-from remesh.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, SERVICES
+from remesh.kubernetes.api import EVENTS, JOBS, LEASES, PODS, SECRETS, SERVICES
 from remesh.kubernetes.manifests import NAME, manifests
 from remesh.kubernetes.observed import Pod, Role
 from remesh.kubernetes.resource import Job
@@ -56,25 +57,32 @@ class Bed:
         self.nodes: set[str] = set()
         self.operators: list[subprocess.Popen[bytes]] = []
         self.port, self._reserved = reserve_port()
+        self._config: Path
         self._created: set[str] = set()
-        self._config = directory / "operator.kubeconfig"
 
     # The cluster ---------------------------------------------------------------------------
 
-    def start_node(self, name: str, gpus: int = GPUS) -> None:
+    def start_node(self, name: str, gpus: int = GPUS, *, path: str = "") -> None:
+        """Start a node.
+
+        Args:
+            name: Its name.
+            gpus: The GPUs that it claims to have.
+            path: Where its pods look for modules first.
+        """
         self.nodes.add(name)
         self._created.add(f"api/v1/nodes/{name}")
-        self._command("REMESH_TEST_START_KUBE_NODE", name, "--gpus", str(gpus))
+        words = (name, "--gpus", str(gpus))
+        self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
 
     def kill_node(self, name: str) -> None:
         self.nodes.discard(name)
         self._command("REMESH_TEST_KILL_KUBE_NODE", name)
 
-    def _command(self, variable: str, *words: str) -> None:
+    def _command(self, variable: str, *words: str, path: str = "") -> None:
         root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([str(Path(root, "src")), root])
         tools = {
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join([*filter(None, [path]), str(Path(root, "src")), root]),
             "REMESH_TESTBED_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
         }
@@ -110,16 +118,22 @@ class Bed:
         for each in manifests(image="none", namespace=self.namespace, watched=self.namespace):
             if each["kind"] not in rest:
                 self.apply(each)
-        wait_until(lambda: bool(self._account_token()), "the operator's account has a token")
-        admin = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
-        admin["users"] = [{"name": "admin", "user": {"token": self._account_token()}}]
-        admin["contexts"][0]["context"]["namespace"] = self.namespace
-        self._config.write_text(yaml.safe_dump(admin))
+        self._config = self.config_of(NAME)
 
-    def _account_token(self) -> str:
+    def config_of(self, account: str) -> Path:
+        """A KUBECONFIG with the rights of an account."""
+        wait_until(lambda: bool(self._account_token(account)), f"account {account} has a token")
+        admin = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+        admin["users"] = [{"name": "admin", "user": {"token": self._account_token(account)}}]
+        admin["contexts"][0]["context"]["namespace"] = self.namespace
+        config = self.directory / f"{account}.kubeconfig"
+        config.write_text(yaml.safe_dump(admin))
+        return config
+
+    def _account_token(self, account: str) -> str:
         for secret in self.client.list(SECRETS):
             notes = secret["metadata"].get("annotations") or {}
-            if notes.get("kubernetes.io/service-account.name") == NAME and "data" in secret:
+            if notes.get("kubernetes.io/service-account.name") == account and "data" in secret:
                 return base64.b64decode(secret["data"].get("token", "")).decode()
         return ""
 
@@ -218,29 +232,66 @@ class Bed:
         except ApiError:
             return None
 
-    def apply_example(self, name: str) -> None:
-        """Apply manifests of examples/kubernetes, with what this test bed has."""
+    def apply_example(self, name: str, masters: tuple[int, ...] = ()) -> None:
+        """Apply manifests of examples/kubernetes, with what this test bed has.
+
+        Args:
+            name: The file.
+            masters: The port of each master. They have the address of this machine in common, so
+                each is a Deployment of its own. By default there is one.
+        """
         file = Path(__file__).parents[2] / "examples" / "kubernetes" / name
         for manifest in jobs_of(list(yaml.safe_load_all(file.read_text()))):
             manifest["metadata"]["namespace"] = self.namespace
-            if manifest["kind"] == "Service":
-                continue
-            template = manifest["spec"]["template"]["spec"]
-            container = template["containers"][0]
-            is_master = container["args"][0] == "master"
-            container["command"] = [sys.executable, str(SHIM), str(self.directory)]
-            args = [each.replace("29400", str(self.port)) for each in container["args"]]
-            if is_master:
-                template["nodeSelector"] = {"kubernetes.io/hostname": HEAD}
-                args += ["--port", str(self.port)]
-            else:
-                args[args.index("8")] = "1"
-                args[-1:] = ["--last-call", "2", str(TRAIN), str(self.directory), "numpy", "0.05"]
-            container["args"] = args
-            for volume in template["volumes"]:
-                if volume.pop("persistentVolumeClaim", None):
-                    volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
-            self.apply(manifest)
+            match manifest["kind"]:
+                case "Deployment":
+                    self._apply_masters(manifest, masters or (self.port,))
+                case "Job":
+                    self._apply_workers(manifest, masters or (self.port,))
+                case "ServiceAccount" | "Role" | "RoleBinding":
+                    self.apply(manifest)
+
+    def _apply_masters(self, manifest: dict[str, Any], ports: tuple[int, ...]) -> None:
+        assert manifest["spec"]["replicas"] == len(ports)
+        name = manifest["metadata"]["name"]
+        for number, port in enumerate(ports):
+            made = copy.deepcopy(manifest)
+            template = made["spec"]["template"]
+            spec = self._adapted(template["spec"])
+            if len(ports) > 1:
+                made["metadata"]["name"] = f"{name}-{number}"
+                made["spec"]["replicas"] = 1
+                labels = {"app": f"{name}-{number}"}
+                made["spec"]["selector"] = {"matchLabels": labels}
+                template["metadata"]["labels"] = labels
+                config = self.config_of(spec["serviceAccountName"])
+                spec["containers"][0]["env"] = [{"name": "KUBECONFIG", "value": str(config)}]
+            spec["nodeSelector"] = {"kubernetes.io/hostname": HEAD}
+            spec["containers"][0]["args"] += ["--port", str(port)]
+            self.apply(made)
+
+    def _apply_workers(self, manifest: dict[str, Any], masters: tuple[int, ...]) -> None:
+        container = self._adapted(manifest["spec"]["template"]["spec"])["containers"][0]
+        args = container["args"]
+        args[args.index("--master") + 1] = ",".join(f"http://127.0.0.1:{each}" for each in masters)
+        args[args.index("8")] = "1"
+        args[-1:] = ["--last-call", "2", str(TRAIN), str(self.directory), "numpy", "0.05"]
+        self.apply(manifest)
+
+    def _adapted(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The spec of a pod that the hollow kubelets can run."""
+        spec["containers"][0]["command"] = [sys.executable, str(SHIM), str(self.directory)]
+        for volume in spec["volumes"]:
+            if volume.pop("persistentVolumeClaim", None):
+                volume["emptyDir"] = {}  # the scheduler looks for claims, and there are none
+        return spec
+
+    def holder(self, lease: str) -> str:
+        """The instance that holds a lease; empty if there is none."""
+        try:
+            return str(self.client.get(LEASES, lease)["spec"].get("holderIdentity") or "")
+        except ApiError:
+            return ""
 
     def job(self, name: str) -> Job:
         return jobs.job(self.client, name)
@@ -268,8 +319,8 @@ class Bed:
         """A user, or Kubernetes, deletes a pod."""
         self.client.delete(PODS, pod)
 
-    def end_pod(self, pod: str, *, out_of_memory: bool) -> None:
-        """Kill what a pod runs, as the kernel does when memory runs out."""
+    def end_pod(self, pod: str, *, out_of_memory: bool = False) -> None:
+        """Kill the pod whose command has this word, as the kernel does when memory runs out."""
         if out_of_memory:
             self.pod_file(pod, "oom").touch()
         mine = str(self.directory).encode()

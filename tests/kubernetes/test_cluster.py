@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import tempfile
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from remesh.errors import ClusterError
+from remesh.elastic.client import Client
+from remesh.errors import ClusterError, MasterError
 from remesh.kubernetes.resource import Phase
+from tests.elastic.cluster import broken_check, reserve_port
 from tests.elastic.numpy_job import uninterrupted
 from tests.kubernetes.bed import HEAD, MISSING, Bed, bed_in
 from tests.waiting import wait_until
@@ -108,6 +111,28 @@ def test_masters_operators_memory_and_hosts_fail(bed: Bed) -> None:
 
 
 @pytest.mark.nightly
+def test_a_host_that_fails_the_check_is_excluded(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu3")
+    bed.start_node("gpu2", path=broken_check(bed.directory / "inject"))
+    bed.start_operator()
+    bed.submit("train", check=True)
+
+    def excluded() -> list[str]:
+        return [each.host for each in bed.job("train").status.excluded_hosts]
+
+    bed.until("train", "the host is excluded", lambda: excluded() == ["gpu2"])
+    (entry,) = bed.job("train").status.failures
+    assert entry.where.endswith("on gpu2")
+    bed.until("train", "two workers go on", lambda: len(bed.workers("train")) == 2)
+    bed.start_node("gpu4")  # the spare
+    bed.until_trained("train", *bed.workers("train"), 3)
+    assert sorted(bed.workers("train").values()) == ["gpu1", "gpu3", "gpu4"]
+    assert bed.job("train").status.replacements == 0, "that is not charged"
+    assert "no pod of this job will use gpu2" in str(bed.events())
+    finish(bed, "train")
+
+
+@pytest.mark.nightly
 def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
     start(bed, "gpu1", "gpu2", "gpu3")
 
@@ -168,3 +193,41 @@ def test_workers_of_a_job_without_the_operator(bed: Bed, example: str) -> None:
     wait_until(lambda: bed.num_succeeded() == 3, "the Job is complete", 240)
     losses = bed.losses()
     assert sorted(losses) == list(range(len(losses)))
+
+
+@pytest.mark.nightly
+def test_of_two_masters_without_the_operator_one_dies(bed: Bed) -> None:
+    start(bed, "gpu1", "gpu2", "gpu3")
+    token = "a token of the test"
+    (bed.directory / "token").write_text(token)
+    other, reserved = reserve_port()
+    ports = (bed.port, other)
+    bed.apply_example("masters.yaml", ports)
+    bed.apply_example("indexed-job.yaml", ports)
+    wait_until(lambda: bed.last_step()[1] == 3, "three ranks train", 240)
+    clients = {port: Client(f"http://127.0.0.1:{port}", token=token) for port in ports}
+
+    def leaders() -> list[int]:
+        found = []
+        for port, client in clients.items():
+            with contextlib.suppress(MasterError):
+                client.status()
+                found.append(port)
+        return found
+
+    wait_until(lambda: len(leaders()) == 1, "one leads", 240)
+    (first,), holder = leaders(), bed.holder("train-master")
+    bed.end_pod(str(first))  # the kubelet starts no container again: the Deployment makes a pod
+    wait_until(lambda: bed.holder("train-master") not in ("", holder), "another one leads", 240)
+    wait_until(lambda: len(leaders()) == 1, "one leads", 240)
+    step = bed.last_step()[0]
+    wait_until(lambda: bed.last_step()[0] > step + 5, "the training goes on", 240)
+    (second,) = leaders()
+    assert clients[second].status().num_restarts == 0
+    (bed.directory / "stop").touch()
+    wait_until(lambda: bed.num_succeeded() == 3, "the Job is complete", 240)
+    assert bed.losses() == {
+        step: [pytest.approx(loss, rel=1e-6)]
+        for step, loss in enumerate(uninterrupted(max(bed.losses()) + 1))
+    }
+    reserved.close()
