@@ -49,7 +49,7 @@ def held_port() -> socket.socket:
 
 
 class Wire:
-    """Answers requests on real sockets.
+    """Answers requests on real sockets, as a master that knows no frames.
 
     Args:
         answers: Given the name of a request and its number, the reply; None: none, ever.
@@ -96,6 +96,9 @@ class Wire:
                     if line.lower().startswith(b"content-length:"):
                         length = int(line.partition(b":")[2])
                 lines.read(length)
+                if name == "frames":
+                    connection.sendall(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
+                    continue
                 self.names.append(name)
                 reply = self._answers(name, len(self.names))
                 if reply is None:

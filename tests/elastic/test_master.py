@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
-from remesh.elastic import events
+from remesh.elastic import events, frames
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
 from remesh.elastic.jobs import Jobs
@@ -63,10 +65,17 @@ def start(
         connection.close()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerThread]:
+_FRAMED: set[str] = set()
+"""Servers to which nodes send their requests as frames."""
+
+
+@pytest.fixture(params=["http", "frames"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServerThread]:
     with start(tmp_path, heartbeat_timeout=600.0) as server:
+        if request.param == "frames":
+            _FRAMED.add(server.url)
         yield server
+        _FRAMED.discard(server.url)
 
 
 def ask(
@@ -77,9 +86,12 @@ def ask(
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    connection.request(method, f"{parts.path}/v2/{name}", json.dumps(body), headers)
-    response = connection.getresponse()
-    text = response.read()
+    if url in _FRAMED and isinstance(body, dict) and name in NAMES:
+        status, reply = ask_by_frame(connection, name, body)
+    else:
+        connection.request(method, f"{parts.path}/v2/{name}", json.dumps(body), headers)
+        response = connection.getresponse()
+        status, reply = response.status, json.loads(response.read())
     done: http.client.HTTPConnection | None = connection
     if isinstance(body, dict) and "incarnation" in body and url in _KEPT:
         agent, kept = body["incarnation"], _KEPT[url]
@@ -87,7 +99,21 @@ def ask(
             done, kept[agent] = kept.get(agent), connection
     if done is not None:
         done.close()
-    return response.status, json.loads(text)
+    return status, reply
+
+
+NAMES = {name_of(kind) for kind in PURPOSES}
+
+
+def ask_by_frame(
+    connection: http.client.HTTPConnection, name: str, body: dict[str, Any]
+) -> tuple[int, Any]:
+    assert frames.upgrade(connection, "", {})
+    ranks = {int(rank): report for rank, report in body.get("ranks", {}).items()}
+    request = body | {"type": name} | ({"ranks": ranks} if ranks else {})
+    ends = time.monotonic() + 900
+    status, text = frames.exchange(connection.sock, msgspec.msgpack.encode(request), ends)
+    return status, msgspec.msgpack.decode(text)
 
 
 def join(url: str, number: int, after_round: int = 0, **changes: object) -> Any:

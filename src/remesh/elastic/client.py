@@ -1,8 +1,10 @@
-"""Sends requests to the master: plain HTTP of the standard library.
+"""Sends requests to the master: as frames (`remesh.elastic.frames`), or plain HTTP.
 
 There is no event loop and no thread here, so that a launcher may start processes as it likes.
-Connections are kept open for the next request. While the master does not answer (it may be being
-restarted) a request is repeated for `patience` seconds: a repeated request has no further effect.
+Connections are kept open for the next request. Each new one for the requests of a node asks for
+frames, and stays one of HTTP if the master, or a proxy before it, speaks none. While the master
+does not answer (it may be being restarted) a request is repeated for `patience` seconds: a repeated
+request has no further effect.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +23,12 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from remesh.elastic import frames
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     PURPOSES,
+    Join,
+    NodeRequest,
     Problem,
     Request,
     name_of,
@@ -37,12 +42,6 @@ __all__ = ["Client", "read_token"]
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
-
-_DECODERS: Mapping[type[Request[Any]], Callable[[bytes], Any]] = {
-    kind: msgspec.json.Decoder(reply_of(kind)).decode for kind in PURPOSES
-}
-_decode_status = msgspec.json.Decoder(Status).decode
-_decode_jobs = msgspec.json.Decoder(list[JobLine]).decode
 
 REQUEST_TIMEOUT = 15.0
 """Seconds for a reply, beyond `Request.wait`."""
@@ -84,6 +83,62 @@ class _Endpoint:
     tls: ssl.SSLContext | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """A connection.
+
+    Attributes:
+        connection: The connection; its socket alone is used if it speaks frames.
+        speaks_frames: Whether it does.
+    """
+
+    connection: http.client.HTTPConnection
+    speaks_frames: bool
+
+    def encode(self, request: Request[Any]) -> bytes:
+        """A request as it is sent."""
+        encode = msgspec.msgpack.encode if self.speaks_frames else msgspec.json.encode
+        return encode(request)
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A reply as it came.
+
+    Attributes:
+        status: Its HTTP status.
+        body: Its body.
+        is_framed: Whether it came as a frame.
+    """
+
+    status: int
+    body: bytes
+    is_framed: bool
+
+    def decode(self, kind: Any) -> Any:
+        """The message in it.
+
+        Raises:
+            msgspec.MsgspecError: If it is not of this type.
+        """
+        if self.is_framed:
+            return msgspec.msgpack.decode(self.body, type=kind)
+        return msgspec.json.decode(self.body, type=kind)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in a reply that is one of a problem."""
+        try:
+            text: str = self.decode(Problem).error
+        except msgspec.MsgspecError:
+            return f"HTTP status {self.status}"
+        return text
+
+
 class Client:
     """Sends requests to a master.
 
@@ -115,10 +170,13 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Wire] = []
         # Without a reply in time. The master takes an agent without connections for dead, so they
         # are closed when there is another one.
-        self._late: list[http.client.HTTPConnection] = []
+        self._late: list[_Wire] = []
+        # Endpoints where the last new connection broke when it asked for frames, as some proxies
+        # make it; the next one does not ask.
+        self._without_frames: set[str] = set()
         self._tls_ca = tls_ca
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if token:
@@ -210,9 +268,8 @@ class Client:
             MasterError: If it is refused, or no reply comes.
         """
         kind = type(request)
-        body, name, seconds = msgspec.json.encode(request), name_of(kind), request.wait + limit
-        text = self._repeat(name, body, PURPOSES[kind], seconds, patience)
-        reply: R = self._decode(_DECODERS[kind], text)
+        found = self._repeat(name_of(kind), request, PURPOSES[kind], request.wait + limit, patience)
+        reply: R = self._decode(found, reply_of(kind))
         return reply
 
     def status(self) -> Status:
@@ -221,8 +278,9 @@ class Client:
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        text = self._repeat("status", None, "show the job", REQUEST_TIMEOUT, None)
-        return self._decode(_decode_status, text)
+        found = self._repeat("status", None, "show the job", REQUEST_TIMEOUT, None)
+        status: Status = self._decode(found, Status)
+        return status
 
     def jobs(self) -> list[JobLine]:
         """The jobs of a master with several, whose URL names none of them.
@@ -230,32 +288,40 @@ class Client:
         Raises:
             MasterError: If the request is refused, or no reply comes.
         """
-        text = self._repeat("jobs", None, "list the jobs", REQUEST_TIMEOUT, None)
-        return self._decode(_decode_jobs, text)
+        found = self._repeat("jobs", None, "list the jobs", REQUEST_TIMEOUT, None)
+        jobs: list[JobLine] = self._decode(found, list[JobLine])
+        return jobs
 
     def _repeat(
-        self, name: str, body: bytes | None, purpose: str, limit: float, patience: float | None
-    ) -> bytes:
-        """Send a request until it is answered; the body of the reply."""
+        self,
+        name: str,
+        request: Request[Any] | None,
+        purpose: str,
+        limit: float,
+        patience: float | None,
+    ) -> _Reply:
+        """Send a request until it is answered."""
         patience = self.patience if patience is None else patience
         began, logged_at = self._clock(), None
         problems: list[str] = []
         while True:
             endpoint = self._endpoint
             try:
-                status, text = self._send(name, body, limit)
-                problems.append(f"{endpoint.url}: {_problem(status, text)}")
+                reply = self._send(name, request, limit)
+                status = reply.status
+                if status == http.HTTPStatus.OK:
+                    if logged_at is not None:
+                        waited = self._clock() - began
+                        log.warning("the master answers again, after %.0f s", waited)
+                    return reply
+                problems.append(f"{endpoint.url}: {reply.problem}")
             except ssl.SSLCertVerificationError as error:
                 raise MasterError(f"{endpoint.url} is not trusted: {error}") from error
             except (OSError, http.client.HTTPException) as error:
-                status, text = 0, b""
+                status = 0
                 why = str(error) or type(error).__name__
                 problems.append(f"the master at {endpoint.url} does not answer ({why})")
             waited = self._clock() - began
-            if status == http.HTTPStatus.OK:
-                if logged_at is not None:
-                    log.warning("the master answers again, after %.0f s", waited)
-                return text
             if self._has_moved():
                 continue
             if status and status not in _BUSY:
@@ -274,16 +340,16 @@ class Client:
                 log.warning("%s; trying again for up to %s to %s", problem, left, purpose)
             self._sleep(PAUSE)
 
-    def _decode(self, decode: Callable[[bytes], R], text: bytes) -> R:
+    def _decode(self, reply: _Reply, kind: Any) -> Any:
         try:
-            return decode(text)
+            return reply.decode(kind)
         except msgspec.MsgspecError as error:
             raise MasterError(
                 f"the reply from {self.url} is not of a master of this version: {error}"
             ) from error
 
-    def _send(self, name: str, body: bytes | None, limit: float) -> tuple[int, bytes]:
-        """Send a request once; the status and the body of its reply, within a limit of seconds.
+    def _send(self, name: str, request: Request[Any] | None, limit: float) -> _Reply:
+        """Send a request once, and wait for its reply within a limit of seconds.
 
         The master may have closed a kept connection meanwhile, as servers do. The request is then
         sent on another one.
@@ -291,48 +357,69 @@ class Client:
         ends = time.monotonic() + limit
         while True:
             endpoint = self._endpoint
-            found = self._take_idle(endpoint)
-            connection, kept = (found, True) if found else (_connect(endpoint), False)
+            may_frame = isinstance(request, NodeRequest | Join)
+            found = self._take_idle(endpoint, may_frame=may_frame)
+            wire, kept = found or _Wire(_connect(endpoint), speaks_frames=False), found is not None
             try:
-                target = f"{endpoint.path}/v{PROTOCOL_VERSION}/{name}"
-                reply = self._exchange(connection, target, body, ends)
+                if not kept and may_frame:
+                    wire = self._ask_for_frames(wire, endpoint, ends)
+                reply = self._exchange(
+                    wire, f"{endpoint.path}/v{PROTOCOL_VERSION}/{name}", request, ends
+                )
             except BaseException as error:
-                if isinstance(error, TimeoutError) and connection.sock is not None:
-                    self._late.append(connection)
+                if isinstance(error, TimeoutError) and wire.connection.sock is not None:
+                    self._late.append(wire)
                 else:
-                    connection.close()
+                    wire.close()
                 gone = isinstance(error, OSError | http.client.HTTPException)
                 if kept and gone and not isinstance(error, TimeoutError):
                     continue
                 raise
             return reply
 
+    def _ask_for_frames(self, wire: _Wire, endpoint: _Endpoint, ends: float) -> _Wire:
+        """The new connection, as one that speaks frames if the master does."""
+        if endpoint.url in self._without_frames:
+            self._without_frames.discard(endpoint.url)
+            return wire
+        _open(wire.connection, ends)
+        try:
+            speaks = frames.upgrade(wire.connection, endpoint.path, self._headers)
+        except (OSError, http.client.HTTPException):
+            self._without_frames.add(endpoint.url)
+            raise
+        return _Wire(wire.connection, speaks)
+
     def _exchange(
-        self, connection: http.client.HTTPConnection, target: str, body: bytes | None, ends: float
-    ) -> tuple[int, bytes]:
-        connection.timeout = _left_until(ends)
-        if connection.sock is None:
-            connection.connect()
-        connection.sock.settimeout(_left_until(ends))
-        method = "GET" if body is None else "POST"
-        connection.request(method, target, body, self._headers)
-        response = connection.getresponse()
-        text = response.read()
-        if response.status not in _BUSY:  # as a master that stands by is
+        self, wire: _Wire, target: str, request: Request[Any] | None, ends: float
+    ) -> _Reply:
+        connection, is_last = wire.connection, False
+        body = None if request is None else wire.encode(request)
+        _open(connection, ends)
+        if wire.speaks_frames:
+            assert body is not None
+            status, text = frames.exchange(connection.sock, body, ends)
+        else:
+            method = "GET" if body is None else "POST"
+            connection.request(method, target, body, self._headers)
+            response = connection.getresponse()
+            status, text, is_last = response.status, response.read(), response.will_close
+        if status not in _BUSY:  # as a master that stands by is
             _close_all(self._late)
-        if response.will_close:
+        if is_last:
             connection.close()
         else:
-            self._idle.append(connection)
-        return response.status, text
+            self._idle.append(wire)
+        return _Reply(status, text, wire.speaks_frames)
 
-    def _take_idle(self, endpoint: _Endpoint) -> http.client.HTTPConnection | None:
+    def _take_idle(self, endpoint: _Endpoint, *, may_frame: bool) -> _Wire | None:
         """A connection to an endpoint that no request uses; None if there is none."""
-        for connection in reversed(self._idle):
-            if (connection.host, connection.port) == (endpoint.host, endpoint.port):
+        for wire in reversed(self._idle):
+            at = wire.connection.host, wire.connection.port
+            if at == (endpoint.host, endpoint.port) and (may_frame or not wire.speaks_frames):
                 with contextlib.suppress(ValueError):  # another thread has taken it
-                    self._idle.remove(connection)
-                    return connection
+                    self._idle.remove(wire)
+                    return wire
         return None
 
     def local_address(self) -> str:
@@ -359,6 +446,14 @@ def _connect(endpoint: _Endpoint) -> http.client.HTTPConnection:
     if endpoint.tls is None:
         return http.client.HTTPConnection(endpoint.host, endpoint.port)
     return http.client.HTTPSConnection(endpoint.host, endpoint.port, context=endpoint.tls)
+
+
+def _open(connection: http.client.HTTPConnection, ends: float) -> None:
+    """Connect, if it is not connected, and let what follows end by a time."""
+    connection.timeout = _left_until(ends)
+    if connection.sock is None:
+        connection.connect()
+    connection.sock.settimeout(_left_until(ends))
 
 
 def _read_url(file: Path) -> str:
@@ -392,7 +487,7 @@ def _parts_of(url: str) -> SplitResult:
     return parts
 
 
-def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+def _close_all(connections: list[_Wire]) -> None:
     """Close connections; another thread may take some meanwhile."""
     with contextlib.suppress(IndexError):
         while True:
@@ -416,10 +511,3 @@ def _trusting(certificates: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=certificates)
     except OSError as error:  # which errors of ssl are, too
         raise StorageError(f"{certificates}: cannot be used as certificates: {error}") from error
-
-
-def _problem(status: int, text: bytes) -> str:
-    try:
-        return msgspec.json.decode(text, type=Problem).error
-    except msgspec.MsgspecError:
-        return f"HTTP status {status}"

@@ -44,12 +44,14 @@ class Connection:
         since: When it was opened, or answered last.
         is_known: Whether it has sent a valid request.
         num_running: Its requests that are being answered.
+        partial_since: Since when only a part of a request is there, where that is known.
     """
 
     number: int
     since: float
     is_known: bool = False
     num_running: int = 0
+    partial_since: float | None = None
 
     def begin_request(self) -> None:
         """A valid request has arrived whole."""
@@ -93,7 +95,10 @@ class Connections:
             connection
             for connection in self._open
             if not connection.num_running
-            and now - connection.since > (IDLE_SECONDS if connection.is_known else REQUEST_SECONDS)
+            and (
+                now - connection.since > (IDLE_SECONDS if connection.is_known else REQUEST_SECONDS)
+                or now - (connection.partial_since or now) > REQUEST_SECONDS
+            )
         ]
 
     def first_to_close(self) -> Connection | None:

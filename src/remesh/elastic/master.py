@@ -384,6 +384,33 @@ class Master:
         self.check_leads()
         return cast("R", reply)
 
+    def answer_now(self, request: Request[R], connection: int) -> R | None:
+        """Answer a heartbeat for which nothing has to be written; None if `answer` has to.
+
+        A heartbeat that is heard a second time has no further effect.
+
+        Args:
+            request: The request.
+            connection: Number of the connection by which it came.
+
+        Raises:
+            NotLeadingError: If another master may have taken over.
+        """
+        if not isinstance(request, Beat) or not self._is_all_written():
+            return None
+        self.check_leads()
+        now = self.clock()
+        self._live.presence.hear(connection, request.incarnation, now, request.pause)
+        hear(self._live, request.node_id, request.incarnation, now)
+        for event in hear_beat(self._live, self._job, request, now):
+            self.apply(event)
+        return None if self._pending else cast("R", beat_reply(self._job, request, now))
+
+    def _is_all_written(self) -> bool:
+        if self._pending or self._next_write is not None or self._journal_failure is not None:
+            return False
+        return self._last_write is None or self._last_write.done()
+
     def _hear(self, node_id: int, incarnation: str) -> None:
         hear(self._live, node_id, incarnation, self.clock())
 

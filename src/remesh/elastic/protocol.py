@@ -1,5 +1,8 @@
 """The messages between agents and the master: JSON over HTTP, `POST /v<version>/<name>`.
 
+The requests of nodes also travel as frames (`remesh.elastic.frames`), in a second encoding of the
+same messages.
+
 An agent sends a request, the master replies; the master opens no connection. A request may be lost
 or repeated: each names its node, the agent's incarnation and its round, and has no further effect
 the second time. A reply with an HTTP status of 400 or above is a `Problem`. `GET

@@ -1,5 +1,8 @@
 """The master's sockets: HTTP requests with JSON bodies, the page, and the metrics.
 
+Nodes send their requests as frames instead, on connections of the same port
+(`remesh.elastic.frame_server`).
+
 Any process that reaches the port can control the job, so the master listens on the loopback address
 unless a token is set. It refuses requests that are too large, and too many requests of one node, or
 of one address that is no node's. Requests without the token are limited by themselves, so they do
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import functools
 import logging
 import ssl
 import threading
@@ -26,8 +29,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from remesh.elastic import connections
-from remesh.elastic.jobs import Jobs, job_token
+from remesh.elastic import connections, frame_server, frames
+from remesh.elastic.frame_server import STANDS_BY, TOO_MANY, FrameServer, is_trusted, sender_of
+from remesh.elastic.jobs import Jobs
 from remesh.elastic.lease import NotLeadingError
 from remesh.elastic.master import Master, RequestError
 from remesh.elastic.metrics import CONTENT_TYPE, render_metrics
@@ -36,9 +40,7 @@ from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     PURPOSES,
     Join,
-    NodeRequest,
     Problem,
-    Request,
     name_of,
 )
 from remesh.elastic.repeats import RepeatFilter
@@ -109,17 +111,19 @@ class RateLimit:
         self._per_second = per_second
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
+        self._most = MAX_SENDERS
 
     def allows(self, sender: str) -> bool:
         """Whether a request that a sender makes now is answered."""
         now, most = self._clock(), self._per_second * BURST_SECONDS
-        if len(self._buckets) >= MAX_SENDERS:
+        if len(self._buckets) >= self._most:
             # A sender that was silent for so long has a full bucket again, as an unknown one.
             self._buckets = {
                 other: (left, at)
                 for other, (left, at) in self._buckets.items()
                 if now - at < BURST_SECONDS
             }
+            self._most = max(MAX_SENDERS, 2 * len(self._buckets))
         left, at = self._buckets.get(sender, (most, now))
         left = min(left + (now - at) * self._per_second, most)
         allowed = left >= 1
@@ -136,15 +140,17 @@ def _reply(body: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def make_app(jobs: Jobs, options: ServerOptions, listener: connections.Listener) -> web.Application:
+def make_app(
+    jobs: Jobs, options: ServerOptions, listener: connections.Listener, limit: RateLimit
+) -> web.Application:
     """The web application of a server.
 
     Args:
         jobs: Its jobs.
         options: How it can be reached.
         listener: Its connections.
+        limit: Limits the requests of each sender.
     """
-    limit = RateLimit(options.max_requests_per_second)
 
     def seen(master: Master) -> Status:
         return status_of(master.job, master.live, master.clock(), master.warnings)
@@ -186,6 +192,7 @@ def make_app(jobs: Jobs, options: ServerOptions, listener: connections.Listener)
     root = "/jobs/{job}" if jobs.are_named else ""
     app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/status", status)
     app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/overview", overview)
+    app.router.add_get(f"{root}/v{PROTOCOL_VERSION}/{frames.NAME}", _refuse_frames)
     app.router.add_post(f"{root}/v{PROTOCOL_VERSION}/{{name}}", _make_post(jobs, limit, listener))
     app.router.add_route("*", root + r"/v{version:\d+}/{name}", _refuse_version)
     app.router.add_get(f"{root}/metrics", metrics)
@@ -223,25 +230,19 @@ async def _refuse_version(request: web.Request) -> web.StreamResponse:
     return _reply(Problem(text), 400)
 
 
+async def _refuse_frames(_request: web.Request) -> web.StreamResponse:
+    """A valid request for frames does not come here."""
+    text = f"this master speaks the frames {frames.UPGRADE} to those that ask for them, or HTTP"
+    return _reply(Problem(text), 426, {"Upgrade": frames.UPGRADE})
+
+
 def _too_many() -> web.Response:
-    return _reply(Problem("too many requests; ask again later"), 429, {"Retry-After": "1"})
+    return _reply(Problem(TOO_MANY), 429, {"Retry-After": "1"})
 
 
 def stands_by() -> web.Response:
     """The reply of a master that does not lead."""
-    text = "this master stands by, another one leads; name the addresses of both: URL,URL"
-    return _reply(Problem(text), 503)
-
-
-def _is_trusted(request: web.Request, token: str) -> bool:
-    """Whether a request carries the server's token, or that of the job to which it goes."""
-    if not token:
-        return True
-    # aiohttp keeps bytes that are no text in this way.
-    given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-    name = _name_of_job(request)
-    wanted = [token, job_token(token, name)] if name else [token]
-    return any(hmac.compare_digest(given, f"Bearer {each}".encode()) for each in wanted)
+    return _reply(Problem(STANDS_BY), 503)
 
 
 def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listener) -> Middleware:
@@ -254,7 +255,8 @@ def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listen
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         jobs.count_request(_name_of_job(request))
-        trusted = _is_trusted(request, options.token)
+        given = request.headers.get("Authorization", "")
+        trusted = is_trusted(given, options.token, _name_of_job(request))
         if not trusted and request.match_info.route.name not in PAGES:
             if not wrong.allows(request.remote or ""):
                 return _too_many()
@@ -282,16 +284,6 @@ def _make_guard(jobs: Jobs, options: ServerOptions, listener: connections.Listen
     return guard
 
 
-def _sender(master: Master, request: Request[Any], address: str) -> str:
-    """The sender by which a request is counted: a node, or an address that is no node's."""
-    nodes = master.job.rendezvous
-    if nodes is None or not isinstance(request, NodeRequest | Join):
-        return address
-    if request.node_id is not None and nodes.newest.get(request.node_id) == request.incarnation:
-        return request.incarnation
-    return address
-
-
 def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> Handler:
     """Decodes a request, has the master of its job answer it, and encodes the reply."""
     decoders: dict[str, Callable[[bytes], Any]] = {
@@ -310,7 +302,7 @@ def _make_post(jobs: Jobs, limit: RateLimit, listener: connections.Listener) -> 
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             return _reply(Problem(f"{name}: {error}"), 400)
         master = jobs.get(_name_of_job(request), begin=isinstance(asked, Join))
-        if not limit.allows(_sender(master, asked, request.remote or "")):
+        if not limit.allows(sender_of(master, asked, request.remote or "")):
             return _too_many()
         try:
             connection = listener.of(request.transport)
@@ -340,12 +332,22 @@ async def serve(
     Raises:
         NotLeadingError: If another server may have taken over.
     """
+    limit = RateLimit(options.max_requests_per_second)
 
     def app(listener: connections.Listener) -> web.Application:
-        return make_app(jobs, options, listener)
+        return make_app(jobs, options, listener, limit)
+
+    def framed(listener: connections.Listener) -> FrameServer:
+        return FrameServer(
+            jobs=jobs,
+            token=options.token,
+            limit=limit,
+            listener=listener,
+            max_request_bytes=options.max_request_bytes,
+        )
 
     try:
-        async with listening(app, options, jobs.close_connection) as port:
+        async with listening(app, options, jobs.close_connection, framed) as port:
             on_ready(url_of(options, port))
             await jobs.keep_time(end_with_job=end_with_job)
     finally:
@@ -363,6 +365,7 @@ async def listening(
     make: Callable[[connections.Listener], web.Application],
     options: ServerOptions,
     on_close: connections.OnClose,
+    framed: Callable[[connections.Listener], FrameServer] | None = None,
 ) -> AsyncIterator[int]:
     """Listen as long as the context lasts; gives the port.
 
@@ -370,10 +373,11 @@ async def listening(
         make: Makes the application.
         options: Where and how to listen.
         on_close: Is told of each connection that is closed.
+        framed: Makes what serves frames on connections that ask for them, if they may.
     """
     requests_log = logging.getLogger("remesh.elastic.requests")
     once = RepeatFilter()
-    quiet = (requests_log, log, connections.log)
+    quiet = (requests_log, log, connections.log, frame_server.log)
     for logger in quiet:
         logger.addFilter(once)
     most = options.max_connections or connections.max_connections()
@@ -381,10 +385,16 @@ async def listening(
     runner = web.AppRunner(make(listener), access_log=None, logger=requests_log)
     await runner.setup()
     assert runner.server is not None
+    accept: Callable[[], asyncio.Protocol] = runner.server
+    frame = None if framed is None else framed(listener)
+    if frame is not None:
+        accept = functools.partial(frame.accept, runner.server)
     try:
-        yield listener.listen(runner.server, options.host, options.port)
+        yield listener.listen(accept, options.host, options.port)
     finally:
         await listener.close()
+        if frame is not None:
+            frame.close()
         await runner.cleanup()
         for logger in quiet:
             logger.removeFilter(once)

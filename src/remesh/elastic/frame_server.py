@@ -1,0 +1,308 @@
+"""The master's side of `remesh.elastic.frames`.
+
+Each connection begins as `_Opening`, which reads the first request. A whole upgrade with the right
+token makes it one of frames; everything else is given to the HTTP server as it came, which answers
+or refuses it. The limits of requests and connections are those of HTTP. What is no frame ends its
+connection, and is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from remesh.elastic import frames
+from remesh.elastic.connections import Connection, Listener
+from remesh.elastic.jobs import Jobs, is_name, job_token
+from remesh.elastic.lease import NotLeadingError
+from remesh.elastic.master import Master, RequestError
+from remesh.elastic.protocol import PROTOCOL_VERSION, PURPOSES, Join, Problem, Request, name_of
+
+log = logging.getLogger(__name__)
+
+STANDS_BY = "this master stands by, another one leads; name the addresses of both: URL,URL"
+TOO_MANY = "too many requests; ask again later"
+MAX_HEAD_BYTES = 8192
+"""Longer heads of requests are left to the HTTP server."""
+_ACCEPTED = (
+    f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {frames.UPGRADE}\r\n\r\n"
+).encode()
+_TARGET = f"/v{PROTOCOL_VERSION}/{frames.NAME}"
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], Request[Any]] = msgspec.msgpack.Decoder(
+    functools.reduce(operator.or_, PURPOSES)
+).decode
+
+
+class Limit(Protocol):
+    """Limits the requests of a sender."""
+
+    def allows(self, sender: str) -> bool:
+        """Whether a request that a sender makes now is answered."""
+
+
+def is_trusted(given: str, token: str, job: str) -> bool:
+    """Whether a request carries the server's token, or that of the job to which it goes.
+
+    Args:
+        given: The header `Authorization`.
+        token: The server's token; empty if requests need none.
+        job: The name of the job; empty if it has none.
+    """
+    if not token:
+        return True
+    # Bytes that are no text are kept in this way.
+    sent = given.encode(errors="surrogateescape")
+    wanted = [token, job_token(token, job)] if job else [token]
+    return any(hmac.compare_digest(sent, f"Bearer {each}".encode()) for each in wanted)
+
+
+def sender_of(master: Master, request: Request[Any], address: str) -> str:
+    """The sender by which a request is counted: a node, or an address that is no node's."""
+    nodes, node_id = master.job.rendezvous, getattr(request, "node_id", None)
+    if nodes is None or node_id is None:
+        return address
+    incarnation: str = getattr(request, "incarnation", "")
+    return incarnation if nodes.newest.get(node_id) == incarnation else address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameServer:
+    """What all connections with frames share.
+
+    Attributes:
+        jobs: The jobs.
+        token: What requests must carry; empty: nothing.
+        limit: Limits the requests of each sender.
+        listener: The connections.
+        max_request_bytes: Larger requests are refused.
+        opened: Those that speak frames.
+    """
+
+    jobs: Jobs
+    token: str
+    limit: Limit
+    listener: Listener
+    max_request_bytes: int
+    opened: set[_Framed] = field(default_factory=set)
+
+    def accept(self, http: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+        """The protocol of a new connection.
+
+        Args:
+            http: Makes the protocol of a connection that speaks HTTP.
+        """
+        return _Opening(self, http)
+
+    def close(self) -> None:
+        """Close the connections that speak frames."""
+        for one in list(self.opened):
+            one.close()
+
+    def job_of(self, head: bytes) -> str | None:
+        """The name of the job for which a valid request asks for frames; otherwise None."""
+        lines = head.decode("utf-8", errors="surrogateescape").split("\r\n")
+        method, _, rest = lines[0].partition(" ")
+        target, _, version = rest.partition(" ")
+        if (method, version) != ("GET", "HTTP/1.1") or not target.endswith(_TARGET):
+            return None
+        pairs = (line.partition(":") for line in lines[1:])
+        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        root = target.removesuffix(_TARGET)
+        job = root.removeprefix("/jobs/") if self.jobs.are_named else root
+        is_job = is_name(job) and root != job if self.jobs.are_named else not job
+        wants = headers.get("upgrade") == frames.UPGRADE
+        if not (is_job and wants and is_trusted(headers.get("authorization", ""), self.token, job)):
+            return None
+        return job
+
+
+class _Opening(asyncio.Protocol):
+    """A connection whose protocol is not known yet."""
+
+    def __init__(self, server: FrameServer, http: Callable[[], asyncio.Protocol]) -> None:
+        self._server = server
+        self._http = http
+        self._data = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Some of the first request has come."""
+        self._data += data
+        self._look()
+
+    def _look(self) -> None:
+        """Decide which protocol the connection speaks, if enough has come for that."""
+        transport = self._transport
+        assert transport is not None
+        if transport.is_closing():
+            return
+        connection = self._server.listener.of(transport)
+        if connection is None:  # with TLS, data may come before the listener knows of it
+            asyncio.get_running_loop().call_soon(self._look)
+            return
+        if b"GET".startswith(self._data[:3]) and len(self._data) <= MAX_HEAD_BYTES:
+            head, end, rest = self._data.partition(b"\r\n\r\n")
+            if not end:
+                return
+            job = self._server.job_of(head)
+            if job is not None:
+                self._server.jobs.count_request(job)
+                connection.begin_request()
+                connection.end_request(asyncio.get_running_loop().time())
+                transport.write(_ACCEPTED)
+                _go_on(transport, _Framed(self._server, job, connection), rest)
+                return
+        _go_on(transport, self._http(), self._data)
+
+
+def _go_on(transport: asyncio.Transport, protocol: asyncio.Protocol, data: bytes) -> None:
+    """Let another protocol go on with a connection, from some data on."""
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+    if data:
+        protocol.data_received(data)
+
+
+class _Framed(asyncio.Protocol):
+    """A connection that speaks frames.
+
+    Args:
+        server: What all of them share.
+        job: The name of the job.
+        connection: The connection.
+    """
+
+    def __init__(self, server: FrameServer, job: str, connection: Connection) -> None:
+        self._server = server
+        self._job = job
+        self._connection = connection
+        self._data = b""
+        self._requests: list[bytes] = []
+        self._running: asyncio.Task[None] | None = None
+        self._is_full = False
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection speaks frames from now on."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._server.opened.add(self)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The connection is closed."""
+        self._server.opened.discard(self)
+        if self._running is not None:
+            self._running.cancel()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._transport.close()
+        if self._running is not None:
+            self._running.cancel()
+
+    def pause_writing(self) -> None:
+        """The client does not read its replies: no more requests are answered."""
+        self._is_full = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It has read them."""
+        self._is_full = False
+        self._transport.resume_reading()
+        self._serve()
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a frame, or some frames, have come."""
+        try:
+            found, self._data = frames.split(self._data + data, self._server.max_request_bytes)
+            if any(status for status, _body in found):
+                raise frames.FrameError("a request has the status 0")
+        except frames.FrameError as error:
+            self._refuse(error)
+            return
+        self._requests += (body for _status, body in found)
+        if not self._data:
+            self._connection.partial_since = None
+        elif found or self._connection.partial_since is None:
+            self._connection.partial_since = self._loop.time()
+        if len(self._requests) > 1 and self._running is not None:
+            self._transport.pause_reading()
+        self._serve()
+
+    def _serve(self) -> None:
+        """Answer the requests that have come, until one has to wait."""
+        while self._requests and self._running is None and not self._is_full:
+            body = self._requests.pop(0)
+            try:
+                request = _decode(body)
+            except msgspec.ValidationError as error:
+                self._reply(Problem(str(error)), 400)
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                self._refuse(error)
+                return
+            else:
+                self._answer(request)
+                self._connection.since = self._loop.time()
+
+    def _refuse(self, error: Exception) -> None:
+        """End the connection, because of what came by it."""
+        log.warning("a connection from %s is closed, it sent no frame: %s", self._address, error)
+        self._requests = []
+        self._transport.abort()
+
+    def _reply(self, reply: object, status: int = 200) -> None:
+        self._transport.write(frames.pack(_encode(reply), status))
+
+    def _answer(self, request: Request[Any]) -> None:
+        """Answer a request now, or begin to."""
+        jobs = self._server.jobs
+        jobs.count_request(self._job)
+        try:
+            master = jobs.get(self._job, begin=isinstance(request, Join))
+            if not self._server.limit.allows(sender_of(master, request, self._address)):
+                self._reply(Problem(TOO_MANY), 429)
+                return
+            reply = master.answer_now(request, self._connection.number)
+        except NotLeadingError:
+            self._reply(Problem(STANDS_BY), 503)
+        except RequestError as error:
+            self._reply(Problem(str(error)), error.status)
+        else:
+            if reply is not None:
+                self._reply(reply)
+                return
+            self._connection.begin_request()
+            self._running = self._loop.create_task(self._answer_later(master, request))
+
+    async def _answer_later(self, master: Master, request: Request[Any]) -> None:
+        try:
+            self._reply(await master.answer(request, self._connection.number))
+        except NotLeadingError:
+            self._reply(Problem(STANDS_BY), 503)
+        except RequestError as error:
+            self._reply(Problem(f"{name_of(type(request))}: {error}"), error.status)
+        except Exception:
+            log.exception("%s cannot be answered", name_of(type(request)))
+            self._reply(Problem("the master cannot answer this; its log says why"), 500)
+        finally:
+            self._connection.end_request(self._loop.time())
+            self._running = None
+        if not self._is_full:
+            self._transport.resume_reading()
+        self._serve()
