@@ -61,7 +61,7 @@ def test_every_box_is_drawn_and_areas_add_up(
         for n in worlds
     ]
     drawn = drawn_boxes(picture.layout_svg(columns))
-    scale = 240 / max(shape[-1] for shape in shapes.values())
+    scale = picture.tensor_width_of(len(worlds)) / max(shape[-1] for shape in shapes.values())
     for name, shape in shapes.items():
         expected = [
             f"{name} {box} on rank {rank}"

@@ -20,8 +20,9 @@ from remesh.elastic.master import Master
 from remesh.elastic.protocol import PURPOSES, name_of
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
+from tests.browser import BROWSER, browse
 from tests.elastic.test_master import ask, join_all, speaker
-from tests.elastic.test_page import BROWSER, browse, text_of
+from tests.elastic.test_page import text_of
 from tests.waiting import wait_until
 
 TOKEN = "the master's own"

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.browser import BROWSER, browse
 from tests.elastic.test_master import SETTINGS, ask, beat, join_all, speaker, start
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
-
-
-def browse(url: str, tmp_path: Path, *options: str) -> str:
-    assert BROWSER is not None
-    done = subprocess.run(
-        [
-            BROWSER,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'browser'}",
-            "--virtual-time-budget=2500",
-            *options,
-            url,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout
 
 
 def text_of(document: str) -> str:

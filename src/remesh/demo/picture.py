@@ -19,9 +19,11 @@ from remesh.geometry import Box
 
 NUM_COLOURS = 8
 
-_NAME_WIDTH = 190
+_WIDTH = 740
+"""Width of a drawing: what a window of 800 pixels shows."""
+_NAME_WIDTH = 160
 _TENSOR_WIDTH = 240
-_COLUMN_STEP = _TENSOR_WIDTH + 36
+_COLUMN_GAP = 24
 _ROW_GAP = 26
 _VECTOR_HEIGHT = 20
 _NARROW = 600
@@ -33,7 +35,8 @@ _HEAD_HEIGHT = 52
 _FONT_WIDTH = 6.3
 _LINE_HEIGHT = 14
 
-_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_HEIGHT = 52, 970, 34, 220
+_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_HEIGHT = 52, _WIDTH - 6, 34, 220
+_NOTE_FONT_WIDTH = 7.2
 _LINE_STYLES = ("a", "b")
 _ZERO_LEVEL = 1e-9
 _TOP_LEVEL = 1e-4
@@ -95,25 +98,31 @@ def layout_svg(columns: Sequence[Column], *, fit: bool = False) -> str:
     for name, shape in shapes.items():
         if len(shape) not in (1, 2):
             raise ValueError(f"{name}: only vectors and matrices can be drawn, not shape {shape}")
-    one_scale = _TENSOR_WIDTH / max(shape[-1] for shape in shapes.values())
+    tensor_width = tensor_width_of(len(columns))
+    one_scale = tensor_width / max(shape[-1] for shape in shapes.values())
     groups = sorted({ranks for column in columns for ranks in _shared_groups(column)})
     parts = [_stripes(ranks) for ranks in groups]
-    for number, column in enumerate(columns):
-        x = _NAME_WIDTH + number * _COLUMN_STEP
+    lefts = [_NAME_WIDTH + number * (tensor_width + _COLUMN_GAP) for number in range(len(columns))]
+    for x, column in zip(lefts, columns, strict=True):
         parts.append(_text(x, 18, column.title, "head"))
         parts.append(_text(x, 35, column.subtitle, "soft"))
     top = float(_HEAD_HEIGHT)
     for name, shape in shapes.items():
-        scale = _fitted(shape) if fit else (one_scale, one_scale)
+        scale = _fitted(shape, tensor_width) if fit else (one_scale, one_scale)
         label = [(line, "name") for line in _wrapped(name)] + [(_times(shape), "soft")]
         for line, (text, style) in enumerate(label):
             parts.append(_text(0, top + 11 + line * _LINE_HEIGHT, text, style))
-        for number, column in enumerate(columns):
-            x = _NAME_WIDTH + number * _COLUMN_STEP
+        for x, column in zip(lefts, columns, strict=True):
             parts.extend(_tensor(name, column.tensors[name], x, top, scale, column.holder))
         top += max(_extent(shape, scale)[1], len(label) * _LINE_HEIGHT) + _ROW_GAP
-    width = _NAME_WIDTH + len(columns) * _COLUMN_STEP - (_COLUMN_STEP - _TENSOR_WIDTH)
-    return _svg(width, top - _ROW_GAP + 2, "How the tensors lie on the ranks", parts)
+    height = top - _ROW_GAP + 2
+    return _svg(lefts[-1] + tensor_width, height, "How the tensors lie on the ranks", parts)
+
+
+def tensor_width_of(num_columns: int) -> float:
+    """Width of the widest tensor of a drawing with some columns."""
+    free = _WIDTH - _NAME_WIDTH - (num_columns - 1) * _COLUMN_GAP
+    return min(free / num_columns, _TENSOR_WIDTH)
 
 
 def rank_legend(num_ranks: int) -> str:
@@ -168,9 +177,9 @@ _Scale = tuple[float, float]
 """Points an element across and down."""
 
 
-def _fitted(shape: Sequence[int]) -> _Scale:
+def _fitted(shape: Sequence[int], width: float) -> _Scale:
     """The scale that makes a shape as wide as any, and neither too high nor too low."""
-    across = _TENSOR_WIDTH / max(shape[-1], 1)
+    across = width / max(shape[-1], 1)
     height = min(max(shape[0] * across, _MIN_HEIGHT), _MAX_HEIGHT)
     return across, height / max(shape[0], 1)
 
@@ -263,8 +272,9 @@ def loss_svg(curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
     num_ticks = round((high - low) * 2)
     ticks = [(low + tick / 2, f"{low + tick / 2:.1f}") for tick in range(num_ticks + 1)]
     parts = _frame(last, [(y_of(value), text) for value, text in ticks], "loss")
-    for mark in marks:
-        parts.extend(_mark(mark, last))
+    rows: list[float] = []
+    for mark in sorted(marks, key=lambda mark: mark.step):
+        parts.extend(_mark(mark, last, rows))
     for curve in curves:
         points = [(_x_of(step, last), y_of(loss)) for step, loss in sorted(curve.losses.items())]
         if curve.style in _LINE_STYLES:
@@ -345,13 +355,28 @@ def _frame(last: int, ticks: Sequence[tuple[float, str]], what: str) -> list[str
     return parts
 
 
-def _mark(mark: Mark, last: int) -> list[str]:
+def _mark(mark: Mark, last: int, rows: list[float]) -> list[str]:
+    """A line with its words, in the first row of words that has room.
+
+    Args:
+        mark: The mark; marks come in the order of their steps.
+        last: The last step of the plot.
+        rows: Where the words of each row end; is continued.
+    """
     x = _x_of(mark.step, last)
+    width = len(mark.text) * _NOTE_FONT_WIDTH + 10
+    left = min(x, _PLOT_RIGHT - width)
+    row = next((number for number, end in enumerate(rows) if end <= left), len(rows))
+    rows[row : row + 1] = [left + width]
+    bottom = _PLOT_TOP + _PLOT_HEIGHT
     line = (
         f'<line class="mark {mark.style}" x1="{x:.2f}" x2="{x:.2f}" y1="{_PLOT_TOP - 8}" '
-        f'y2="{_PLOT_TOP + _PLOT_HEIGHT}"/>'
+        f'y2="{bottom}"/>'
     )
-    return [line, _text(x + 5, _PLOT_TOP + 4, mark.text, f"note {mark.style}")]
+    return [
+        line,
+        _text(left + 5, _PLOT_TOP + 4 + row * _LINE_HEIGHT, mark.text, f"note {mark.style} halo"),
+    ]
 
 
 def _dot(style: str, x: float, y: float) -> str:
@@ -440,7 +465,7 @@ p { margin: 6px 0 10px; max-width: 78ch; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 10px 0; }
 .key { display: inline-flex; align-items: center; gap: 7px; }
 .wide { overflow-x: auto; }
-.drawing { display: block; width: 100%; min-width: 820px; height: auto; }
+.drawing { display: block; width: 100%; min-width: 700px; height: auto; }
 table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--grid); }
 th { color: var(--soft); font-weight: 600; }

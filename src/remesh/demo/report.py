@@ -225,10 +225,13 @@ def draw(result: DemoResult, ready: Sequence[Mapping[int, Ready]]) -> str:
         ready: What each rank said when it was ready, for the runs that saved or loaded.
     """
     later = result.runs[1 : 1 + len(ready)]
-    titles = [f"{'saved' if run.kill else 'loaded'} by {run.layout}" for run in later]
     columns = [
-        picture.Column(title, f"run {run.name}, {run.num_ranks} processes", _placed(of_run))
-        for title, run, of_run in zip(titles, later, ready, strict=True)
+        picture.Column(
+            run.layout,
+            f"run {run.name}: {'saved' if run.kill else 'loaded'} by {run.num_ranks} ranks",
+            _placed(of_run),
+        )
+        for run, of_run in zip(later, ready, strict=True)
     ]
     curves = [
         picture.Curve(f"run {run.name}: {run.purpose}, {run.layout}", run.name.lower(), run.losses)

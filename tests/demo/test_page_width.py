@@ -1,0 +1,67 @@
+"""The demo's page in a real browser: nothing of it is wider than a window of 800 pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from remesh.demo import picture
+from remesh.demo.picture import Column, Curve, Mark
+from remesh.demo.report import DRAWN, RUN_HEADINGS
+from tests.browser import BROWSER, browse
+from tests.demo.test_picture import rows_of
+
+MEASURE = """<script>
+const parts = [...document.querySelectorAll(".wide, body")];
+const wide = parts.filter(e => e.scrollWidth > e.clientWidth);
+const right = Math.max(...[...document.querySelectorAll("text")].map(
+  e => e.getBoundingClientRect().right));
+document.title = [innerWidth, wide.length, right < innerWidth].join(" ");
+</script>"""
+
+
+def drawn_page() -> str:
+    """The page of three layouts and of losses with marks side by side, as long as the demo's."""
+    shapes = dict.fromkeys(DRAWN, (640, 256)) | {DRAWN[-1]: (256, 640)}
+    columns = [
+        Column(
+            f"tensor parallel x {num_ranks}",
+            f"run D: loaded by {num_ranks} ranks",
+            {name: rows_of(shape, num_ranks) for name, shape in shapes.items()},
+        )
+        for num_ranks in (4, 2, 2)
+    ]
+    losses = {step: 6 - step / 20 for step in range(1, 41)}
+    curves = [Curve(f"run {n}: tensor parallel x 2", n.lower(), losses) for n in "ABCDE"]
+    marks = [
+        Mark(10, "saved", "save"),
+        Mark(20, "saved; C and D resume here", "resume"),
+        Mark(20, "E: rank 2 killed, the others go on", "kill"),
+        Mark(30, "rank 2 killed while saving", "kill"),
+        Mark(39, "rank 2 killed while saving", "kill"),
+    ]
+    row = [
+        "D resumed",
+        "tensor parallel x 2",
+        "21-40",
+        "10, 20, 30",
+        "3.0e-07",
+        "117.5 s",
+        "killed",
+    ]
+    sections = [
+        [picture.rank_legend(4), picture.layout_svg(columns)],
+        [picture.curve_legend(curves, lines=True), picture.loss_svg(curves, marks)],
+        [picture.difference_svg(curves[1:], curves[0], 1e-5)],
+        [picture.table(RUN_HEADINGS, [row])],
+    ]
+    return picture.page("Layouts", [("heading", pieces) for pieces in sections])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_fits_800_pixels(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(drawn_page().replace("</body>", MEASURE + "</body>"))
+    seen = browse(page.as_uri(), tmp_path, "--window-size=800,900", "--dump-dom")
+    assert "<title>800 0 true</title>" in seen
