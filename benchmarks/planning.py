@@ -28,10 +28,11 @@ from remesh.formats import native
 from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index, TensorTable
+from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE
 from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save
 from remesh.state import Role
+from remesh.tables import BoxTable, TensorTable
 
 HIDDEN = 4096
 HEADER_BYTES = 4096
@@ -79,7 +80,7 @@ def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[list[Part]]:
 
 def columns_of(index: Index, number: int, columns: int) -> BoxTable:
     """A dim-1 shard of every tensor."""
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     rows = int(tensors.shapes[0, 0])
     box = Box((0, number * columns), (rows, columns))
     return BoxTable.of(tensors, [(row, box) for row in range(len(tensors))])

@@ -15,7 +15,7 @@ from remesh import coverage
 from remesh.coverage import check_coverage
 from remesh.errors import CoverageError
 from remesh.geometry import Box, IntArray, pad_dims, row_products
-from remesh.index import BoxTable, TensorTable
+from remesh.tables import BoxTable, TensorTable
 from tests.strategies import Shape, boxes_in, cells, flat_ranges, partitions, shapes
 
 SMALL = shapes(max_dims=4, max_extent=4)

@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import Box
-from remesh.index import (
-    BoxTable,
-    Index,
-    Piece,
-    StoredFile,
-    StoredTensor,
-    TensorTable,
-    decode_columns,
-    encode_columns,
-)
+from remesh.index import MIN_ROWS, Index, Piece, StoredFile, StoredTensor
+from remesh.packing import pack, unpack
+from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
+from tests.index_version_1 import version_1
 from tests.strategies import partitions, shapes
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -63,19 +57,19 @@ def indexes(draw: st.DrawFn) -> Index:
     files = tuple(StoredFile(f"data/ü{n}.safetensors", end) for n, end in enumerate(ends))
     block_size = draw(st.sampled_from([0, 16, 1 << 20]))
     if not block_size:
-        return Index(boxes, file, position, files, aliases)
+        return Index.of(boxes, file, position, files, aliases)
     first = np.cumsum([0, *(-(-end // block_size) for end in ends)])
     digests = np.arange(2 * first[-1], dtype=np.uint64).reshape(-1, 2) * np.uint64(
         0x9E3779B97F4A7C15
     )
-    return Index(boxes, file, position, files, aliases, block_size, digests, first)
+    return Index.of(boxes, file, position, files, aliases, block_size, digests, first)
 
 
 @given(indexes())
 def test_an_index_comes_back(index: Index) -> None:
     back = Index.decode(index.encode(), "f")
     assert dict(back) == dict(index)
-    assert back.boxes.tensors.names == index.boxes.tensors.names
+    assert back.boxes.tensors.names == index.tensors.names
     assert {name: back.pieces(name) for name in back} == {n: index.pieces(n) for n in index}
     assert (back.files, back.aliases, back.block_size) == (
         index.files,
@@ -91,8 +85,8 @@ def test_an_index_comes_back(index: Index) -> None:
 @given(indexes())
 def test_the_safetensors_library_reads_the_stored_form(index: Index) -> None:
     found = safetensors.numpy.load(index.encode())
-    assert found["piece.position"].tolist() == index.position.tolist()
-    assert found["box.offset"].tolist() == index.boxes.offsets.tolist()
+    files = index.pieces_of_tensors.files.values
+    assert unpack(found["piece.file"], len(files)).tolist() == files.tolist()
     assert found["block.digest"].dtype == np.uint64
 
 
@@ -114,7 +108,7 @@ def example_index() -> Index:
             (2, Box((), ())),
         ],
     )
-    return Index(
+    return Index.of(
         boxes,
         np.array([0, 1, 1, 0]),
         np.array([108, 32, 8, 100]),
@@ -147,22 +141,40 @@ def test_what_an_index_says() -> None:
         index["model"]
 
 
+@given(indexes())
+def test_version_1_is_read(index: Index) -> None:
+    assert Index.decode(version_1(index), "f").encode() == index.encode()
+
+
 def test_the_columns_of_the_stored_form() -> None:
     columns, metadata = decode_columns(example_index().encode(), "f")
     assert columns["tensor.name_bytes"].tobytes() == b"model.wmodel.bscalenothing"
-    assert {name: column.tolist() for name, column in columns.items()} == {
+    plain = {
+        name: unpack(column, 99) if column.dtype == np.int64 else column
+        for name, column in columns.items()
+    }
+    assert {name: column.tolist() for name, column in plain.items()} == {
         "tensor.name_bytes": list(b"model.wmodel.bscalenothing"),
         "tensor.name_ends": [7, 14, 19, 26],
         "tensor.dtype": [3, 1, 0, 12],
         "tensor.ndim": [2, 1, 0, 2],
-        "tensor.shape": [[4, 6], [6, 1], [1, 1], [0, 3]],
-        "box.tensor": [0, 0, 1, 2],
-        "box.offset": [[0, 0], [0, 2], [0, 0], [0, 0]],
-        "box.shape": [[4, 2], [4, 4], [6, 1], [1, 1]],
-        "piece.file": [0, 1, 1, 0],
-        "piece.position": [108, 32, 8, 100],
+        "tensor.shape": [4, 6, 1, 0, 6, 1, 1, 3],
+        "tensor.position": [8, 0, 0, 0],
+        "file.position": [100, 8],
         "block.digest": [[0, 1], [2, 3], [4, 5]],
         "block.first": [0, 2, 3],
+        "piece.offset.list": [0, 1, 1, 2],
+        "piece.offset.ends": [2, 3, 3],
+        "piece.offset": [0, 0, 0, 0, 2, 0],
+        "piece.shape.list": [0, 1, 2, 3],
+        "piece.shape.ends": [2, 3, 4, 4],
+        "piece.shape": [4, 4, 6, 1, 2, 4, 1, 1],
+        "piece.file.list": [0, 1, 2, 3],
+        "piece.file.ends": [2, 3, 4, 4],
+        "piece.file": [0, 1, 1, 0],
+        "piece.step.list": [0, 1, 1, 2],
+        "piece.step.ends": [2, 3, 3],
+        "piece.step": [0, 16, 0],
     }
     assert {key: json.loads(text) for key, text in metadata.items()} == {
         "remesh.files": [["a", 124], ["b", 64]],
@@ -226,7 +238,7 @@ def test_dtype_numbers_are_part_of_the_format() -> None:
 
 
 def damaged(change: Callable[[Columns, dict[str, str]], object]) -> bytes:
-    columns, metadata = decode_columns(example_index().encode(), "f")
+    columns, metadata = decode_columns(version_1(example_index()), "f")
     columns = {name: column.copy() for name, column in columns.items()}
     change(columns, metadata)
     return encode_columns(columns, metadata)
@@ -256,7 +268,7 @@ def say(key: str, text: str) -> Callable[..., object]:
         (replace("tensor.dtype", [3, 1, 0]), "tensor.dtype has 3 rows"),
         (replace("box.tensor", [0, 0, 1, 2], np.uint64), "box.tensor is uint64"),
         (replace("block.digest", [[0, 1]] * 3), "block.digest is int64"),
-        (replace("block.digest", [[0, 1, 2]] * 2, np.uint64), "block.digest has 3 rows"),
+        (replace("block.digest", [[0, 1, 2]] * 2, np.uint64), "a digest is not two numbers"),
         (replace("piece.file", [0, 1, 1]), "piece.file has 3 rows"),
         (put("tensor.name_ends", 1, 3), "names overlap"),
         (put("tensor.name_ends", 3, 27), "names are cut"),
@@ -302,6 +314,120 @@ def test_what_does_not_fit_is_corruption(change: Any, complaint: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^some/file: not an index") as caught:
         Index.decode(damaged(change), "some/file")
     assert complaint in str(caught.value)
+
+
+def test_what_does_not_fit_in_a_packed_index_is_corruption() -> None:
+    columns, metadata = decode_columns(example_index().encode(), "f")
+    plain = {name: unpack(c, 99) for name, c in columns.items() if c.dtype == np.int64}
+
+    def refused(name: str, words: list[int], complaint: str) -> None:
+        damaged = columns | {name: np.array(words, dtype=np.int64)}
+        with pytest.raises(CorruptCheckpointError, match=r"^f: not an index") as caught:
+            Index.decode(encode_columns(damaged, metadata), "f")
+        assert complaint in str(caught.value)
+
+    def put(name: str, place: int, value: int, complaint: str) -> None:
+        column = plain[name].copy()
+        column[place] = value
+        refused(name, pack(column).tolist(), complaint)
+
+    put("piece.offset.list", 0, 3, "piece.offset lacks a list")
+    put("piece.offset.list", 0, -1, "piece.offset lacks a list")
+    put("piece.offset.list", 0, 1, "other lengths")
+    put("piece.step.ends", 0, 4, "piece.step overlaps")
+    put("piece.step.ends", 2, 4, "piece.step is cut")
+    put("piece.file", 0, 2, "pieces of no file")
+    put("piece.file", 0, -1, "pieces of no file")
+    put("piece.offset", 1, 1, "leaves its tensor")
+    put("piece.offset", 1, -1, "impossible offset")
+    put("piece.offset", 1, 2**62, "impossible offset")
+    put("piece.shape", 0, 0, "a piece is empty")
+    put("piece.shape", 0, 2**62, "leaves its tensor")
+    for part in ("tensor.position", "file.position", "piece.step"):
+        for wrong in (-120, 200, 2**63 - 1, -(2**63)):
+            put(part, 0, wrong, "leaves its file")
+    put("tensor.ndim", 0, -1, "impossible ndim")
+    refused("tensor.position", pack(plain["tensor.position"][1:]).tolist(), "has 3 rows")
+    refused("file.position", pack(plain["file.position"][1:]).tolist(), "positions of other files")
+    refused("tensor.shape", pack(plain["tensor.shape"][1:]).tolist(), "tensor.shape has 7 numbers")
+    refused("piece.offset", pack(plain["piece.offset"][1:]).tolist(), "piece.offset has 5 numbers")
+    for words, complaint in (
+        ([], "words are missing"),
+        ([0, 5, 1], "words are missing"),
+        ([0, 1, 1, 1], "1 words too many"),
+        ([0, -1], "-1 numbers"),
+        ([2, 0], "packed as 2"),
+        ([1, 4, 0, 1, 0, 0, 1, 0, 0, 1, 5], "runs that are not 4 numbers"),
+        ([1, 4, 0, 1, 0, 0, 1, 0, 0, 2, 3, 1], "runs that are not 4 numbers"),
+        ([1, 2] * 5, "packed as 1, 4 deep"),
+    ):
+        refused("piece.file", words, complaint)
+
+
+def test_a_few_words_do_not_stand_for_more_pieces_than_an_index_may_have() -> None:
+    def refused(index: Index, change: Columns) -> None:
+        columns, metadata = decode_columns(index.encode(), "f")
+        with pytest.raises(CorruptCheckpointError, match=r"numbers in|pieces"):
+            Index.decode(encode_columns(columns | change, metadata), "f")
+
+    refused(
+        regular_index(1, 1), {"piece.file": np.array([1, 2**40, 0, 1, 0, 0, 1, 0, 0, 1, 2**40])}
+    )
+    # Many tensors share one long list.
+    index = regular_index(64, 1, MIN_ROWS // 16)
+    columns, metadata = decode_columns(index.encode(), "f")
+    assert len(columns["padding"]) > 0
+    assert Index.decode(encode_columns(columns, metadata), "f").num_pieces == 4 * MIN_ROWS
+    refused(index, {"padding": np.zeros(0, np.uint8)})
+
+
+def regular_index(num_tensors: int, num_files: int, num_rows: int = 1) -> Index:
+    """Tensors of rows, a piece each, some of each tensor in each file."""
+    table = TensorTable.of(
+        [(f"{n}", "int8", (num_files * num_rows, 2)) for n in range(num_tensors)]
+    )
+    row = np.tile(np.arange(num_files * num_rows), num_tensors)
+    tensor = np.repeat(np.arange(num_tensors), num_files * num_rows)
+    offsets = np.stack([row, np.zeros_like(row)], axis=1)
+    boxes = BoxTable(table, tensor, offsets, np.tile(np.array([1, 2]), (len(row), 1)))
+    files = tuple(StoredFile("f", 100 + 2 * num_tensors * num_rows) for _ in range(num_files))
+    position = 100 + 2 * (tensor * num_rows + row % num_rows)
+    return Index.of(boxes, row // num_rows, position, files)
+
+
+def test_tensors_that_are_cut_alike_share_their_lists() -> None:
+    index = regular_index(50, 64)
+    assert [len(lists.ends) for lists in index.pieces_of_tensors.lists] == [1] * 4
+    back = Index.decode(index.encode(), "f")
+    assert back.position.tolist() == (100 + 2 * np.repeat(np.arange(50), 64)).tolist()
+    assert back.num_bytes == 50 * 64 * 2
+    kept = back.without(lambda name: name != "7")
+    assert kept.pieces("7") == index.pieces("7")
+    sizes = [len(regular_index(1000, num_files).encode()) for num_files in (64, 1024)]
+    # Beside the names there are the files, which are some bytes each.
+    assert sizes[1] - sizes[0] < 20 * 1024
+
+
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(-2, 2), st.integers(1, 30)), max_size=12),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
+    st.integers(1, 9),
+)
+def test_columns_come_back_from_their_words(
+    runs: list[tuple[int, int, int]], plain: list[int], times: int
+) -> None:
+    parts = [first + step * np.arange(count) for first, step, count in runs]
+    column = np.tile(np.concatenate([*parts, np.array(plain, dtype=np.int64)]), times)
+    column = column.astype(np.int64)
+    words = pack(column)
+    assert unpack(words, len(column)).tolist() == column.tolist()
+    assert len(words) <= len(column) + 2
+
+
+def test_grids_take_a_few_words() -> None:
+    rows, columns = np.divmod(np.arange(64 * 256), 256)
+    for column in (rows * 8, columns * 3, columns * 64 + rows, np.tile(columns, 3)):
+        assert len(pack(column)) < 50
 
 
 def test_a_size_beyond_integers_does_not_look_small() -> None:

@@ -21,10 +21,11 @@ from remesh.formats import native, native_writer
 from remesh.formats.framing import Part, part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
 from remesh.geometry import Box
-from remesh.index import BoxTable, Index, StoredFile, TensorTable
+from remesh.index import Index, StoredFile
 from remesh.integrity import block_digests, hex_digest
 from remesh.safetensors_file import decode_header
 from remesh.storage import MemoryStorage
+from remesh.tables import BoxTable, TensorTable
 from tests.test_native import example_document, plain, record_of
 
 # ---------------------------------------------------------------------------------------------

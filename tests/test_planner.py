@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from remesh.dtypes import BY_NAME
 from remesh.errors import CoverageError, StateError
 from remesh.geometry import Box, pad_dims
-from remesh.index import BoxTable, Index, StoredFile, TensorTable
+from remesh.index import Index, StoredFile
 from remesh.planner import (
     LoadPlan,
     LocalBoxes,
@@ -28,6 +28,7 @@ from remesh.planner import (
     plan_save,
 )
 from remesh.state import Role
+from remesh.tables import BoxTable, TensorTable
 from tests.strategies import Shape, boxes_in, partitions, shapes
 
 Bytes = npt.NDArray[np.uint8]
@@ -317,7 +318,7 @@ def worlds(draw: st.DrawFn) -> World:
         file[row], position[row] = number, len(content)
         content += tensors[tensor][box.slices].tobytes()
     files = tuple(StoredFile(f"{n}.bin", len(content)) for n, content in enumerate(contents))
-    index = Index(BoxTable.of(table, pieces), file, position, files, block_size=block_size)
+    index = Index.of(BoxTable.of(table, pieces), file, position, files, block_size=block_size)
     return World(index, [np.frombuffer(bytes(c), np.uint8) for c in contents], tensors)
 
 
@@ -328,7 +329,7 @@ def limits_for(draw: st.DrawFn) -> ReadLimits:
 
 
 def wanted_boxes(world: World) -> st.SearchStrategy[list[tuple[int, Box]]]:
-    table = world.index.boxes.tensors
+    table = world.index.tensors
     one = st.integers(0, len(table) - 1).flatmap(
         lambda row: st.tuples(st.just(row), boxes_in(table.shape(row), min_extent=1))
     )
@@ -341,7 +342,7 @@ Load = tuple[World, list[tuple[int, Box]], ReadLimits]
 
 def plan_for(load: Load) -> LoadPlan:
     world, wants, limits = load
-    return plan_load(world.index, BoxTable.of(world.index.boxes.tensors, wants), limits)
+    return plan_load(world.index, BoxTable.of(world.index.tensors, wants), limits)
 
 
 def files_of_runs(world: World, plan: LoadPlan) -> list[int]:
@@ -422,7 +423,7 @@ def test_no_more_is_read_than_needed_blocks_and_short_gaps(load: Load) -> None:
     plan = plan_for(load)
     index = world.index
     needed = [np.zeros(file.num_bytes, bool) for file in index.files]
-    for piece in range(len(index.boxes)):
+    for piece in range(index.num_pieces):
         stored = index.boxes.box(piece)
         for tensor, box in wants:
             common = stored.intersect(box) if tensor == index.boxes.tensor[piece] else None
@@ -445,7 +446,7 @@ def vector_index(num_bytes: int, *, block_size: int) -> Index:
     table = TensorTable.of([("w", "uint8", (num_bytes,))])
     boxes = BoxTable.of(table, [(0, Box.whole((num_bytes,)))])
     zero = np.zeros(1, np.int64)
-    return Index(boxes, zero, zero, (StoredFile("f", num_bytes),), block_size=block_size)
+    return Index.of(boxes, zero, zero, (StoredFile("f", num_bytes),), block_size=block_size)
 
 
 @pytest.mark.parametrize(
@@ -468,14 +469,14 @@ def vector_index(num_bytes: int, *, block_size: int) -> Index:
 def test_runs(wants: list[tuple[int, int]], block_size: int, runs: list[tuple[int, int]]) -> None:
     index = vector_index(400, block_size=block_size)
     boxes = [(0, Box((start,), (stop - start,))) for start, stop in wants]
-    plan = plan_load(index, BoxTable.of(index.boxes.tensors, boxes), ReadLimits(256, 9))
+    plan = plan_load(index, BoxTable.of(index.tensors, boxes), ReadLimits(256, 9))
     assert list(zip(plan.run_start.tolist(), plan.run_stop.tolist(), strict=True)) == runs
 
 
 def test_nothing_wanted_reads_nothing() -> None:
     index = vector_index(400, block_size=64)
     for wants in ([], [(0, Box((7,), (0,)))]):
-        plan = plan_load(index, BoxTable.of(index.boxes.tensors, wants), ReadLimits())
+        plan = plan_load(index, BoxTable.of(index.tensors, wants), ReadLimits())
         assert (plan.num_runs, plan.bytes_read, plan.run_first.tolist()) == (0, 0, [0])
 
 
@@ -488,7 +489,7 @@ def test_what_is_not_stored_once_is_named(load: Load, data: st.DataObject) -> No
     victim = data.draw(st.integers(0, len(boxes) - 1))
     rows = list(range(len(boxes)))
     rows[victim : victim + 1] = data.draw(st.sampled_from([[], [victim, victim]]))
-    index = Index(
+    index = Index.of(
         BoxTable(boxes.tensors, boxes.tensor[rows], boxes.offsets[rows], boxes.extents[rows]),
         world.index.file[rows],
         world.index.position[rows],

@@ -28,7 +28,7 @@ from remesh.geometry import (
     row_products,
     uncovered,
 )
-from remesh.index import BoxTable
+from remesh.tables import BoxTable
 
 MAX_CUT = 512
 """Boxes of a tensor, some of which overlap, that are cut out of it to find holes."""

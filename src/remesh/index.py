@@ -1,12 +1,12 @@
 """The index: which named tensors a checkpoint holds, cut into which pieces, at which bytes.
 
 An index may have many millions of pieces, so it is columns of integers, not objects: one row for
-each tensor (`TensorTable`), one row for each box (`BoxTable`), and for stored pieces the file and
-the byte at which each begins (`Index`). Boxes are padded to a common number of dims as
-`remesh.geometry` describes. Rows of a tensor lie together, so its pieces are a slice.
+each tensor (`remesh.tables.TensorTable`), and lists of offsets, shapes, files and positions of
+pieces, which tensors that are cut alike share (`remesh.pieces`). Pieces are numbered, those of a
+tensor together, and what is known of some of them is gathered by number (`Index.rows`).
 
-The same tables describe what each rank holds before anything is stored (`BoxTable` with a role for
-each row), and the same encoding carries them between ranks and into `index.safetensors`.
+The stored form holds the same lists, packed (`remesh.packing`). Version 1 had a row for each piece,
+and is still read.
 
 A piece is stored row-major, without gaps, at `position` of its file. Digests belong to files: each
 file is cut into blocks of `block_size` bytes (the last may be shorter), and every block has an
@@ -16,8 +16,8 @@ xxh3-128 digest. Checkpoints of other systems have no digests; `block_size` is 0
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -25,153 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh._repr import short_repr
-from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
+from remesh.dtypes import DTYPES
 from remesh.errors import CorruptCheckpointError
-from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray, pad_dims, row_products
-from remesh.safetensors_file import decode_header, encode_header
+from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
+from remesh.packing import pack, unpack
+from remesh.pieces import MAX_POSITION, Lists, PieceRows, Pieces, ranges
+from remesh.tables import BoxTable, Columns, TensorTable, decode_columns, encode_columns
 
 __all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
-
-Columns = Mapping[str, npt.NDArray[Any]]
-
-_COLUMN_CODES = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
-_COLUMN_DTYPES = {code: np.dtype(text) for text, code in _COLUMN_CODES.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorTable:
-    """Named global tensors, a row each.
-
-    Attributes:
-        names: Stored names.
-        dtypes: Number of each dtype in `remesh.dtypes.DTYPES`.
-        ndims: Number of dims of each tensor.
-        shapes: (rows, d) global shapes, padded with 1.
-    """
-
-    names: tuple[str, ...]
-    dtypes: IntArray
-    ndims: IntArray
-    shapes: IntArray
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[str, str, Sequence[int]]]) -> TensorTable:
-        """A table of (name, dtype name, global shape) rows."""
-        num_dims = max((len(shape) for _, _, shape in rows), default=1)
-        return cls(
-            tuple(name for name, _, _ in rows),
-            np.array([CODE[dtype] for _, dtype, _ in rows], dtype=np.int64),
-            np.array([len(shape) for _, _, shape in rows], dtype=np.int64),
-            pad_dims([shape for _, _, shape in rows], max(num_dims, 1), 1),
-        )
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def dtype(self, row: int) -> DType:
-        """Element type of a row."""
-        return DTYPES[int(self.dtypes[row])]
-
-    def shape(self, row: int) -> tuple[int, ...]:
-        """Global shape of a row."""
-        return tuple(self.shapes[row, : self.ndims[row]].tolist())
-
-    @property
-    def itemsizes(self) -> IntArray:
-        """Bytes of an element, row by row."""
-        return ITEMSIZES[self.dtypes]
-
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """This table as named columns."""
-        encoded = [name.encode() for name in self.names]
-        return {
-            "tensor.name_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
-            "tensor.name_ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
-            "tensor.dtype": self.dtypes,
-            "tensor.ndim": self.ndims,
-            "tensor.shape": self.shapes,
-        }
-
-    @classmethod
-    def from_columns(cls, columns: Columns) -> TensorTable:
-        """The table of what `columns` gave."""
-        text = columns["tensor.name_bytes"].tobytes()
-        ends = columns["tensor.name_ends"].tolist()
-        starts = [0, *ends[:-1]]
-        names = tuple(text[a:b].decode() for a, b in zip(starts, ends, strict=False))
-        return cls(names, columns["tensor.dtype"], columns["tensor.ndim"], columns["tensor.shape"])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoxTable:
-    """Boxes of named tensors, a row each.
-
-    Attributes:
-        tensors: The tensors.
-        tensor: Row in `tensors` of each box.
-        offsets: (rows, d) offsets, padded with 0.
-        extents: (rows, d) shapes, padded with 1; d as in `tensors.shapes`.
-    """
-
-    tensors: TensorTable
-    tensor: IntArray
-    offsets: IntArray
-    extents: IntArray
-
-    @classmethod
-    def of(cls, tensors: TensorTable, rows: Sequence[tuple[int, Box]]) -> BoxTable:
-        """A table of (row in `tensors`, box) rows."""
-        num_dims = tensors.shapes.shape[1]
-        return cls(
-            tensors,
-            np.array([row for row, _ in rows], dtype=np.int64),
-            pad_dims([box.offset for _, box in rows], num_dims, 0),
-            pad_dims([box.shape for _, box in rows], num_dims, 1),
-        )
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def box(self, row: int) -> Box:
-        """The box of a row, without padding."""
-        ndim = self.tensors.ndims[self.tensor[row]]
-        return Box(
-            tuple(self.offsets[row, :ndim].tolist()), tuple(self.extents[row, :ndim].tolist())
-        )
-
-    def bounds(self, rows: IntArray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Offset and shape of the boxes of some rows, without padding: `box` for many."""
-        ndims = self.tensors.ndims[self.tensor[rows]].tolist()
-        offsets, extents = self.offsets[rows].tolist(), self.extents[rows].tolist()
-        return (
-            [tuple(row[:ndim]) for row, ndim in zip(offsets, ndims, strict=True)],
-            [tuple(row[:ndim]) for row, ndim in zip(extents, ndims, strict=True)],
-        )
-
-    @property
-    def num_bytes(self) -> IntArray:
-        """Bytes of each box."""
-        sizes: IntArray = row_products(self.extents) * self.tensors.itemsizes[self.tensor]
-        return sizes
-
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """This table as named columns."""
-        return {
-            **self.tensors.columns(),
-            "box.tensor": self.tensor,
-            "box.offset": self.offsets,
-            "box.shape": self.extents,
-        }
-
-    @classmethod
-    def from_columns(cls, columns: Columns) -> BoxTable:
-        """The table of what `columns` gave."""
-        return cls(
-            TensorTable.from_columns(columns),
-            columns["box.tensor"],
-            columns["box.offset"],
-            columns["box.shape"],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +74,13 @@ class StoredFile:
 class Index(Mapping[str, StoredTensor]):
     """What a checkpoint holds: a mapping from names to stored tensors, aliases included.
 
+    Pieces are numbered from 0, tensor by tensor. `rows` gives what is known of some of them;
+    `boxes`, `file` and `position` are columns of all of them, which are made when they are first
+    asked for and may be large.
+
     Attributes:
-        boxes: The pieces, sorted by tensor.
-        file: Row in `files` of each piece.
-        position: First byte of each piece in its file.
+        tensors: The tensors.
+        pieces_of_tensors: What they are cut into.
         files: The data files.
         aliases: Further names of tensors (tied weights): alias → name.
         block_size: Bytes of a digest block; 0 if there are no digests.
@@ -224,9 +88,8 @@ class Index(Mapping[str, StoredTensor]):
         first_block: Row in `digests` of the first block of each file, and their total.
     """
 
-    boxes: BoxTable
-    file: IntArray
-    position: IntArray
+    tensors: TensorTable
+    pieces_of_tensors: Pieces
     files: tuple[StoredFile, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     block_size: int = 0
@@ -234,25 +97,49 @@ class Index(Mapping[str, StoredTensor]):
     first_block: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     _rows: dict[str, int] = field(init=False, repr=False)
     _first_piece: IntArray = field(init=False, repr=False)
+    _columns: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        tensors = self.boxes.tensors
-        rows = {name: row for row, name in enumerate(tensors.names)}
+        rows = {name: row for row, name in enumerate(self.tensors.names)}
         rows.update({alias: rows[name] for alias, name in self.aliases.items()})
         object.__setattr__(self, "_rows", rows)
-        counts = np.bincount(self.boxes.tensor, minlength=len(tensors))
-        object.__setattr__(self, "_first_piece", np.concatenate(([0], np.cumsum(counts))))
+        ends = np.cumsum(self.pieces_of_tensors.offsets.lengths, dtype=np.int64)
+        object.__setattr__(self, "_first_piece", np.concatenate(([0], ends)))
+
+    @classmethod
+    def of(
+        cls,
+        boxes: BoxTable,
+        file: IntArray,
+        position: IntArray,
+        files: tuple[StoredFile, ...],
+        *further: Any,
+        **named: Any,
+    ) -> Index:
+        """An index of columns of pieces.
+
+        Args:
+            boxes: The pieces, sorted by tensor.
+            file: Row in `files` of each.
+            position: First byte of each in its file.
+            files: The data files.
+            further: Attributes from `aliases` on.
+            named: The same by name.
+        """
+        bounds = np.searchsorted(boxes.tensor, np.arange(len(boxes.tensors) + 1))
+        pair = boxes.offsets, boxes.extents
+        pieces = Pieces.of(bounds, pair, file, position, len(files))
+        return cls(boxes.tensors, pieces, files, *further, **named)
 
     def __repr__(self) -> str:
         num_files = len(self.files)
-        return f"Index({len(self)} tensors, {len(self.file)} pieces, {num_files} files)"
+        return f"Index({len(self)} tensors, {self.num_pieces} pieces, {num_files} files)"
 
     def __getitem__(self, name: str) -> StoredTensor:
         row = self._rows[name]
         start, stop = self.piece_range(row)
-        tensors = self.boxes.tensors
-        shape = tensors.shape(row)
-        dtype = tensors.dtype(row)
+        shape = self.tensors.shape(row)
+        dtype = self.tensors.dtype(row)
         num_bytes = math.prod(shape) * dtype.itemsize
         return StoredTensor(name, dtype.name, shape, stop - start, num_bytes)
 
@@ -266,59 +153,120 @@ class Index(Mapping[str, StoredTensor]):
         return name in self._rows
 
     def row(self, name: str) -> int:
-        """Row of a tensor in `boxes.tensors`; aliases lead to the tensor itself."""
+        """Row of a tensor in `tensors`; aliases lead to the tensor itself."""
         return self._rows[name]
 
+    @property
+    def num_pieces(self) -> int:
+        """Number of all pieces."""
+        return int(self._first_piece[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        kinds, of = self.pieces_of_tensors.alike(self.tensors.itemsizes)
+        rows = self.rows(self.pieces_among(kinds))
+        sizes = np.zeros(len(self.tensors), dtype=np.int64)
+        np.add.at(sizes, rows.tensor, rows.sizes * self.tensors.itemsizes[rows.tensor])
+        return int(sizes[kinds][of].sum())
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of memory that the columns take."""
+        columns = [column for one in self.pieces_of_tensors.lists for column in one.columns]
+        columns += [self.tensors.shapes, self.first_block]
+        return sum(column.nbytes for column in columns) + self.digests.nbytes
+
     def piece_range(self, row: int) -> tuple[int, int]:
-        """First and one past the last piece of a tensor, as rows of `boxes`."""
+        """Numbers of the first and one past the last piece of a tensor."""
         return int(self._first_piece[row]), int(self._first_piece[row + 1])
+
+    @property
+    def first_pieces(self) -> IntArray:
+        """Number of the first piece of each tensor, and the number of all pieces."""
+        return self._first_piece
+
+    def pieces_among(self, tensors: IntArray) -> IntArray:
+        """Numbers of the pieces of some tensors, one tensor after the other."""
+        return ranges(self._first_piece[tensors], np.diff(self._first_piece)[tensors])
+
+    def tensor_of(self, piece: IntArray) -> IntArray:
+        """Row of the tensor of each of some pieces."""
+        tensor: IntArray = np.searchsorted(self._first_piece, piece, side="right") - 1
+        return tensor
+
+    def rows(self, piece: IntArray) -> PieceRows:
+        """What is known of some pieces."""
+        tensor = self.tensor_of(piece)
+        return PieceRows(self.pieces_of_tensors, tensor, piece - self._first_piece.take(tensor))
+
+    def _all(self, name: str) -> Any:
+        """A column of all pieces, kept."""
+        if name not in self._columns:
+            rows = self.rows(np.arange(self.num_pieces))
+            if name == "boxes":
+                self._columns[name] = BoxTable(
+                    self.tensors, rows.tensor, rows.offsets, rows.extents
+                )
+            else:
+                self._columns[name] = rows.file if name == "file" else rows.position
+        return self._columns[name]
+
+    @property
+    def boxes(self) -> BoxTable:
+        """All pieces, sorted by tensor."""
+        boxes: BoxTable = self._all("boxes")
+        return boxes
+
+    @property
+    def file(self) -> IntArray:
+        """Row in `files` of each piece."""
+        file: IntArray = self._all("file")
+        return file
+
+    @property
+    def position(self) -> IntArray:
+        """First byte of each piece in its file."""
+        position: IntArray = self._all("position")
+        return position
 
     def without(self, is_removed: Callable[[str], bool]) -> Index:
         """The index without some tensors, by name; an alias stays if the tensor itself does."""
-        tensors = self.boxes.tensors
-        kept = [row for row, name in enumerate(tensors.names) if not is_removed(name)]
-        left = TensorTable(
-            tuple(tensors.names[row] for row in kept),
-            tensors.dtypes[kept],
-            tensors.ndims[kept],
-            tensors.shapes[kept],
-        )
-        new_row = np.full(len(tensors), -1, dtype=np.int64)
-        new_row[kept] = np.arange(len(kept))
-        tensor = new_row[self.boxes.tensor]
-        pieces = tensor >= 0
-        boxes = BoxTable(
-            left, tensor[pieces], self.boxes.offsets[pieces], self.boxes.extents[pieces]
-        )
-        names = set(left.names)
+        tensors = self.tensors
+        left = [row for row, name in enumerate(tensors.names) if not is_removed(name)]
+        kept = np.array(left, dtype=np.int64)
+        names = {tensors.names[row] for row in left}
         aliases = {
             alias: name
             for alias, name in self.aliases.items()
             if name in names and not is_removed(alias)
         }
-        return Index(
-            boxes,
-            self.file[pieces],
-            self.position[pieces],
-            self.files,
-            aliases,
-            self.block_size,
-            self.digests,
-            self.first_block,
+        return replace(
+            self,
+            tensors=tensors.among(kept),
+            pieces_of_tensors=self.pieces_of_tensors.among(kept),
+            aliases=aliases,
         )
+
+    def without_digests(self) -> Index:
+        """The index of the same pieces, whose bytes cannot be checked."""
+        return Index(self.tensors, self.pieces_of_tensors, self.files, self.aliases)
 
     def pieces(self, name: str) -> list[Piece]:
         """What a tensor is cut into."""
         row = self._rows[name]
-        itemsize = self.boxes.tensors.dtype(row).itemsize
+        start, stop = self.piece_range(row)
+        found = self.rows(np.arange(start, stop))
+        itemsize, ndim = self.tensors.dtype(row).itemsize, self.tensors.ndims[row]
+        columns = (found.offsets, found.extents, found.file, found.position)
         pieces = []
-        for piece in range(*self.piece_range(row)):
-            box, path = self.boxes.box(piece), self.files[self.file[piece]].path
-            pieces.append(Piece(box, path, int(self.position[piece]), box.size * itemsize))
+        for offset, extent, file, position in zip(*(c.tolist() for c in columns), strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+            pieces.append(Piece(box, self.files[file].path, position, box.size * itemsize))
         return pieces
 
     def encode(self) -> bytes:
-        """The stored form: a safetensors file of integer columns."""
+        """The stored form: a safetensors file of packed columns."""
         metadata = {
             "remesh.files": msgspec.json.encode(
                 [[file.path, file.num_bytes] for file in self.files]
@@ -326,14 +274,28 @@ class Index(Mapping[str, StoredTensor]):
             "remesh.aliases": msgspec.json.encode(dict(self.aliases)).decode(),
             "remesh.block_size": str(self.block_size),
         }
+        pieces = self.pieces_of_tensors
         columns = {
-            **self.boxes.columns(),
-            "piece.file": self.file,
-            "piece.position": self.position,
+            **self.tensors.columns(),
+            "tensor.position": pieces.in_tensor,
+            "file.position": pieces.in_file,
             "block.digest": self.digests,
             "block.first": self.first_block,
         }
-        return encode_columns(columns, metadata)
+        for name, lists in zip(_LISTS, pieces.lists, strict=True):
+            columns |= {f"{name}.list": lists.number, f"{name}.ends": lists.ends}
+            columns[name] = lists.values
+        packed = {
+            name: pack(column.T.reshape(-1)) if column.dtype == np.int64 else column
+            for name, column in columns.items()
+        }
+        data = encode_columns(packed, metadata)
+        num_rows = max(self.num_pieces, *(len(lists.values) for lists in pieces.lists))
+        lacking = -(-(num_rows - _max_rows(data)) // ROWS_A_BYTE)
+        if lacking > 0:
+            packed["padding"] = np.zeros(lacking, dtype=np.uint8)
+            data = encode_columns(packed, metadata)
+        return data
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Index:
@@ -344,18 +306,27 @@ class Index(Mapping[str, StoredTensor]):
         """
         columns, metadata = decode_columns(data, where)
         try:
-            files = msgspec.json.decode(metadata["remesh.files"], type=list[tuple[str, int]])
-            _check_columns(columns)
-            index = cls(
-                BoxTable.from_columns(columns),
-                columns["piece.file"],
-                columns["piece.position"],
-                tuple(StoredFile(path, num_bytes) for path, num_bytes in files),
+            files = tuple(
+                StoredFile(path, num_bytes)
+                for path, num_bytes in msgspec.json.decode(
+                    metadata["remesh.files"], type=list[tuple[str, int]]
+                )
+            )
+            further = (
                 msgspec.json.decode(metadata["remesh.aliases"], type=dict[str, str]),
                 int(metadata["remesh.block_size"]),
                 columns["block.digest"],
-                columns["block.first"],
             )
+            if "box.tensor" in columns:
+                _check_columns(columns, len(files))
+                boxes = BoxTable.from_columns(columns)
+                places = columns["piece.file"], columns["piece.position"]
+                index = cls.of(boxes, *places, files, *further, columns["block.first"])
+            else:
+                columns = _unpacked(columns, _max_rows(data))
+                tensors = TensorTable.from_columns(columns)
+                pieces = _pieces_of(columns, _max_rows(data))
+                index = cls(tensors, pieces, files, *further, columns["block.first"])
             _check_numbers(index)
             return index
         except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -377,27 +348,35 @@ def checked(index: Index, where: str) -> Index:
     return index
 
 
-_COLUMN_DIMS = {
-    "tensor.name_bytes": "c",
-    "tensor.name_ends": "t",
-    "tensor.dtype": "t",
-    "tensor.ndim": "t",
-    "tensor.shape": "td",
-    "box.tensor": "b",
-    "box.offset": "bd",
-    "box.shape": "bd",
-    "piece.file": "b",
-    "piece.position": "b",
-    "block.digest": "k2",
-    "block.first": "f",
-}
-"""Dims of each column of an index; equal letters are equal extents."""
+ROWS_A_BYTE = 64
+"""Pieces that there may be for each byte of an index, beside `MIN_ROWS`: what a few words stand for
+shall not take more memory than their file accounts for. A writer pads an index that is shorter."""
+MIN_ROWS = 1 << 18
 
 MAX_OVERLAP = 1024
 """How often, on average, bytes may belong to a piece: ties and views share them, and not more."""
 
-_COLUMN_TYPES = {"tensor.name_bytes": np.uint8, "block.digest": np.uint64}
-"""Element types of the columns that are not int64."""
+_LISTS = ("piece.offset", "piece.shape", "piece.file", "piece.step")
+"""Columns of lists that tensors share, in the order of `Pieces.lists`."""
+
+_UNPACKED = {"tensor.name_bytes": (np.uint8, 1), "block.digest": (np.uint64, 2)}
+"""Element types and dims of the columns that are not packed."""
+
+_OF_TENSORS = ["tensor.name_ends", "tensor.dtype", "tensor.ndim", "tensor.position"]
+
+_PACKED = [
+    *("tensor.shape", "file.position", "block.first", *_OF_TENSORS),
+    *(f"{name}{what}" for name in _LISTS for what in ("", ".list", ".ends")),
+]
+
+_VERSION_1 = {"box.offset": "bd", "box.shape": "bd", "piece.file": "b", "piece.position": "b"}
+_VERSION_1 |= {"box.tensor": "b", "tensor.name_ends": "t", "tensor.dtype": "t", "tensor.ndim": "t"}
+_VERSION_1 |= {"tensor.shape": "td", "block.first": "f"}
+"""Dims of each column in version 1; equal letters are equal extents."""
+
+
+def _max_rows(data: bytes) -> int:
+    return MIN_ROWS + ROWS_A_BYTE * len(data)
 
 
 def _require(holds: object, what: str) -> None:
@@ -405,26 +384,91 @@ def _require(holds: object, what: str) -> None:
         raise ValueError(what)
 
 
-def _check_columns(columns: Columns) -> None:
-    """Check that the columns of an index have the right types and fit each other.
+def _check_columns(columns: Columns, num_files: int) -> None:
+    """Check that the columns of an index of version 1 fit each other.
 
     Raises:
         KeyError: If one is missing.
         ValueError: If not.
     """
-    extents = {"2": 2}
-    for name, dims in _COLUMN_DIMS.items():
+    _check_unpacked(columns)
+    extents: dict[str, int] = {}
+    for name, dims in _VERSION_1.items():
         column = columns[name]
-        _require(column.dtype == _COLUMN_TYPES.get(name, np.int64), f"{name} is {column.dtype}")
+        _require(column.dtype == np.int64, f"{name} is {column.dtype}")
         _require(column.ndim == len(dims), f"{name} has {column.ndim} dims")
         for dim, extent in zip(dims, column.shape, strict=True):
             _require(extents.setdefault(dim, extent) == extent, f"{name} has {extent} rows")
-    ends = columns["tensor.name_ends"]
+    _check_tensors(columns)
+    tensor, file = columns["box.tensor"], columns["piece.file"]
+    _require(((tensor >= 0) & (tensor < extents["t"])).all(), "pieces of no tensor")
+    _require((np.diff(tensor) >= 0).all(), "pieces are not sorted by tensor")
+    _require(((file >= 0) & (file < num_files)).all(), "pieces of no file")
+
+
+def _check_unpacked(columns: Columns) -> None:
+    for name, (dtype, num_dims) in _UNPACKED.items():
+        column = columns[name]
+        _require(column.dtype == dtype, f"{name} is {column.dtype}")
+        _require(column.ndim == num_dims, f"{name} has {column.ndim} dims")
+    _require(columns["block.digest"].shape[1] == 2, "a digest is not two numbers")
+
+
+def _check_tensors(columns: Columns) -> None:
+    """Check what the columns say of tensors."""
+    ends, dtypes = columns["tensor.name_ends"], columns["tensor.dtype"]
     _require((np.diff(ends, prepend=0) >= 0).all(), "names overlap")
     _require(columns["tensor.name_bytes"].size == (ends[-1] if len(ends) else 0), "names are cut")
-    dtypes, tensor = columns["tensor.dtype"], columns["box.tensor"]
     _require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
-    _require(((tensor >= 0) & (tensor < len(dtypes))).all(), "pieces of no tensor")
+
+
+def _unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
+    """The columns of an index, unpacked, which fit each other.
+
+    Raises:
+        KeyError: If one is missing.
+        ValueError: If not.
+    """
+    _check_unpacked(columns)
+    found = {name: columns[name] for name in _UNPACKED}
+    for name in _PACKED:
+        column = columns[name]
+        _require(column.dtype == np.int64 and column.ndim == 1, f"{name} is not packed")
+        try:
+            found[name] = unpack(column, max_rows)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    num_tensors = len(found["tensor.name_ends"])
+    for name in (*_OF_TENSORS, *(f"{name}.list" for name in _LISTS)):
+        _require(len(found[name]) == num_tensors, f"{name} has {len(found[name])} rows")
+    # All dims follow each other.
+    num_dims, rest = divmod(len(found["tensor.shape"]), num_tensors) if num_tensors else (1, 0)
+    _require(num_dims > 0 and not rest, f"tensor.shape has {len(found['tensor.shape'])} numbers")
+    for name in ("tensor.shape", *_LISTS[:2]):
+        _require(len(found[name]) % num_dims == 0, f"{name} has {len(found[name])} numbers")
+        found[name] = np.ascontiguousarray(found[name].reshape(num_dims, -1).T)
+    _check_tensors(found)
+    return found
+
+
+def _pieces_of(columns: Columns, max_rows: int) -> Pieces:
+    """The pieces that unpacked columns say.
+
+    Raises:
+        ValueError: If lists are cut, or differ in their lengths, or there are too many pieces.
+    """
+    found = []
+    for name in _LISTS:
+        number, ends, values = (columns[f"{name}{what}"] for what in (".list", ".ends", ""))
+        _require((np.diff(ends, prepend=0) >= 0).all(), f"{name} overlaps")
+        _require(len(values) == (ends[-1] if len(ends) else 0), f"{name} is cut")
+        _require(((number >= 0) & (number < len(ends))).all(), f"{name} lacks a list")
+        found.append(Lists(number, ends, values))
+    lengths = found[0].lengths
+    for name, lists in zip(_LISTS, found, strict=True):
+        _require(np.array_equal(lists.lengths, lengths), f"{name} has other lengths")
+    _require(lengths.sum() <= max_rows, f"{lengths.sum()} pieces")
+    return Pieces(tuple(found), columns["file.position"], columns["tensor.position"])
 
 
 def _check_numbers(index: Index) -> None:
@@ -433,7 +477,7 @@ def _check_numbers(index: Index) -> None:
     Raises:
         ValueError: If not.
     """
-    boxes, tensors = index.boxes, index.boxes.tensors
+    tensors = index.tensors
     _require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
     num_dims = tensors.shapes.shape[1]
     _require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
@@ -443,22 +487,9 @@ def _check_numbers(index: Index) -> None:
     # As floats, for a product that is too large for integers must not look like a small one.
     sizes = np.prod(np.maximum(tensors.shapes, 1), axis=1, dtype=np.float64) * tensors.itemsizes
     _require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
-    shapes = tensors.shapes[boxes.tensor]
-    _require((np.diff(boxes.tensor) >= 0).all(), "pieces are not sorted by tensor")
-    _require(((boxes.offsets >= 0) & (boxes.offsets <= shapes)).all(), "impossible offset")
-    inside = (boxes.extents > 0) & (boxes.extents <= shapes - boxes.offsets)
-    _require(inside.all(), "a piece is empty or leaves its tensor")
-    _require(((index.file >= 0) & (index.file < len(index.files))).all(), "pieces of no file")
     file_sizes = [file.num_bytes for file in index.files]
     _require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
-    sizes_of_files = np.array(file_sizes, dtype=np.int64)
-    num_bytes = np.prod(boxes.extents, axis=1, dtype=np.float64) * tensors.itemsizes[boxes.tensor]
-    leaves = (index.position < 0) | (index.position + num_bytes > sizes_of_files[index.file])
-    _require(not leaves.any(), "a piece leaves its file")
-    _require(
-        num_bytes.sum() <= MAX_OVERLAP * max(sum(file_sizes), 1),
-        "pieces share their bytes so often that it would take too much memory to read them",
-    )
+    _check_pieces(index, np.array(file_sizes, dtype=np.int64))
     _require(0 <= index.block_size < 2**62, "impossible size of blocks")
     if index.block_size:
         num_blocks = [-(-size // index.block_size) for size in file_sizes]
@@ -467,35 +498,42 @@ def _check_numbers(index: Index) -> None:
         _require(len(index.digests) == first_blocks[-1], "files and digests differ")
 
 
-def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Named integer arrays as one safetensors file."""
-    arrays = {
-        name: np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-        for name, array in columns.items()
-    }
-    header, _ = encode_header(
-        [
-            (name, _COLUMN_CODES[array.dtype.str], array.shape, array.nbytes)
-            for name, array in arrays.items()
-        ],
-        metadata or {},
-    )
-    return b"".join([header, *(array.tobytes() for array in arrays.values())])
-
-
-def decode_columns(data: bytes, where: str) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """The arrays and the metadata of what `encode_columns` wrote.
+def _check_pieces(index: Index, file_sizes: IntArray) -> None:
+    """Check that pieces lie in their tensors and files; those of tensors that are cut alike once.
 
     Raises:
-        CorruptCheckpointError: If the bytes are not such a file.
+        ValueError: If not.
     """
-    header = decode_header(data, where)
-    columns = {}
-    for name, entry in header.entries.items():
-        start, stop = (header.data_start + offset for offset in entry.data_offsets)
-        try:
-            flat = np.frombuffer(data[start:stop], dtype=_COLUMN_DTYPES[entry.dtype])
-            columns[name] = flat.reshape(entry.shape)
-        except (KeyError, ValueError) as error:
-            raise CorruptCheckpointError(f"{where}: column {name!r}: {error!r}") from error
-    return columns, header.metadata
+    pieces, tensors = index.pieces_of_tensors, index.tensors
+    offsets, extents, file = (one.values for one in (pieces.offsets, pieces.extents, pieces.files))
+    _require(len(pieces.in_file) == len(file_sizes), "positions of other files")
+    _require(((file >= 0) & (file < len(file_sizes))).all(), "pieces of no file")
+    _require(((offsets >= 0) & (offsets < MAX_ELEMENTS)).all(), "impossible offset")
+    is_possible = ((extents > 0) & (extents <= MAX_ELEMENTS)).all()
+    _require(is_possible, "a piece is empty or leaves its tensor")
+    for part in (pieces.in_file, pieces.in_tensor, pieces.steps.values):
+        _require(
+            ((part >= -MAX_POSITION) & (part <= MAX_POSITION)).all(), "a piece leaves its file"
+        )
+    filled = np.flatnonzero(pieces.offsets.lengths)
+    if not len(filled):
+        return
+    own = pieces.among(filled)
+    kinds, of = own.alike(tensors.itemsizes[filled])
+    rows = index.rows(index.pieces_among(filled[kinds]))
+    lengths = own.offsets.lengths[kinds]
+    first = np.cumsum(lengths) - lengths
+    highest = np.maximum.reduceat(rows.offsets + rows.extents, first, axis=0)
+    is_inside = (highest[of] <= tensors.shapes[filled]).all()
+    _require(is_inside, "a piece is empty or leaves its tensor")
+    num_bytes = np.prod(rows.extents, axis=1, dtype=np.float64) * tensors.itemsizes[rows.tensor]
+    begin = rows.position - pieces.in_tensor[rows.tensor]
+    low = np.minimum.reduceat(begin, first)[of] + own.in_tensor
+    high = np.maximum.reduceat(begin + num_bytes - file_sizes[rows.file], first)[of]
+    leaves = (low < 0) | (high + own.in_tensor > 0)
+    _require(not leaves.any(), "a piece leaves its file")
+    total = np.add.reduceat(num_bytes, first)[of].sum()
+    _require(
+        total <= MAX_OVERLAP * max(sum(file_sizes.tolist()), 1),
+        "pieces share their bytes so often that it would take too much memory to read them",
+    )

@@ -82,7 +82,7 @@ def names_in_range(index: Index, file: int, start: int, stop: int) -> Iterator[s
     ends = begins + index.boxes.num_bytes
     inside = (index.file == file) & (begins < stop) & (ends > start)
     for row in np.unique(index.boxes.tensor[inside]).tolist():
-        yield index.boxes.tensors.names[row]
+        yield index.tensors.names[row]
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,7 +387,7 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
         parts = [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]
         index = build_index(save.boxes, save.assignments, parts, save.document.aliases)
         owners = [rank for rank, own in enumerate(parts) for _ in own]
-        live = Index(index.boxes, index.file, index.position, index.files, index.aliases)
+        live = index.without_digests()
         message = (live.encode(), save.document.encode(), owners)
         return [msgspec.msgpack.encode(message)] * exchange.world_size
 

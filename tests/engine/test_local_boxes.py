@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.geometry import Box
-from remesh.index import BoxTable, TensorTable
 from remesh.planner import plan_save
 from remesh.state import Role
+from remesh.tables import BoxTable, TensorTable
 
 sizes = st.one_of(st.integers(0, 9), st.integers(2**31 - 2, 2**31 + 2), st.just(2**62))
 

@@ -94,7 +94,7 @@ def check_new(path: Path, names: set[str]) -> remesh.Checkpoint:
     checkpoint = remesh.Checkpoint(path)
     assert checkpoint.verify().ok
     index = checkpoint.index
-    assert set(index.boxes.tensors.names) == names
+    assert set(index.tensors.names) == names
     expected = truth() | {f"layers.{number}": np.full(3, number, "f4") for number in range(3)}
     for name in names:
         stored = checkpoint.read_array(name)
@@ -233,7 +233,7 @@ def names_in(path: Path, number: int) -> set[str]:
     """The tensors of which a data file holds pieces."""
     index = remesh.Checkpoint(path).index
     rows = np.unique(index.boxes.tensor[index.file == number]).tolist()
-    return {index.boxes.tensors.names[row] for row in rows}
+    return {index.tensors.names[row] for row in rows}
 
 
 def position_of(path: Path, name: str, number: int) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from remesh.errors import RankFailedError
 from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index, StoredFile, TensorTable
+from remesh.index import Index, StoredFile
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Destination, plan_between_memories
 from remesh.pipeline import transfer as engine
@@ -24,6 +24,7 @@ from remesh.planner import (
     transfer,
     turns_of_distances,
 )
+from remesh.tables import BoxTable, TensorTable
 from remesh.testing import Raised, run_ranks_outcomes
 
 SIZE = 1000
@@ -35,7 +36,7 @@ def vector_index(num_files: int) -> Index:
     boxes = BoxTable.of(tensors, [(row, Box.whole((SIZE,))) for row in range(num_files)])
     files = tuple(StoredFile(f"f{row}", SIZE) for row in range(num_files))
     rows = np.arange(num_files)
-    return Index(boxes, rows, np.zeros_like(rows), files)
+    return Index.of(boxes, rows, np.zeros_like(rows), files)
 
 
 def regions_of(index: Index, rows: list[tuple[int, int]]) -> Regions:
@@ -146,7 +147,7 @@ def test_of_a_rank_that_fails_nothing_is_used(
 
     def run(exchange: Exchange) -> None:
         me = exchange.rank
-        tensors = index.boxes.tensors
+        tensors = index.tensors
         whole = [(row, Box.whole((SIZE,))) for row in range(3)]
         plan = plan_load(index, BoxTable.of(tensors, whole), ReadLimits(window_bytes=64))
         held = BoxTable.of(tensors, [whole[me]])

@@ -18,12 +18,15 @@ import msgspec
 import numpy as np
 
 from remesh.formats import native
-from remesh.index import decode_columns, encode_columns
+from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE, block_digests, digest_of_digests, hex_digest
+from remesh.packing import pack, unpack
+from remesh.tables import decode_columns, encode_columns
 from tests.campaigns.test_damage import DAMAGES
 from tests.fuzz.files import Files
 from tests.fuzz.pickles import change_archive, change_pickle
 from tests.fuzz.trees import EXTREME_INTS, Change, any_value, change_json, change_msgpack, to_json
+from tests.index_version_1 import version_1
 
 _RECORD = native.RECORD_NAME
 
@@ -147,7 +150,13 @@ def _change_index(content: bytes, dice: random.Random) -> bytes:
     """An index with other columns, well-formed as a file."""
     if dice.random() < 0.15:
         return _change_safetensors(content, dice)
+    kind = dice.choice(("words", "numbers", "version 1"))
+    if kind == "version 1":
+        content = version_1(Index.decode(content, "index"))
     columns, metadata = decode_columns(content, "index")
+    packed = [name for name, column in columns.items() if column.dtype == np.int64]
+    if kind == "numbers":
+        columns |= {name: unpack(columns[name], 1 << 20) for name in packed}
     for _ in range(dice.choice((1, 1, 2, 3))):
         if dice.random() < 0.25:
             key = dice.choice(sorted(metadata))
@@ -160,6 +169,8 @@ def _change_index(content: bytes, dice: random.Random) -> bytes:
         else:
             name = dice.choice(sorted(columns))
             columns[name] = _change_column(columns, name, dice)
+    if kind == "numbers":
+        columns |= {name: pack(columns[name].reshape(-1).astype(np.int64)) for name in packed}
     return encode_columns(columns, metadata)
 
 
@@ -209,6 +220,7 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
     """Digests of the blocks of data files in the index, and of those in the record."""
     path = record["index"]["path"]
     columns, metadata = decode_columns(files[path], "index")
+    is_version_1 = "box.tensor" in columns
     stored = json.loads(metadata["remesh.files"])
     if dice.random() < 0.5:
         blocks, first = [], [0]
@@ -217,10 +229,12 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
             blocks.append(block_digests(np.frombuffer(files[file[0]], np.uint8)))
             first.append(first[-1] + len(blocks[-1]))
         columns["block.digest"] = np.concatenate(blocks) if blocks else np.zeros((0, 2), np.uint64)
-        columns["block.first"] = np.array(first, np.int64)
+        numbers = np.array(first, np.int64)
+        columns["block.first"] = numbers if is_version_1 else pack(numbers)
         metadata |= {"remesh.files": json.dumps(stored), "remesh.block_size": str(BLOCK_SIZE)}
         files[path] = encode_columns(columns, metadata)
-    bounds = columns["block.first"].tolist()
+    first_blocks = columns["block.first"]
+    bounds = (first_blocks if is_version_1 else unpack(first_blocks, 1 << 20)).tolist()
     for entry, start, stop in zip(record["files"], bounds, bounds[1:], strict=False):
         content = files.get(entry["path"])
         digest = digest_of_digests(columns["block.digest"][start:stop])

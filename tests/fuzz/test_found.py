@@ -20,11 +20,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import remesh
 from remesh.errors import CheckpointError, CoverageError
-from remesh.index import BoxTable, Index, StoredFile, TensorTable, decode_columns, encode_columns
+from remesh.index import Index, StoredFile
+from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files, in_memory
 from tests.fuzz.mutations import forge
 from tests.fuzz.trial import attempt, import_late_modules, sound_state
+from tests.index_version_1 import version_1
 
 pytestmark = pytest.mark.usefixtures("late_modules")
 
@@ -100,7 +102,7 @@ def in_index(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Dama
 
     def damage(files: Files) -> None:
         path = next(path for path in files if path.endswith("index.safetensors"))
-        columns, metadata = decode_columns(files[path], "index")
+        columns, metadata = decode_columns(version_1(Index.decode(files[path], "index")), "index")
         columns = {name: column.copy() for name, column in columns.items()}
         change(columns, metadata)
         files[path] = encode_columns(columns, metadata)
@@ -262,7 +264,7 @@ def test_pieces_that_share_their_bytes_too_often() -> None:
         tensors, [(0, remesh.sharding.Box((row, 0), (1, 100))) for row in range(num_pieces)]
     )
     nowhere = np.zeros(num_pieces, np.int64)
-    index = Index(boxes, nowhere, nowhere, (StoredFile("data", 100),))
+    index = Index.of(boxes, nowhere, nowhere, (StoredFile("data", 100),))
 
     with pytest.raises(remesh.CorruptCheckpointError, match="share their bytes"):
         Index.decode(index.encode(), "index")

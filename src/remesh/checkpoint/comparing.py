@@ -21,11 +21,12 @@ import numpy as np
 from remesh.checkpoint.resizing import MeanRows
 from remesh.dtypes import BY_NAME
 from remesh.geometry import Box
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.strided import Layout, contents_agree, shared_pairs
+from remesh.tables import BoxTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,7 @@ class Wanted:
         Raises:
             CoverageError: If no piece holds a part of it.
         """
-        table = BoxTable.of(self.index.boxes.tensors, self.boxes)
+        table = BoxTable.of(self.index.tensors, self.boxes)
         plan = plan_load(self.index, table, ReadLimits())
         return RankReads(self.index, plan, self.destinations, int(table.num_bytes.sum()))
 

@@ -168,7 +168,7 @@ def convert(
     return ConversionReport(
         contents.format,
         format,
-        len(written.index.boxes.tensors),
+        len(written.index.tensors),
         num_values,
         sum(entry.num_bytes for entry in map(written.index.__getitem__, written.index)),
         _verified(written, exchange),

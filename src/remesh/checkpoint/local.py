@@ -19,7 +19,6 @@ from remesh.checkpoint.stored_memory import StoredMemory
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, TensorTable
 from remesh.memory import (
     CopyQueue,
     HostMemory,
@@ -35,6 +34,7 @@ from remesh.state import (
     TensorEntry,
     describe,
 )
+from remesh.tables import BoxTable, TensorTable
 
 
 def exchange_of(group: Any) -> Exchange:

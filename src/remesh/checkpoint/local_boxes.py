@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, Columns, TensorTable, decode_columns, encode_columns
 from remesh.integrity import raw_digest
 from remesh.planner import LocalBoxes
+from remesh.tables import BoxTable, Columns, TensorTable, decode_columns, encode_columns
 
 _NARROW = np.iinfo(np.int32)
 

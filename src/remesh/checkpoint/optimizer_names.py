@@ -416,11 +416,11 @@ class _Renaming:
 
 def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
     """An index with other names."""
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     names = tuple(renamed.get(name, name) for name in tensors.names)
-    boxes = dataclasses.replace(index.boxes, tensors=dataclasses.replace(tensors, names=names))
+    renamed_tensors = dataclasses.replace(tensors, names=names)
     aliases = {renamed.get(a, a): renamed.get(name, name) for a, name in index.aliases.items()}
-    return dataclasses.replace(index, boxes=boxes, aliases=aliases)
+    return dataclasses.replace(index, tensors=renamed_tensors, aliases=aliases)
 
 
 def _below(root: str, name: str) -> str:

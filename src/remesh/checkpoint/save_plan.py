@@ -51,12 +51,12 @@ from remesh.formats import native
 from remesh.formats.framing import Existing, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
 from remesh.geometry import IntArray
-from remesh.index import BoxTable
 from remesh.integrity import raw_digest
 from remesh.pipeline import Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import FileSystemSpace, SharedFiles, Storage
+from remesh.tables import BoxTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ from remesh.exchange import Exchange, run_joined, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.framing import Part, SmallFile
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index, StoredFile, TensorTable
+from remesh.index import Index, StoredFile
 from remesh.memory import CarrierArray
 from remesh.pipeline import Destination, plan_between_memories, read_together
 from remesh.planner import (
@@ -62,6 +62,7 @@ from remesh.planner import (
 )
 from remesh.storage import Storage, Writer
 from remesh.strided import Layout
+from remesh.tables import BoxTable, TensorTable
 
 ROOT_NAME = "root"
 """A file beside the checkpoints of a place that says where else the job saves to, for agents."""
@@ -255,7 +256,7 @@ def _copy_files(
     tensors = TensorTable.of([(file.path, "uint8", (file.num_bytes,)) for file in stored])
     whole = [(row, Box.whole((file.num_bytes,))) for row, file in enumerate(stored)]
     rows = np.arange(len(stored))
-    index = Index(BoxTable.of(tensors, whole), rows, np.zeros_like(rows), tuple(stored))
+    index = Index.of(BoxTable.of(tensors, whole), rows, np.zeros_like(rows), tuple(stored))
     held = BoxTable.of(tensors, [whole[row] for row in rows if owners[row] == me])
     taken = [row for row, rank in enumerate(owners) if peers[rank] == me]
     wanted = BoxTable.of(tensors, [whole[row] for row in taken])

@@ -12,12 +12,13 @@ from remesh import values
 from remesh.dtypes import BY_NAME
 from remesh.formats import native
 from remesh.geometry import Box
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.memory import CarrierArray, HostMemory
 from remesh.pipeline import Destination, read_runs
 from remesh.planner import ReadLimits, plan_load
 from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +128,7 @@ def read_boxes(
         CorruptCheckpointError: If stored bytes are missing or damaged.
         CoverageError: If no piece holds a part of a box.
     """
-    wanted = BoxTable.of(index.boxes.tensors, [(index.row(name), box) for name, box in boxes])
+    wanted = BoxTable.of(index.tensors, [(index.row(name), box) for name, box in boxes])
     # First the plan: what is not stored shall not take memory either.
     plan = plan_load(index, wanted, ReadLimits())
     arrays: list[CarrierArray] = [

@@ -21,12 +21,13 @@ from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import UnsupportedValueError
 from remesh.formats import native
 from remesh.geometry import Box
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
 from remesh.pipeline import Destination, read_runs
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import Storage
 from remesh.strided import Layout
+from remesh.tables import BoxTable
 from remesh.transform import Region, Resolved, arranged
 
 _Wanted = tuple[str, Box, CarrierArray]
@@ -79,7 +80,7 @@ class StoredSource:
                 place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
                 blocks.append((region, block, into[place]))
         with native.unless_replaced(self.storage, self.identity):
-            plan = plan_load(self.index, BoxTable.of(self.index.boxes.tensors, rows), ReadLimits())
+            plan = plan_load(self.index, BoxTable.of(self.index.tensors, rows), ReadLimits())
             read_runs(self.storage, self.index, plan, destinations)
         for region, block, part in blocks:
             stored = self.index[region.source].dtype

@@ -32,18 +32,19 @@ from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box
-from remesh.index import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import Destination
 from remesh.planner import merge_tensors
 from remesh.state import Description, Path, TensorEntry, cut_name, name_of
 from remesh.strided import Layout
+from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from remesh.transform import (
     Region,
     Resolved,
     TensorInfo,
     Transform,
     arranged,
+    cuts_of,
     num_pieces_of,
     short_name,
 )
@@ -305,7 +306,7 @@ def _resolve(
 def _sources(stored: StoredState) -> Infos:
     """The stored tensors and values."""
     index = stored.index
-    cuts = num_pieces_of(index.boxes)
+    cuts = cuts_of(index)
     infos: dict[str, TensorInfo | None] = {
         name: TensorInfo(index[name].dtype, index[name].shape, cuts[index.row(name)])
         for name in index
@@ -413,13 +414,12 @@ def _targets(replies: list[bytes]) -> Infos:
         tables.append(BoxTable.from_columns(decode_columns(columns, "targets")[0]))
         names += values
     tensors, renumber = merge_tensors([table.tensors for table in tables])
-    rows = [
-        (int(to_new[table.tensor[row]]), table.box(row))
-        for table, to_new in zip(tables, renumber, strict=True)
-        for row in range(len(table))
+    num_dims = tensors.shapes.shape[1]
+    tensor = [to_new[table.tensor] for table, to_new in zip(tables, renumber, strict=True)]
+    offsets = [
+        np.pad(table.offsets, ((0, 0), (0, num_dims - table.offsets.shape[1]))) for table in tables
     ]
-    rows.sort(key=lambda row: row[0])
-    cuts = num_pieces_of(BoxTable.of(tensors, rows))
+    cuts = num_pieces_of(tensors, np.concatenate(tensor), np.concatenate(offsets))
     infos: dict[str, TensorInfo | None] = dict.fromkeys(names)
     for row, name in enumerate(tensors.names):
         infos[name] = TensorInfo(tensors.dtype(row).name, tensors.shape(row), cuts[row])

@@ -61,7 +61,7 @@ def diff(
 
     def run() -> Comparison:
         one, other = Checkpoint(places.source(first)), Checkpoint(places.source(second))
-        num_bytes = 0 if structure else int(other.index.boxes.num_bytes.sum())
+        num_bytes = 0 if structure else other.index.num_bytes
         with progress(f"comparing {second}", num_bytes) as on_read:
             return compare(one, other, transform=transform, tolerance=tolerance, on_read=on_read)
 

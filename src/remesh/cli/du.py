@@ -125,7 +125,7 @@ def usages_of(index: Index, depth: int) -> list[Usage]:
         index: The tensors.
         depth: Parts of a name that are compared.
     """
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     sizes = tensors.shapes.prod(axis=1)
     found: dict[str, list[int]] = {}
     for name, size, num_bytes in zip(

@@ -81,7 +81,7 @@ def write_page(text: str, target: str | None) -> None:
 
 
 def _chosen(index: Index, patterns: Sequence[str]) -> list[str]:
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     drawn = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
     if patterns:
         return [n for n in drawn if any(fnmatchcase(n, pattern) for pattern in patterns)]
@@ -104,7 +104,7 @@ def columns_of(index: Index, names: Sequence[str], mesh: Mesh | None) -> list[Co
     if mesh is not None:
         held: dict[str, list[tuple[int, Box]]] = {name: [] for name in names}
         for rank in range(mesh.num_ranks):
-            boxes = boxes_of_rank(mesh, rank, index.boxes.tensors)
+            boxes = boxes_of_rank(mesh, rank, index.tensors)
             rows = {boxes.tensors.names[row]: at for at, row in enumerate(boxes.tensor.tolist())}
             for name in names:
                 if name in rows:

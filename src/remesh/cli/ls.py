@@ -168,11 +168,11 @@ def _totals(
     """Counts over a whole checkpoint."""
     index = checkpoint.index
     return {
-        "num_tensors": len(index.boxes.tensors),
+        "num_tensors": len(index.tensors),
         "num_ties": len(index.aliases),
-        "num_pieces": len(index.boxes),
+        "num_pieces": index.num_pieces,
         "num_elements": sum(elements_by_part(index).values()),
-        "num_tensor_bytes": int(index.boxes.num_bytes.sum()),
+        "num_tensor_bytes": index.num_bytes,
         "num_values": len(values),
         "num_objects": len(objects),
         "num_files": len(index.files),

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from remesh.errors import StateError
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, TensorTable
+from remesh.tables import BoxTable, TensorTable
 
 KINDS = ("dp", "fsdp", "tp", "ep", "pp")
 _INPUT_CUT = re.compile(

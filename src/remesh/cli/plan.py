@@ -14,10 +14,11 @@ from remesh.cli import output, places
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.transforms import transform_option
 from remesh.errors import CoverageError
-from remesh.index import BoxTable, Index, TensorTable
+from remesh.index import Index
 from remesh.pipeline.read import NUM_THREADS
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import shown_url
+from remesh.tables import BoxTable, TensorTable
 from remesh.transform import Resolved, Transform
 
 layout_option = click.option(
@@ -158,8 +159,7 @@ def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved) -> list[RankPlan]:
         if info is not None and name in resolved.plans
     }
     tensors = TensorTable.of([(name, str(one.dtype), one.shape) for name, one in made.items()])
-    index_bytes = sum(column.nbytes for column in index.boxes.columns().values())
-    index_bytes += index.file.nbytes + index.position.nbytes + index.digests.nbytes
+    index_bytes = index.num_bytes_held
     known: dict[tuple[tuple[str, int], ...], RankPlan] = {}
     plans = []
     for rank in range(mesh.num_ranks):
@@ -173,7 +173,7 @@ def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved) -> list[RankPlan]:
 
 def _sources_of(index: Index, boxes: BoxTable, resolved: Resolved) -> BoxTable:
     """The boxes of stored tensors that boxes of what is wanted are made of."""
-    names, stored = boxes.tensors.names, index.boxes.tensors
+    names, stored = boxes.tensors.names, index.tensors
     if all(map(resolved.is_whole, names)):
         rows = np.array([index.row(resolved.sources_of(name)[0]) for name in names], np.int64)
         missing = stored.shapes.shape[1] - boxes.offsets.shape[1]

@@ -83,8 +83,8 @@ def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Rep
     index = checkpoint.index
     statistics: dict[str, summary.Statistics | None] = {}
     if with_statistics:
-        with progress(f"reading {path}", int(index.boxes.num_bytes.sum())) as on_read:
-            for name in index.boxes.tensors.names:
+        with progress(f"reading {path}", index.num_bytes) as on_read:
+            for name in index.tensors.names:
                 stored = index[name]
                 statistics[name] = (
                     summary.statistics_of(checkpoint, name, Box.whole(stored.shape), on_read)
@@ -111,10 +111,10 @@ def _facts(path: str, checkpoint: Checkpoint, num_values: int) -> list[tuple[str
     parts = summary.elements_by_part(index)
     facts = [
         ("format", checkpoint.format),
-        ("tensors", f"{len(index.boxes.tensors)} in {len(index.boxes)} pieces"),
+        ("tensors", f"{len(index.tensors)} in {index.num_pieces} pieces"),
         ("tied names", str(len(index.aliases))),
         ("elements", f"{sum(parts.values()):,}"),
-        ("bytes of tensors", format_bytes(int(index.boxes.num_bytes.sum()))),
+        ("bytes of tensors", format_bytes(index.num_bytes)),
         ("bytes of files", format_bytes(places.num_file_bytes(checkpoint))),
         ("plain values", str(num_values)),
     ]
@@ -164,7 +164,7 @@ def _provenance(path: str, checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _page(found: Report, index: Index) -> str:
-    drawn = [name for name in index.boxes.tensors.names if index[name].shape]
+    drawn = [name for name in index.tensors.names if index[name].shape]
     sections: list[tuple[str, Sequence[str]]] = [
         ("", [picture.table(("", ""), found.facts)]),
         ("Where the bytes are", [_usage_table(found.usages)]),

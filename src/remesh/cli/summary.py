@@ -61,7 +61,7 @@ class Statistics:
 
 def elements_by_part(index: Index) -> dict[str, int]:
     """Elements of tensors by the first part of their names (`model`, `optimizer`), ties once."""
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     sizes = tensors.shapes.prod(axis=1).tolist()
     found: dict[str, int] = {}
     for name, size in zip(tensors.names, sizes, strict=True):

@@ -34,9 +34,10 @@ from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
 from remesh.geometry import Box, IntArray, pad_dims
-from remesh.index import BoxTable, Index, StoredFile, TensorTable, checked
+from remesh.index import Index, StoredFile, checked
 from remesh.state import Path, name_of
 from remesh.storage import Storage
+from remesh.tables import BoxTable, TensorTable
 from remesh.values import UnresolvedValue
 
 NUM_THREADS = 16
@@ -431,7 +432,7 @@ class IndexBuilder:
                 "with the system that wrote them"
             )
         return checked(
-            Index(
+            Index.of(
                 boxes,
                 np.concatenate(file)[order],
                 np.concatenate(position)[order],

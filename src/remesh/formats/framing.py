@@ -16,9 +16,10 @@ from remesh.errors import CheckpointError
 from remesh.formats.building import exists
 from remesh.formats.native import ValuesDocument
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.integrity import Digests
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 Grid = bytes
 """What all ranks must know of the boxes of all ranks, as the writer encodes it."""

@@ -29,8 +29,8 @@ from remesh.formats.weight_files import (
 )
 from remesh.formats.whole_tensors import WholeFile, WholeFiles, decode_files, renames
 from remesh.geometry import IntArray
-from remesh.index import BoxTable
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors that a file has at most, if nothing is said."""

@@ -55,7 +55,7 @@ from remesh.state import MAX_PATH, Path, cut_name
 from remesh.storage import Storage
 
 FORMAT_NAME = "remesh"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD_NAME = "remesh.json"
 
 NUM_BEGINNINGS = 10

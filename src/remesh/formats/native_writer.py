@@ -31,9 +31,10 @@ from remesh.formats.native import (
     read_record,
 )
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, Index, StoredFile
+from remesh.index import Index, StoredFile
 from remesh.integrity import BLOCK_SIZE, hex_digest
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 
 def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
@@ -94,7 +95,7 @@ def build_index(
         files.append(StoredFile(part.path, part.num_bytes))
         digests.append(np.frombuffer(part.digests, dtype=np.uint64).reshape(-1, 2))
         first_block.append(first_block[-1] + len(digests[-1]))
-    return Index(
+    return Index.of(
         boxes,
         file,
         position,

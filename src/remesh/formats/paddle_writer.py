@@ -27,9 +27,9 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.paddle import METADATA_NAME, checkpoint_numbers, metadata_name
 from remesh.formats.pickle_writer import Global, New, dumps
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable
 from remesh.safetensors_file import encode_header
 from remesh.storage import Storage, list_directory
+from remesh.tables import BoxTable
 
 NAME = "paddle_safetensors"
 NUMBER = 0

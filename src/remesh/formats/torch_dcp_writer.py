@@ -34,9 +34,10 @@ from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
 from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME, read
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage, list_with_sizes
+from remesh.tables import BoxTable
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"

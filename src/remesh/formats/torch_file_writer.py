@@ -21,9 +21,9 @@ from remesh.formats.pickle_writer import dumps
 from remesh.formats.torch_archive import TorchArchive
 from remesh.formats.torch_file import NAME
 from remesh.formats.weight_files import FileTensor
-from remesh.index import BoxTable
 from remesh.state import Path, assemble
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 FILE_NAME = "state.pt"
 

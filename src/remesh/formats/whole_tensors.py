@@ -17,7 +17,7 @@ import numpy as np
 
 from remesh.formats.framing import Frame, Grid, Rename, Saved
 from remesh.geometry import IntArray
-from remesh.index import BoxTable
+from remesh.tables import BoxTable
 
 
 class WholeFile(msgspec.Struct, frozen=True):

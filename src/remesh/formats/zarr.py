@@ -44,8 +44,8 @@ from remesh.formats.torch_dcp import COMMON_NAME, opaque
 from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_file
 from remesh.formats.torch_file import open_archive
 from remesh.geometry import Box, IntArray, strides_of
-from remesh.index import BoxTable
 from remesh.storage import Storage
+from remesh.tables import BoxTable
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"

@@ -38,12 +38,13 @@ from remesh.errors import (
 )
 from remesh.formats import native
 from remesh.geometry import Box, uncovered
-from remesh.index import BoxTable, Index, TensorTable
+from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests
 from remesh.maintenance.small_files import SmallFiles
 from remesh.pipeline.workers import run_workers
 from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
 from remesh.storage import Buffer, Storage
+from remesh.tables import BoxTable, TensorTable
 
 READ_BYTES = 8 * BLOCK_SIZE
 """Bytes read at a time."""
@@ -480,6 +481,6 @@ def _kinds(small: SmallFiles, files: Sequence[ScannedFile]) -> tuple[Mapping[str
 
 
 def _kinds_of(index: Index) -> Iterable[tuple[str, _Kind]]:
-    tensors = index.boxes.tensors
+    tensors = index.tensors
     for row, name in enumerate(tensors.names):
         yield name, (tensors.dtype(row).name, tensors.shape(row))

@@ -16,7 +16,7 @@ import numpy as np
 
 from remesh.exchange import Exchange, run_joined
 from remesh.geometry import Box, IntArray
-from remesh.index import BoxTable, Index
+from remesh.index import Index
 from remesh.memory import HostMemory, Memory, contiguous_bytes, copy_box
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.transfer import (
@@ -29,6 +29,7 @@ from remesh.pipeline.transfer import (
 )
 from remesh.planner import Regions, TransferPlan, numbers_of_messages, turns_of_distances
 from remesh.storage import Buffer
+from remesh.tables import BoxTable
 
 NUM_THREADS = 2
 """Threads that pack messages and copy from tensor to tensor; memory is not faster for more."""
@@ -173,7 +174,7 @@ def plan_between_memories(
     """
     here = _find(index, regions, held)
     is_here = np.array([source is not None for source in here], dtype=np.bool_)
-    owner = np.array(owners, dtype=np.int64)[index.file[regions.piece]]
+    owner = np.array(owners, dtype=np.int64)[index.rows(regions.piece).file]
     owner[is_here] = exchange.rank
     lacking = {
         rank: regions.take(np.flatnonzero(owner == rank))
@@ -258,7 +259,7 @@ def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box
     rows: dict[str, list[tuple[int, Box]]] = {}
     for row, tensor in enumerate(held.tensor.tolist()):
         rows.setdefault(held.tensors.names[tensor], []).append((row, held.box(row)))
-    names, tensors = index.boxes.tensors.names, index.boxes.tensor[regions.piece].tolist()
+    names, tensors = index.tensors.names, index.tensor_of(regions.piece).tolist()
     return [
         next(
             (

@@ -104,7 +104,7 @@ def read_run(
     """
     start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
     data = buffer[: stop - start]
-    file = int(index.file[plan.regions.piece[plan.run_first[run]]])
+    file = int(index.rows(plan.regions.piece[plan.run_first[run : run + 1]]).file[0])
     _read_checked(storage, index, file, start, data)
     with writing:
         _distribute(index, plan, run, place, data)
@@ -115,14 +115,12 @@ def _distribute(index: Index, plan: LoadPlan, run: int, place: Place, data: Buff
     """Copy the regions of a run that has been read to where they go."""
     rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
     start, regions = int(plan.run_start[run]), plan.regions
-    pieces = regions.piece[rows]
-    boxes, raw = index.boxes, data.data
-    tensors = boxes.tensor[pieces]
-    dtypes = boxes.tensors.dtypes[tensors]
-    strides = row_strides(boxes.extents[pieces]) * boxes.tensors.itemsizes[tensors][:, None]
+    pieces, raw = index.rows(regions.piece[rows]), data.data
+    tensors, dtypes = index.tensors, index.tensors.dtypes[pieces.tensor]
+    strides = row_strides(pieces.extents) * tensors.itemsizes[pieces.tensor][:, None]
     for want, ndim, dtype, begin, offset, extent, steps in zip(
         regions.want[rows].tolist(),
-        boxes.tensors.ndims[tensors].tolist(),
+        tensors.ndims[pieces.tensor].tolist(),
         dtypes.tolist(),
         (plan.start[rows] - start).tolist(),
         regions.offsets[rows].tolist(),

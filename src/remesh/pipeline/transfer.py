@@ -411,8 +411,8 @@ def _unpacker(
 
 def _regions_in(index: Index, messages: Messages) -> list[tuple[Box, CarrierDType, int]]:
     """Box, carrier and position of each region of some messages."""
-    tensors = index.boxes.tensor[messages.regions.piece]
-    carriers = [DTYPES[code].carrier for code in index.boxes.tensors.dtypes[tensors].tolist()]
+    tensors = index.tensor_of(messages.regions.piece)
+    carriers = [DTYPES[code].carrier for code in index.tensors.dtypes[tensors].tolist()]
     boxes, positions = messages.regions.boxes(index), messages.position.tolist()
     return list(zip(boxes, carriers, positions, strict=True))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from remesh.errors import CoverageError
 from remesh.geometry import (
+    MAX_ELEMENTS,
     BoolArray,
     Box,
     IntArray,
@@ -25,7 +26,9 @@ from remesh.geometry import (
     row_strides,
     strides_of,
 )
-from remesh.index import BoxTable, Index
+from remesh.index import Index
+from remesh.pieces import PieceRows, distinct, ranges
+from remesh.tables import BoxTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,14 @@ class Regions:
 
     def num_bytes(self, index: Index) -> IntArray:
         """Bytes of each region."""
-        tensors = index.boxes.tensors
+        tensors = index.tensors
         sizes: IntArray = row_products(self.extents)
-        sizes *= tensors.itemsizes.take(index.boxes.tensor.take(self.piece))
+        sizes *= tensors.itemsizes.take(index.tensor_of(self.piece))
         return sizes
 
     def boxes(self, index: Index) -> list[Box]:
         """The box of each region in its tensor, without padding."""
-        ndims = index.boxes.tensors.ndims[index.boxes.tensor[self.piece]].tolist()
+        ndims = index.tensors.ndims[index.tensor_of(self.piece)].tolist()
         return [
             Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
             for ndim, offset, extent in zip(
@@ -162,22 +165,28 @@ def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
         found: The regions.
         limits: Those that the regions were cut with.
     """
-    start, stop = _byte_ranges(index, found)
-    order = np.lexsort((start, index.file[found.piece]))
-    found, start, stop = found.take(order), start[order], stop[order]
-    run_first, run_start, run_stop = _merge_runs(index, found, start, stop, limits)
+    file, start, stop = _byte_ranges(index, found)
+    order = _order(file, start)
+    found, file, start, stop = found.take(order), file[order], start[order], stop[order]
+    run_first, run_start, run_stop = _merge_runs(index, file, start, stop, limits)
     return LoadPlan(found, limits, start, stop, run_first, run_start, run_stop)
 
 
-def _byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray]:
-    """Where regions lie in their files: first bytes, and one past the last."""
-    stored = index.boxes
-    shapes = stored.extents.take(found.piece, axis=0)
-    corners = stored.offsets.take(found.piece, axis=0)
-    starts, stops, _ = flat_spans(shapes, found.offsets - corners, found.extents)
-    itemsizes = stored.tensors.itemsizes.take(stored.tensor.take(found.piece))
-    position = index.position.take(found.piece)
-    return position + starts * itemsizes, position + stops * itemsizes
+def _order(file: IntArray, start: IntArray) -> IntArray:
+    """The order of byte ranges by file, then by first byte."""
+    longest = int(start.max(initial=0)) + 1
+    if (int(file.max(initial=0)) + 1) * longest < MAX_ELEMENTS:
+        # Those of a tensor are mostly in order, which makes one sort by one key fast.
+        return np.argsort(file * longest + start, kind="stable")
+    return np.lexsort((start, file))
+
+
+def _byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray, IntArray]:
+    """Where regions lie: rows of their files, first bytes, and one past the last."""
+    rows = index.rows(found.piece)
+    starts, stops, _ = flat_spans(rows.extents, found.offsets - rows.offsets, found.extents)
+    itemsizes, position = index.tensors.itemsizes.take(rows.tensor), rows.position
+    return rows.file, position + starts * itemsizes, position + stops * itemsizes
 
 
 def windows_of(index: Index, regions: Regions, limits: ReadLimits) -> IntArray:
@@ -188,8 +197,8 @@ def windows_of(index: Index, regions: Regions, limits: ReadLimits) -> IntArray:
         regions: The regions.
         limits: Those that the regions were cut with.
     """
-    start, _ = _byte_ranges(index, regions)
-    windows: IntArray = index.file[regions.piece] * _windows_per_file(index, limits)
+    file, start, _ = _byte_ranges(index, regions)
+    windows: IntArray = file * _windows_per_file(index, limits)
     return windows + start // limits.window_bytes
 
 
@@ -220,41 +229,56 @@ def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArr
 
 
 def _intersections(index: Index, wanted: BoxTable) -> Regions:
-    """Every non-empty intersection of a wanted box with a piece."""
-    stored = index.boxes
-    bounds = np.searchsorted(stored.tensor, np.arange(len(stored.tensors) + 1))
-    num_pieces = bounds[wanted.tensor + 1] - bounds[wanted.tensor]
-    want = np.repeat(np.arange(len(wanted)), num_pieces)
-    ends = np.cumsum(num_pieces)
-    piece = np.arange(len(want)) - np.repeat(ends - num_pieces, num_pieces)
-    piece += np.repeat(bounds[wanted.tensor], num_pieces)
+    """Every non-empty intersection of a wanted box with a piece.
+
+    Equal boxes that are wanted of tensors that are cut alike are intersected once.
+    """
+    pieces = index.pieces_of_tensors
+    kinds, of = distinct(
+        pieces.offsets.number[wanted.tensor],
+        pieces.extents.number[wanted.tensor],
+        *wanted.offsets.T,
+        *wanted.extents.T,
+    )
+    tensor = wanted.tensor[kinds]
+    num_pieces = pieces.offsets.lengths[tensor]
+    kind = np.repeat(np.arange(len(kinds)), num_pieces)
+    within = ranges(np.zeros(len(kinds), np.int64), num_pieces)
+    rows = PieceRows(pieces, tensor.take(kind), within)
+    want = kinds.take(kind)
     offsets, extents, meets = intersect_rows(
         wanted.offsets.take(want, axis=0),
         wanted.extents.take(want, axis=0),
-        stored.offsets.take(piece, axis=0),
-        stored.extents.take(piece, axis=0),
+        rows.offsets,
+        rows.extents,
     )
-    found = Regions(want, piece, offsets, extents).take(np.flatnonzero(meets))
-    sizes = np.zeros(len(wanted), dtype=np.int64)
-    np.add.at(sizes, found.want, row_products(found.extents))
-    wrong = np.flatnonzero(sizes != row_products(wanted.extents))
-    if len(wrong):
-        row = int(wrong[0])
+    met = np.flatnonzero(meets)
+    kind, within = kind.take(met), within.take(met)
+    offsets, extents = offsets.take(met, axis=0), extents.take(met, axis=0)
+    sizes = np.zeros(len(kinds), dtype=np.int64)
+    np.add.at(sizes, kind, row_products(extents))
+    is_wrong = sizes != row_products(wanted.extents[kinds])
+    if is_wrong.any():
+        row = int(np.flatnonzero(is_wrong[of])[0])
         raise CoverageError(
             f"{wanted.tensors.names[wanted.tensor[row]]}: the checkpoint's pieces do not hold "
             f"box {wanted.box(row)} exactly once"
         )
-    return found
+    counts = np.bincount(kind, minlength=len(kinds))
+    again = ranges((np.cumsum(counts) - counts)[of], counts[of])
+    want = np.repeat(np.arange(len(wanted)), counts[of])
+    piece = within.take(again)
+    piece += index.first_pieces.take(wanted.tensor).take(want)
+    return Regions(want, piece, offsets.take(again, axis=0), extents.take(again, axis=0))
 
 
 def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
     """Cut regions that cross the end of a window or have long gaps."""
-    stored = index.boxes
-    start, stop = _byte_ranges(index, found)
+    _, start, stop = _byte_ranges(index, found)
     must_cut = start // limits.window_bytes != (stop - 1) // limits.window_bytes
-    itemsizes = stored.tensors.itemsizes.take(stored.tensor.take(found.piece))
-    shapes = stored.extents.take(found.piece, axis=0)
-    gaps = longest_gaps(shapes, found.extents, (stop - start) // itemsizes)
+    rows = index.rows(found.piece)
+    itemsizes = index.tensors.itemsizes.take(rows.tensor)
+    gaps = longest_gaps(rows.extents, found.extents, (stop - start) // itemsizes)
     has_gaps = gaps * itemsizes > limits.gap_bytes
     easy = np.flatnonzero(must_cut & ~has_gaps)
     must_cut |= has_gaps
@@ -265,19 +289,20 @@ def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:
     )
     parts = [found.take(np.flatnonzero(~must_cut)), between]
     must_cut[easy[is_done]] = False
-    for row in np.flatnonzero(must_cut).tolist():
-        piece = int(found.piece[row])
-        corner = stored.offsets[piece]
+    left = found.take(np.flatnonzero(must_cut))
+    rows = index.rows(left.piece)
+    itemsizes, positions = index.tensors.itemsizes[rows.tensor].tolist(), rows.position.tolist()
+    corners, shapes = rows.offsets, rows.extents.tolist()
+    for row, (itemsize, position) in enumerate(zip(itemsizes, positions, strict=True)):
+        corner = corners[row]
         region = Box(
-            tuple((found.offsets[row] - corner).tolist()), tuple(found.extents[row].tolist())
+            tuple((left.offsets[row] - corner).tolist()), tuple(left.extents[row].tolist())
         )
-        itemsize = stored.tensors.dtype(int(stored.tensor[piece])).itemsize
-        shape = tuple(stored.extents[piece].tolist())
-        cut = list(cut_region(shape, region, int(index.position[piece]), itemsize, limits))
+        cut = list(cut_region(tuple(shapes[row]), region, position, itemsize, limits))
         parts.append(
             Regions(
-                np.full(len(cut), found.want[row]),
-                np.full(len(cut), piece),
+                np.full(len(cut), left.want[row]),
+                np.full(len(cut), left.piece[row]),
                 np.array([box.offset for box in cut], dtype=np.int64) + corner,
                 np.array([box.shape for box in cut], dtype=np.int64),
             )
@@ -303,10 +328,10 @@ def _cut_between_steps(
     Returns:
         The parts of regions without a step that lies in two windows; and which these are.
     """
-    stored = index.boxes
+    rows = index.rows(found.piece)
     dim = np.argmax(found.extents > 1, axis=1)[:, None]
-    strides = np.take_along_axis(row_strides(stored.extents[found.piece]), dim, axis=1)[:, 0]
-    step = strides * stored.tensors.itemsizes[stored.tensor[found.piece]]
+    strides = np.take_along_axis(row_strides(rows.extents), dim, axis=1)[:, 0]
+    step = strides * index.tensors.itemsizes[rows.tensor]
     num_steps = np.take_along_axis(found.extents, dim, axis=1)[:, 0]
     length = stop - start - (num_steps - 1) * step
     first = start // window_bytes
@@ -373,13 +398,12 @@ def _split_at_gaps(shape: tuple[int, ...], region: Box, max_gap: int) -> Iterato
 
 
 def _merge_runs(
-    index: Index, found: Regions, start: IntArray, stop: IntArray, limits: ReadLimits
+    index: Index, file: IntArray, start: IntArray, stop: IntArray, limits: ReadLimits
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Merge sorted byte ranges of one window into runs: first rows (and the end), starts, stops."""
     if not len(start):
         empty = np.zeros(0, dtype=np.int64)
         return np.zeros(1, dtype=np.int64), empty, empty
-    file = index.file[found.piece]
     window = start // limits.window_bytes
     if index.block_size:
         # Whole blocks are read, so the gaps that count are those between blocks.

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from remesh.coverage import MAX_SHOWN, check_coverage
 from remesh.errors import CoverageError, StateError
 from remesh.geometry import IntArray
-from remesh.index import BoxTable, TensorTable
 from remesh.state import Role
+from remesh.tables import BoxTable, TensorTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

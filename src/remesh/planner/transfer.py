@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from remesh.geometry import BoolArray, IntArray
-from remesh.index import Index, decode_columns, encode_columns
+from remesh.index import Index
 from remesh.planner.loading import Regions
+from remesh.tables import decode_columns, encode_columns
 
 MESSAGE_BYTES = 8 << 20
 """A message from memory to memory ends with the region that makes it as long or longer. No region
@@ -75,7 +76,7 @@ class Messages:
             parts: Ranks that get the same or the one that sends it, regions, and the turn of each.
         """
         none = np.zeros(0, dtype=np.int64)
-        no_boxes = np.zeros((0, index.boxes.offsets.shape[1]), dtype=np.int64)
+        no_boxes = np.zeros((0, index.tensors.shapes.shape[1]), dtype=np.int64)
         regions = Regions.join([Regions(none, none, no_boxes, no_boxes), *(r for _, r, _ in parts)])
         turn = np.concatenate([none, *(turns for *_, turns in parts)])
         part = np.repeat(np.arange(len(parts)), [len(turns) for *_, turns in parts])

@@ -282,7 +282,7 @@ def _stored_weights(exchange: Exchange, place: Any) -> list[_Weight]:
             others.get(name, []),
             stored.has_value(_record_of(name)),
         )
-        for name in index.boxes.tensors.names
+        for name in index.tensors.names
     ]
 
 

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from remesh.index import BoxTable, Index
+from remesh.geometry import IntArray
+from remesh.index import Index
+from remesh.tables import TensorTable
 
 
 class Described(Protocol):
@@ -52,7 +54,7 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     None, which stands for a plain value, stays None.
     """
     if isinstance(tensors, Index):
-        cuts = num_pieces_of(tensors.boxes)
+        cuts = cuts_of(tensors)
         return {
             name: TensorInfo(stored.dtype, stored.shape, cuts[tensors.row(name)])
             for name, stored in tensors.items()
@@ -65,17 +67,40 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     }
 
 
-def num_pieces_of(boxes: BoxTable) -> list[tuple[int, ...]]:
-    """Into how many ranges the boxes of a table cut each axis of each of its tensors."""
-    tensors = boxes.tensors
-    num_dims = tensors.shapes.shape[1]
-    counts = np.zeros((len(tensors), num_dims), dtype=np.int64)
-    for axis in range(num_dims):
-        # Distinct offsets of each tensor: sort by (tensor, offset), then count the changes.
-        order = np.lexsort((boxes.offsets[:, axis], boxes.tensor))
-        tensor, offset = boxes.tensor[order], boxes.offsets[order, axis]
-        is_new = np.ones(len(tensor), dtype=bool)
-        is_new[1:] = (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1])
-        counts[:, axis] = np.bincount(tensor[is_new], minlength=len(tensors))
+def cuts_of(index: Index) -> list[tuple[int, ...]]:
+    """`num_pieces_of` for the tensors of an index; those that are cut alike are counted once."""
+    lists = index.pieces_of_tensors.offsets
+    tensor = np.repeat(np.arange(len(lists.ends)), np.diff(lists.ends, prepend=0))
+    counts = _num_offsets(tensor, lists.values, len(lists.ends))
+    return _of_own_dims(index.tensors, counts[lists.number])
+
+
+def num_pieces_of(
+    tensors: TensorTable, tensor: IntArray, offsets: IntArray
+) -> list[tuple[int, ...]]:
+    """Into how many ranges boxes cut each axis of each tensor.
+
+    Args:
+        tensors: The tensors.
+        tensor: Row of the tensor of each box.
+        offsets: Offset of each box, padded.
+    """
+    return _of_own_dims(tensors, _num_offsets(tensor, offsets, len(tensors)))
+
+
+def _of_own_dims(tensors: TensorTable, counts: IntArray) -> list[tuple[int, ...]]:
     rows = np.maximum(counts, 1).tolist()
     return [tuple(row[:ndim]) for row, ndim in zip(rows, tensors.ndims.tolist(), strict=True)]
+
+
+def _num_offsets(tensor: IntArray, offsets: IntArray, num_tensors: int) -> IntArray:
+    """How many different offsets the boxes of each tensor have, axis by axis."""
+    counts = np.zeros((num_tensors, offsets.shape[1]), dtype=np.int64)
+    for axis in range(offsets.shape[1]):
+        # Sort by (tensor, offset), then count the changes.
+        order = np.lexsort((offsets[:, axis], tensor))
+        group, offset = tensor[order], offsets[order, axis]
+        is_new = np.ones(len(group), dtype=np.bool_)
+        is_new[1:] = (group[1:] != group[:-1]) | (offset[1:] != offset[:-1])
+        counts[:, axis] = np.bincount(group[is_new], minlength=num_tensors)
+    return counts

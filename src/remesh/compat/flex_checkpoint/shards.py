@@ -21,8 +21,8 @@ from remesh.coverage import faulty_tensors
 from remesh.errors import CoverageError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, boxes_of_flat_range, uncovered
-from remesh.index import BoxTable, TensorTable
 from remesh.sharded import Part, ShardedTensor, dtype_name
+from remesh.tables import BoxTable, TensorTable
 
 
 class ShardInfo(NamedTuple):

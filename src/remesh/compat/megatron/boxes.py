@@ -17,12 +17,12 @@ from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
 from remesh.formats.torch_dcp import COMMON_NAME
 from remesh.geometry import Box, boxes_of_flat_range
-from remesh.index import BoxTable, TensorTable
 from remesh.planner import LocalBoxes
 from remesh.sharded import Part
 from remesh.sharded import ShardedObject as EngineObject
 from remesh.sharded import ShardedTensor as EngineTensor
 from remesh.state import Role
+from remesh.tables import BoxTable, TensorTable
 
 COMMON_KEY = "common_state"
 """Name of the object that holds the common state in a native checkpoint."""

@@ -1,0 +1,201 @@
+"""Tables of tensors and of boxes, as columns of integers; and columns as bytes.
+
+There may be many millions of boxes, so a table is columns, not objects: one row for each tensor
+(`TensorTable`), one row for each box (`BoxTable`). Boxes are padded to a common number of dims as
+`remesh.geometry` describes. Named columns are stored, and sent to other ranks, as a safetensors
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
+from remesh.errors import CorruptCheckpointError
+from remesh.geometry import Box, IntArray, pad_dims, row_products
+from remesh.safetensors_file import decode_header, encode_header
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+_COLUMN_CODES = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
+_COLUMN_DTYPES = {code: np.dtype(text) for text, code in _COLUMN_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTable:
+    """Named global tensors, a row each.
+
+    Attributes:
+        names: Stored names.
+        dtypes: Number of each dtype in `remesh.dtypes.DTYPES`.
+        ndims: Number of dims of each tensor.
+        shapes: (rows, d) global shapes, padded with 1.
+    """
+
+    names: tuple[str, ...]
+    dtypes: IntArray
+    ndims: IntArray
+    shapes: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, str, Sequence[int]]]) -> TensorTable:
+        """A table of (name, dtype name, global shape) rows."""
+        num_dims = max((len(shape) for _, _, shape in rows), default=1)
+        return cls(
+            tuple(name for name, _, _ in rows),
+            np.array([CODE[dtype] for _, dtype, _ in rows], dtype=np.int64),
+            np.array([len(shape) for _, _, shape in rows], dtype=np.int64),
+            pad_dims([shape for _, _, shape in rows], max(num_dims, 1), 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def dtype(self, row: int) -> DType:
+        """Element type of a row."""
+        return DTYPES[int(self.dtypes[row])]
+
+    def shape(self, row: int) -> tuple[int, ...]:
+        """Global shape of a row."""
+        return tuple(self.shapes[row, : self.ndims[row]].tolist())
+
+    def among(self, rows: IntArray) -> TensorTable:
+        """A table of some of the rows."""
+        names = tuple(self.names[row] for row in rows.tolist())
+        return TensorTable(names, self.dtypes[rows], self.ndims[rows], self.shapes[rows])
+
+    @property
+    def itemsizes(self) -> IntArray:
+        """Bytes of an element, row by row."""
+        return ITEMSIZES[self.dtypes]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """This table as named columns."""
+        encoded = [name.encode() for name in self.names]
+        return {
+            "tensor.name_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+            "tensor.name_ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
+            "tensor.dtype": self.dtypes,
+            "tensor.ndim": self.ndims,
+            "tensor.shape": self.shapes,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Columns) -> TensorTable:
+        """The table of what `columns` gave."""
+        text = columns["tensor.name_bytes"].tobytes()
+        ends = columns["tensor.name_ends"].tolist()
+        starts = [0, *ends[:-1]]
+        names = tuple(text[a:b].decode() for a, b in zip(starts, ends, strict=False))
+        return cls(names, columns["tensor.dtype"], columns["tensor.ndim"], columns["tensor.shape"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxTable:
+    """Boxes of named tensors, a row each.
+
+    Attributes:
+        tensors: The tensors.
+        tensor: Row in `tensors` of each box.
+        offsets: (rows, d) offsets, padded with 0.
+        extents: (rows, d) shapes, padded with 1; d as in `tensors.shapes`.
+    """
+
+    tensors: TensorTable
+    tensor: IntArray
+    offsets: IntArray
+    extents: IntArray
+
+    @classmethod
+    def of(cls, tensors: TensorTable, rows: Sequence[tuple[int, Box]]) -> BoxTable:
+        """A table of (row in `tensors`, box) rows."""
+        num_dims = tensors.shapes.shape[1]
+        return cls(
+            tensors,
+            np.array([row for row, _ in rows], dtype=np.int64),
+            pad_dims([box.offset for _, box in rows], num_dims, 0),
+            pad_dims([box.shape for _, box in rows], num_dims, 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def box(self, row: int) -> Box:
+        """The box of a row, without padding."""
+        ndim = self.tensors.ndims[self.tensor[row]]
+        return Box(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.extents[row, :ndim].tolist())
+        )
+
+    def bounds(self, rows: IntArray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Offset and shape of the boxes of some rows, without padding: `box` for many."""
+        ndims = self.tensors.ndims[self.tensor[rows]].tolist()
+        offsets, extents = self.offsets[rows].tolist(), self.extents[rows].tolist()
+        return (
+            [tuple(row[:ndim]) for row, ndim in zip(offsets, ndims, strict=True)],
+            [tuple(row[:ndim]) for row, ndim in zip(extents, ndims, strict=True)],
+        )
+
+    @property
+    def num_bytes(self) -> IntArray:
+        """Bytes of each box."""
+        sizes: IntArray = row_products(self.extents) * self.tensors.itemsizes[self.tensor]
+        return sizes
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """This table as named columns."""
+        return {
+            **self.tensors.columns(),
+            "box.tensor": self.tensor,
+            "box.offset": self.offsets,
+            "box.shape": self.extents,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Columns) -> BoxTable:
+        """The table of what `columns` gave."""
+        return cls(
+            TensorTable.from_columns(columns),
+            columns["box.tensor"],
+            columns["box.offset"],
+            columns["box.shape"],
+        )
+
+
+def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Named integer arrays as one safetensors file."""
+    arrays = {
+        name: np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+        for name, array in columns.items()
+    }
+    header, _ = encode_header(
+        [
+            (name, _COLUMN_CODES[array.dtype.str], array.shape, array.nbytes)
+            for name, array in arrays.items()
+        ],
+        metadata or {},
+    )
+    return b"".join([header, *(array.tobytes() for array in arrays.values())])
+
+
+def decode_columns(data: bytes, where: str) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """The arrays and the metadata of what `encode_columns` wrote.
+
+    Raises:
+        CorruptCheckpointError: If the bytes are not such a file.
+    """
+    header = decode_header(data, where)
+    columns = {}
+    for name, entry in header.entries.items():
+        start, stop = (header.data_start + offset for offset in entry.data_offsets)
+        try:
+            flat = np.frombuffer(data[start:stop], dtype=_COLUMN_DTYPES[entry.dtype])
+            columns[name] = flat.reshape(entry.shape)
+        except (KeyError, ValueError) as error:
+            raise CorruptCheckpointError(f"{where}: column {name!r}: {error!r}") from error
+    return columns, header.metadata
