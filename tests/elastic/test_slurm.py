@@ -7,9 +7,12 @@ node, nodes die by them without a word to Slurm.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +27,9 @@ from remesh.elastic.client import Client
 from tests.elastic.cluster import TRAIN
 from tests.elastic.fsdp_job import uninterrupted
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
+PAGE = (ROOT / "docs" / "how-to" / "slurm.md").read_text()
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -61,6 +66,7 @@ class Slurm:
         self.environment = environment
         self.jobs: list[str] = []
         self.dead: list[str] = []
+        self.drained: list[str] = []
 
     def ask(self, *command: str) -> str:
         """Run a command of Slurm's; what it said."""
@@ -129,6 +135,8 @@ class Slurm:
         """Leave Slurm as it was."""
         self.ask("scancel", *self.jobs)
         self.restore()
+        for node in self.drained:
+            self.ask("scontrol", "update", f"nodename={node}", "state=resume")
         deadline = time.monotonic() + 60
         while self.ask("squeue", "--noheader", "--jobs", ",".join(self.jobs), "--format", "%T"):
             assert time.monotonic() < deadline, "the jobs do not end"
@@ -223,12 +231,19 @@ def test_a_broken_node_is_excluded_and_another_has_more_processes(
 ) -> None:
     patterns = tmp_path / "patterns.json"
     patterns.write_text('{"node": ["an error of the user\'s"]}')
-    slurm.submit("0-1", MASTER_OPTIONS=f"--failure-patterns {patterns}")
+    (line,) = re.findall(r"^\$ export (ON_EXCLUDED=.*)$", PAGE, re.MULTILINE)
+    variable, _, command = shlex.split(line)[0].partition("=")
+    slurm.submit("0-1", MASTER_OPTIONS=f"--failure-patterns {patterns}", **{variable: command})
     job = Job(slurm, tmp_path)
     number = job.until_trained(0, 1)
     broken = slurm.node_of(1)
+    slurm.drained.append(broken)
     (tmp_path / "fail-1").touch()
     until(lambda: slurm.excluded_by(1) == broken, slurm.states)
+    assert slurm.ask("sinfo", "--noheader", "--nodes", broken, "--format", "%T").startswith("drain")
+    run = Path(slurm.environment["RUN"])
+    until((run / "excluded").exists, slurm.states)
+    assert (run / "excluded").read_text() == f"{broken}\n"
     slurm.start_requeued(1)
     number = job.until_trained(0, 1, round_after=number)
     assert slurm.node_of(1) != broken
@@ -236,6 +251,31 @@ def test_a_broken_node_is_excluded_and_another_has_more_processes(
     job.until_trained(0, 1, 2, round_after=number)
     assert sum(node.num_processes for node in job.client.status().nodes) == 4
     job.stop()
+
+
+@pytest.mark.nightly
+def test_of_two_masters_outside_the_job_one_dies(tmp_path: Path, slurm: Slurm) -> None:
+    run = Path(slurm.environment["RUN"])
+    run.mkdir()
+    (run / "token").write_text("a token of the test")
+    command = [str(Path(sys.executable).with_name("remesh")), "master", "--port", "0"]
+    command += ["--token-file", str(run / "token"), "--state", str(run / "state"), "--lease", "3"]
+    masters = {}
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            started = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(started.kill)
+            assert started.stdout is not None
+            masters[started.stdout.readline().decode().strip()] = started
+        (run / "url").write_text(",".join(masters))
+        slurm.submit("1-2")
+        job = Job(slurm, tmp_path)
+        job.until_trained(1, 2)
+        assert job.client.url in masters, "the one that answered"
+        masters[job.client.url].kill()
+        job.until_trained(1, 2)
+        assert job.client.status().num_restarts == 0
+        job.stop()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import base64
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -310,27 +311,36 @@ class Bed:
     def patch(self, name: str, spec: dict[str, Any]) -> None:
         self.client.patch(JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
 
-    def num_succeeded(self) -> int:
-        """Pods of Jobs of Kubernetes that have ended well."""
+    def num_ended(self, how: str) -> int:
+        """Pods of Jobs of Kubernetes that have `succeeded` or `failed`."""
         reply = self._http("GET", f"apis/batch/v1/namespaces/{self.namespace}/jobs")
-        return sum(each.get("status", {}).get("succeeded") or 0 for each in reply.json()["items"])
+        return sum(each.get("status", {}).get(how) or 0 for each in reply.json()["items"])
 
     def delete_pod(self, pod: str) -> None:
         """A user, or Kubernetes, deletes a pod."""
         self.client.delete(PODS, pod)
 
-    def end_pod(self, pod: str, *, out_of_memory: bool = False) -> None:
-        """Kill the pod whose command has this word, as the kernel does when memory runs out."""
+    def end_pod(self, word: str, *, out_of_memory: bool = False) -> None:
+        """Kill one pod whose command has this word, such as its name.
+
+        Args:
+            word: The word.
+            out_of_memory: Let it look as if memory had run out; `word` is the name.
+        """
         if out_of_memory:
-            self.pod_file(pod, "oom").touch()
+            self.pod_file(word, "oom").touch()
         mine = str(self.directory).encode()
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
+                status = (entry / "status").read_text()
             except OSError:
                 continue  # it has just ended
-            if words[1:2] == [str(SHIM).encode()] and mine in words and pod.encode() in words:
+            is_first = re.search(r"^NSpid:.*\t1$", status, re.MULTILINE) is not None
+            is_pod = is_first and words[1:2] == [str(SHIM).encode()] and mine in words
+            if is_pod and word.encode() in words:
                 os.kill(int(entry.name), signal.SIGKILL)
+                return
 
     def events(self) -> list[str]:
         """What the operator told users."""

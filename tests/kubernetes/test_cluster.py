@@ -189,8 +189,17 @@ def test_workers_of_a_job_without_the_operator(bed: Bed, example: str) -> None:
     bed.apply_example("master.yaml")
     bed.apply_example(example)
     wait_until(lambda: bed.last_step()[1] == 3, "three ranks train", 240)
+    bed.end_pod("run")
+    wait_until(lambda: bed.num_ended("failed") == 1, "a worker fails", 240)
+    step = bed.last_step()[0]
+
+    def is_whole() -> bool:
+        newest, size = bed.last_step()
+        return size == 3 and newest > step + 3
+
+    wait_until(is_whole, "three ranks train again", 240)
     (bed.directory / "stop").touch()
-    wait_until(lambda: bed.num_succeeded() == 3, "the Job is complete", 240)
+    wait_until(lambda: bed.num_ended("succeeded") == 3, "the Job is complete", 240)
     losses = bed.losses()
     assert sorted(losses) == list(range(len(losses)))
 
@@ -225,7 +234,7 @@ def test_of_two_masters_without_the_operator_one_dies(bed: Bed) -> None:
     (second,) = leaders()
     assert clients[second].status().num_restarts == 0
     (bed.directory / "stop").touch()
-    wait_until(lambda: bed.num_succeeded() == 3, "the Job is complete", 240)
+    wait_until(lambda: bed.num_ended("succeeded") == 3, "the Job is complete", 240)
     assert bed.losses() == {
         step: [pytest.approx(loss, rel=1e-6)]
         for step, loss in enumerate(uninterrupted(max(bed.losses()) + 1))
