@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -410,7 +411,7 @@ def page(title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{_COLOURS}{_PAGE_STYLE}{_DRAWING_STYLE}</style>\n</head>\n<body>\n"
         f"<main>\n<h1>{html.escape(title)}</h1>\n" + "\n".join(body) + "\n</main>\n</body>\n"
         "</html>\n"
     )
@@ -430,6 +431,22 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
+def svg_file(drawing: str) -> str:
+    """A drawing of this module as an SVG file of its own, in the light and the dark colours."""
+    found = re.search(
+        r'<svg [^>]*(viewBox="0 0 (\d+) (\d+)")([^>]*)>(.*)</svg>', drawing, re.DOTALL
+    )
+    assert found is not None
+    _, width, height, label, content = found.groups()
+    margin = 14
+    whole = f"{-margin} {-margin} {int(width) + 2 * margin} {int(height) + 2 * margin}"
+    style = f"{_COLOURS}text {{ font-family: {_FONTS}; }}{_DRAWING_STYLE}"
+    ground = f'x="{-margin}" y="{-margin}" width="100%" height="100%" rx="6" fill="var(--page)"'
+    return (
+        f'<svg viewBox="{whole}"{label}>\n<style>{style}</style>\n<rect {ground}/>{content}</svg>\n'
+    )
+
+
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     content = "\n".join(parts)
     # A narrow drawing is not blown up to the width of the page.
@@ -445,7 +462,9 @@ def _text(x: float, y: float, text: str, style: str) -> str:
     return f'<text class="{style}" x="{x:.2f}" y="{y:.2f}">{html.escape(text)}</text>'
 
 
-_STYLE = """
+_FONTS = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
+
+_COLOURS = """
 :root { color-scheme: light dark;
   --page: #ffffff; --ink: #1c2128; --soft: #5b6570; --grid: #e3e7ec; --edge: #3b434d;
   --r0: #9ccbff; --r1: #ffc078; --r2: #a3dfac; --r3: #dfb3f2;
@@ -456,6 +475,9 @@ _STYLE = """
   --r0: #22609f; --r1: #965012; --r2: #2a7241; --r3: #74408c;
   --r4: #726312; --r5: #93383a; --r6: #1a6f72; --r7: #535b64;
   --a: #77828e; --b: #f0a440; --c: #62aeff; --d: #ff7cc8; --e: #6fd487; --kill: #ff7b72; } }
+"""
+
+_PAGE_STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1000px; margin: 0 auto; padding: 28px 20px 48px; }
@@ -469,6 +491,9 @@ p { margin: 6px 0 10px; max-width: 78ch; }
 table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--grid); }
 th { color: var(--soft); font-weight: 600; }
+"""
+
+_DRAWING_STYLE = """
 text { font-size: 11px; fill: var(--ink); }
 .head { font-size: 14px; font-weight: 600; }
 .name { font-size: 12px; }
