@@ -278,6 +278,26 @@ def test_of_two_masters_outside_the_job_one_dies(tmp_path: Path, slurm: Slurm) -
         job.stop()
 
 
+@pytest.mark.nightly
+def test_a_heterogeneous_job_ends_as_one(tmp_path: Path, slurm: Slurm) -> None:
+    script = tmp_path / "job.sbatch"
+    part = "#SBATCH --nodes=1 --exclusive --no-requeue\n"
+    step = f"srun --het-group=0,1 sh -c 'touch {tmp_path}/$SLURMD_NODENAME; exec sleep 900'\n"
+    script.write_text(f"#!/bin/bash\n{part}#SBATCH hetjob\n{part}{step}")
+    log = str(tmp_path / "job.log")
+    job = slurm.ask("sbatch", "--parsable", "--output", log, str(script))
+    slurm.jobs.append(job)
+
+    def nodes() -> list[str]:
+        form = ("--noheader", "--states", "R", "--format", "%i %N")
+        lines = slurm.ask("squeue", "--jobs", job, *form).splitlines()
+        return [line.split()[1] for line in sorted(lines)]
+
+    until(lambda: len(nodes()) == 2 and all((tmp_path / each).exists() for each in nodes()), nodes)
+    slurm.kill(nodes()[1])  # not the one with the script
+    until(lambda: nodes() == [], slurm.states)
+
+
 @pytest.mark.slow
 def test_the_node_of_the_master_dies(tmp_path: Path, slurm: Slurm) -> None:
     slurm.submit("0-1")
