@@ -30,8 +30,9 @@ Fault = Literal[
     "drip",  # the answer comes in small pieces
     "delay",  # it comes late
     "repeat",  # the server behind gets the request twice
+    "stall",  # there is no answer until the proxy ends; not among those that a plan draws
 ]
-FAULTS: tuple[Fault, ...] = get_args(Fault)
+FAULTS: tuple[Fault, ...] = tuple(fault for fault in get_args(Fault) if fault != "stall")
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "date", "server"}
 
 
@@ -85,6 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "refuse":
             self._refuse(chance)
+            return
+        if fault == "stall":
+            self.server.ended.wait()
+            self.close_connection = True
             return
         if fault == "delay":
             time.sleep(chance * 0.05)
@@ -169,6 +174,7 @@ class FaultyProxy(ThreadingHTTPServer):
         assert found.hostname is not None
         self.behind = (found.hostname, found.port)
         self.plan = plan
+        self.ended = threading.Event()
 
     @property
     def endpoint(self) -> str:
@@ -188,5 +194,6 @@ def faulty_proxy(endpoint: str, plan: Plan) -> Iterator[FaultyProxy]:
         try:
             yield proxy
         finally:
+            proxy.ended.set()
             proxy.shutdown()
             thread.join()

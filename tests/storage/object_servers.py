@@ -34,10 +34,12 @@ class AtomicServer(ThreadedMotoServer):
     Args:
         ignores_conditions: Whether conditional puts succeed whatever there is, as some stores let
             them.
+        ignores_ranges: Whether objects are given whole where a part is asked for.
     """
 
-    def __init__(self, *, ignores_conditions: bool = False) -> None:
+    def __init__(self, *, ignores_conditions: bool = False, ignores_ranges: bool = False) -> None:
         super().__init__(ip_address="127.0.0.1", port=0, verbose=False)
+        self._ignores_ranges = ignores_ranges
         self._ignores_conditions = ignores_conditions
 
     def _server_entry(self) -> None:
@@ -47,6 +49,8 @@ class AtomicServer(ThreadedMotoServer):
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
             if self._ignores_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
+            if self._ignores_ranges:
+                environ.pop("HTTP_RANGE", None)
             if environ["REQUEST_METHOD"] != "PUT":
                 return app(environ, start)
             with lock:
@@ -78,10 +82,12 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(*, ignores_conditions: bool = False) -> Iterator[S3Server]:
+def s3_server(
+    *, ignores_conditions: bool = False, ignores_ranges: bool = False
+) -> Iterator[S3Server]:
     """A server with an empty bucket; the environment names it and its credentials."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = AtomicServer(ignores_conditions=ignores_conditions)
+    server = AtomicServer(ignores_conditions=ignores_conditions, ignores_ranges=ignores_ranges)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -28,11 +29,13 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.events import Event
-from remesh.storage import Buffer, Storage, open_storage
+from remesh.storage import Buffer, MemoryStorage, Storage, delete_files, hedging, open_storage
+from remesh.storage.hedging import FIRST_SECONDS, MIN_SECONDS, Hedge
 from remesh.storage.object_store import ObjectStorage
 from remesh.storage.parts import Parts
 from remesh.storage.remote_errors import explain
-from remesh.testing import run_ranks
+from remesh.testing import Fail, FaultyStorage, run_ranks
+from tests.storage.faulty_proxy import Fault, Plan, faulty_proxy
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 
 PART = 5 << 20
@@ -477,3 +480,135 @@ def test_checkpoints_behind_fsspec(scheme: str, tmp_path: Path) -> None:
     assert [step["status"] for step in listed["checkpoints"]] == ["committed"]
     with pytest.raises(CheckpointExistsError):
         save_three_ranks(f"{root}/step_1")
+
+
+class TestSlowRequests:
+    def test_one_that_has_no_answer_is_sent_again(self, server: S3Server, root: str) -> None:
+        open_storage(root).put("file", b"abcdef", overwrite=False)
+        plan = Plan("stall")
+        with faulty_proxy(server.endpoint, plan) as proxy:
+            store = S3Store(
+                BUCKET,
+                prefix=root.removeprefix(f"s3://{BUCKET}/"),
+                endpoint=proxy.endpoint,
+                client_options={"allow_http": True},
+            )
+            storage = ObjectStorage(root, store)
+            # Otherwise the first request is slow after ten seconds.
+            assert storage.read("file", 0, 1) == b"a"
+            plan.rate, plan.faults = 1.0, ("stall",)
+            draw = plan.draw
+
+            def only_once() -> tuple[Fault | None, float]:
+                fault = draw()
+                plan.rate = 0.0
+                return fault
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(plan, "draw", only_once)
+                assert storage.read("file", 2, 5) == b"cde"
+            assert plan.met["stall"] == 1
+
+    def test_few_are_sent_again(self) -> None:
+        hedge = Hedge()
+        assert hedge.patience() == FIRST_SECONDS
+        assert [hedge.may_repeat() for _ in range(3)] == [True, False, False]
+        for _ in range(60):
+            hedge.note(0.01)
+        assert hedge.patience() == MIN_SECONDS
+        assert [hedge.may_repeat() for _ in range(5)] == [True, True, True, False, False]
+        for _ in range(64):
+            hedge.note(2.0)
+        assert hedge.patience() == 10.0
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["thread", "event loop"])
+    def test_the_answer_that_comes_first_counts(
+        self, inside: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(hedging, "FIRST_SECONDS", 0.0)
+        cancelled, numbers = [], iter(range(10))
+
+        async def ask() -> int:
+            number = next(numbers)
+            try:
+                await asyncio.sleep(0 if number else 3600)
+            except asyncio.CancelledError:
+                cancelled.append(number)
+                raise
+            return number
+
+        async def in_a_loop() -> int:
+            return Hedge().run(ask)
+
+        assert (asyncio.run(in_a_loop()) if inside else Hedge().run(ask)) == 1
+        assert cancelled == [0]
+
+    def test_a_failure_counts_if_there_is_no_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hedging, "FIRST_SECONDS", 0.0)
+        asked: list[int] = []
+        is_sent_again = asyncio.Event()
+
+        async def fails_first() -> int:
+            asked.append(len(asked))
+            if asked[-1] == 0:
+                await is_sent_again.wait()
+                raise OSError("first")
+            is_sent_again.set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return 1
+
+        async def fails() -> int:
+            await asyncio.sleep(0)
+            raise OSError("all")
+
+        assert Hedge().run(fails_first) == 1
+        with pytest.raises(OSError, match="all"):
+            Hedge().run(fails)
+
+
+class TestManyFiles:
+    def test_they_are_removed_by_one_request(
+        self, server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = open_storage(root)
+        for name in "abcd":
+            storage.put(f"x/{name}", b"1", overwrite=False)
+        monkeypatch.setattr(ObjectStorage, "delete", None)
+        delete_files(storage, ["x/a", "x/b", "x/never"])
+        assert storage.list() == ["x/c", "x/d"]
+
+    def test_a_store_that_cannot_do_it_is_asked_for_each(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = ObjectStorage("memory://x", MemoryStore())
+        names = [f"x/{number}" for number in range(40)]
+        for name in names:
+            storage.put(name, b"1", overwrite=False)
+        remove = obstore.delete
+
+        def one_by_one(store: Any, paths: Any) -> None:
+            if not isinstance(paths, str) or paths == "x/7":
+                raise OSError("not implemented")
+            remove(store, paths)
+
+        monkeypatch.setattr(obstore, "delete", one_by_one)
+        with pytest.raises(StorageError, match="x/7"):
+            delete_files(storage, names)
+        assert storage.list() == ["x/7"]
+
+    def test_a_failure_leaves_no_other_file(self) -> None:
+        inner = MemoryStorage()
+        for name in "abc":
+            inner.put(name, b"1", overwrite=False)
+        storage = FaultyStorage(inner, [Fail("delete", path="b")])
+        with pytest.raises(StorageError, match="b"):
+            delete_files(storage, ["a", "b", "c"])
+        assert inner.list() == ["b"]
+
+
+def test_a_store_that_ignores_ranges_gets_no_checkpoint(server: S3Server, root: str) -> None:
+    with s3_server(ignores_ranges=True):
+        with pytest.raises(StorageError, match=r"cannot be read from it: use another store"):
+            remesh.save({"w": torch.ones(4)}, root)
+        assert open_storage(root).list() == []

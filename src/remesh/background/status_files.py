@@ -27,7 +27,7 @@ from remesh.formats.building import exists
 from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
-from remesh.storage import Storage
+from remesh.storage import Storage, delete_files
 
 
 class _WrittenBytes(msgspec.Struct, frozen=True):
@@ -156,10 +156,9 @@ class StatusFiles:
         if self._shows_commit is None and num_ranks > 1:
             self._leave()
         elif self._rank == 0:
-            for rank in self._parts:
-                self._storage.delete(self._path("part", rank))
-            for path in self._storage.list(f"{self._folder}/progress-"):
-                self._storage.delete(path)
+            parts = [self._path("part", rank) for rank in self._parts]
+            progress = self._storage.list(f"{self._folder}/progress-")
+            delete_files(self._storage, [*parts, *progress])
 
     def _leave(self) -> None:
         """Remove this rank's part; who finds no other one removes what is left."""
@@ -168,8 +167,7 @@ class StatusFiles:
         self._storage.delete(self._path("part", self._rank))
         found = self._storage.list(f"{self._folder}/")
         if not any(path.startswith(f"{self._folder}/part-") for path in found):
-            for path in found:
-                self._storage.delete(path)
+            delete_files(self._storage, found)
 
     def _path(self, kind: str, rank: int) -> str:
         of_save = kind == "committed" or (kind == "failed" and rank == 0)

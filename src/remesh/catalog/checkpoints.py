@@ -40,7 +40,7 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.storage import Storage, open_storage
+from remesh.storage import Storage, delete_files, open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -533,7 +533,6 @@ def finish_removals(storage: Storage) -> list[str]:
 def _remove_files(storage: Storage, name: str, files: Sequence[str]) -> None:
     """Remove what is ours of a checkpoint without a record, the mark of that last."""
     marks = {_PINNED, _FAILURES}
-    for file in files:
-        if file in marks or _OURS.fullmatch(file):
-            storage.delete(f"{name}/{file}")
+    own = [file for file in files if file in marks or _OURS.fullmatch(file)]
+    delete_files(storage, [f"{name}/{file}" for file in own])
     storage.delete(f"{name}/{_REMOVING}")

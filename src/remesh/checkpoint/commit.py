@@ -21,7 +21,7 @@ from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage
+from remesh.storage import SharedFiles, Storage, delete_files
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
@@ -176,6 +176,5 @@ def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:
 
 def remove_paths(storage: Storage, paths: Sequence[str]) -> None:
     """Remove files of no checkpoint, as far as the storage can."""
-    for path in paths:
-        with suppress(StorageError):
-            storage.delete(path)
+    with suppress(StorageError):
+        delete_files(storage, paths)

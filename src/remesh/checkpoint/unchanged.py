@@ -46,7 +46,7 @@ from remesh.geometry import IntArray
 from remesh.integrity import BLOCK_SIZE, Digests, raw_digest
 from remesh.pipeline import has_digests
 from remesh.pipeline.write import FileCopy
-from remesh.storage import CopiedFiles, Storage
+from remesh.storage import CopiedFiles, Storage, delete_files
 
 MIN_BYTES = 4 << 20
 """Bytes of a group; less is written with what changes."""
@@ -305,6 +305,5 @@ def _keep(
 
 def drop_files(storage: Storage, parts: Iterable[Part]) -> None:
     """Remove files of a save that is given up, as far as the storage can."""
-    for part in parts:
-        with suppress(StorageError):
-            storage.delete(part.path)
+    with suppress(StorageError):
+        delete_files(storage, [part.path for part in parts])

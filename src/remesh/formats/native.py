@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -52,7 +53,7 @@ from remesh.integrity import (
     repair_advice,
 )
 from remesh.state import MAX_PATH, Path, cut_name
-from remesh.storage import Storage
+from remesh.storage import Storage, ask_together
 
 FORMAT_NAME = "remesh"
 FORMAT_VERSION = 2
@@ -339,8 +340,10 @@ def read_small_files(storage: Storage) -> NativeFiles:
     def read() -> NativeFiles:
         record = read_record(storage)
         with unless_replaced(storage, identity_of(record)):
-            index = _read_checked(storage, record.index)
-            return NativeFiles(record, index, _read_checked(storage, record.values))
+            files = (record.index, record.values)
+            parts = [partial(_read_checked, storage, file) for file in files]
+            index, values = ask_together(storage, parts)
+            return NativeFiles(record, index, values)
 
     return begin_anew(read)
 

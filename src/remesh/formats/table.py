@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from remesh._repr import short_repr
@@ -41,7 +41,7 @@ from remesh.formats.building import Listing, exists
 from remesh.formats.contents import Contents
 from remesh.formats.framing import Writer
 from remesh.index import Index
-from remesh.storage import Storage, list_with_sizes, open_storage
+from remesh.storage import Storage, ask_together, list_with_sizes, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,9 @@ def place_of(source: Any) -> Place:
 
 def formats_at(place: Place) -> list[Format]:
     """The formats whose marks are at a place; a listing is made only if no file is a mark."""
-    found = [row for row in FORMATS if not row.lists and row.is_at(place)]
+    marked = [row for row in FORMATS if not row.lists]
+    answers = ask_together(place.storage, [partial(row.is_at, place) for row in marked])
+    found = [row for row, is_there in zip(marked, answers, strict=True) if is_there]
     return found or [row for row in FORMATS if row.lists and row.is_at(place)]
 
 

@@ -37,6 +37,7 @@ from remesh.storage import (
     Directory,
     DirectoryListing,
     Storage,
+    delete_files,
     is_local,
     open_storage,
 )
@@ -433,8 +434,7 @@ def _remove_listed(storage: Storage, orphan: Orphan, *, now: float, older_than: 
     if orphan.kind == "save":
         seen = next(seen for seen in place.seen if seen.path == orphan.path)
         files = [_joined(path, file) for file in seen.files]
-    for file in files:
-        storage.delete(file)
+    delete_files(storage, files)
     return True
 
 
@@ -444,7 +444,5 @@ def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:
     with suppress(StorageError):
         found = storage.list(native.data_folder(save_id) + "/")
         # Where no file was finished, deleting one that is not there takes the empty folder away.
-        for path in found or [native.data_path(save_id, 0)]:
-            if path != keep:
-                with suppress(StorageError):
-                    storage.delete(path)
+        paths = found or [native.data_path(save_id, 0)]
+        delete_files(storage, [path for path in paths if path != keep])

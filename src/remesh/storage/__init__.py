@@ -21,6 +21,8 @@ the fast path where there is one; all other callers get correct results.
 from remesh.storage.buffers import ALIGNMENT, aligned_buffer
 from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
+from remesh.storage.deletion import delete_files as delete_files
+from remesh.storage.distance import ask_together as ask_together
 from remesh.storage.distance import is_local as is_local
 from remesh.storage.distance import is_remote as is_remote
 from remesh.storage.local import LocalStorage

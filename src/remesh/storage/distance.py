@@ -1,13 +1,18 @@
-"""How far away a storage is."""
+"""How far away a storage is, and how to ask one that is far away."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.protocol import Storage
 from remesh.storage.room import is_network_device
+
+_Answer = TypeVar("_Answer")
 
 
 def is_local(storage: Storage) -> bool:
@@ -26,3 +31,23 @@ def is_remote(storage: Storage) -> bool:
         except OSError:
             return False
     return not isinstance(storage, MemoryStorage)
+
+
+def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
+    """Ask a storage a few things: at the same time if each takes a round trip of a network.
+
+    Args:
+        storage: What is asked.
+        questions: Each asks one thing.
+
+    Returns:
+        The answers, in order.
+
+    Raises:
+        RemeshError: The first failure, in the order of the questions.
+    """
+    if len(questions) < 2 or not is_remote(storage):
+        return [question() for question in questions]
+    with ThreadPoolExecutor(len(questions)) as threads:
+        asked = [threads.submit(question) for question in questions]
+    return [answer.result() for answer in asked]

@@ -16,6 +16,7 @@ How it keeps the promises of `remesh.storage`:
   lifecycle rule of the bucket remove incomplete uploads.
 * `copy_from` is a copy on the server, within a bucket of S3 or Google Cloud. A store may refuse it,
   as S3 does above 5 GiB.
+* A request that reads, and is much slower than others, is sent again (`remesh.storage.hedging`).
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
 
@@ -31,7 +32,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,15 +45,16 @@ from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.hedging import Hedge
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
-from remesh.storage.remote_errors import explain
+from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import Bytes, GetOptions, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 PART_BYTES = 16 << 20
@@ -62,6 +65,9 @@ MAX_PARTS = 10_000
 
 NUM_UPLOADS = 4
 """Parts of a file that are on their way at a time."""
+
+NUM_DELETIONS = 16
+"""Objects that are removed at a time, where a request removes one."""
 
 READ_BYTES = 16 << 20
 """Bytes asked for at a time, so that the timeout of a request holds for any file."""
@@ -147,6 +153,7 @@ class ObjectStorage:
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
         self._honours_conditions: bool | None = None
+        self._hedge = Hedge()
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self._url!r})"
@@ -306,6 +313,20 @@ class ObjectStorage:
         except _FAILURES as error:
             raise explain("remove", self._name(path), error) from None
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """See `BatchDeletion.delete_many`; one request of S3 and Azure removes up to 1000."""
+        for path in paths:
+            check_path(path)
+        if len(paths) > 1:
+            # A store that cannot do this, or has not all of the objects, is asked for each alone.
+            with suppress(*_FAILURES):
+                obstore.delete(self._store, list(paths))
+                return
+        with ThreadPoolExecutor(NUM_DELETIONS) as threads:
+            deletions = [threads.submit(self.delete, path) for path in paths]
+        for deletion in deletions:
+            deletion.result()
+
     def sync(self) -> None:
         """See `Storage.sync`; there is nothing to do."""
 
@@ -379,9 +400,15 @@ class ObjectStorage:
         Returns:
             How many bytes there were; and of which object, None if the range begins behind its end.
         """
+
+        async def ask() -> tuple[ObjectMeta, Bytes]:
+            options: GetOptions = {"range": (start, start + target.size)}
+            found = await obstore.get_async(self._store, path, options=options)
+            return found.meta, await found.bytes_async()
+
         try:
-            found = obstore.get(self._store, path, options={"range": (start, start + target.size)})
-            data = np.frombuffer(memoryview(found.bytes()), np.uint8)
+            meta, found = self._hedge.run(ask)
+            data = np.frombuffer(memoryview(found), np.uint8)
         except _FAILURES as error:
             # A range that begins behind the end is an error of no class of its own.
             problem = explain("read", self._name(path), error)
@@ -389,7 +416,7 @@ class ObjectStorage:
                 raise problem from None
             return 0, None
         target[: data.size] = data
-        return len(data), found.meta
+        return len(data), meta
 
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions.
@@ -423,8 +450,9 @@ class ObjectStorage:
         if self._honours_conditions is None:
             probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
             try:
-                for _ in range(2):
-                    obstore.put(self._store, probe, b"", mode="create", use_multipart=False)
+                obstore.put(self._store, probe, b"12", mode="create", use_multipart=False)
+                self._check_ranges(probe)
+                obstore.put(self._store, probe, b"12", mode="create", use_multipart=False)
             except AlreadyExistsError:
                 self._honours_conditions = True
             else:
@@ -435,6 +463,20 @@ class ObjectStorage:
             with suppress(StorageError):
                 self.delete(probe)
         return self._honours_conditions
+
+    def _check_ranges(self, path: str) -> None:
+        """Check that what is saved can be read.
+
+        Raises:
+            StorageError: If the store gives whole objects where a part is asked for.
+        """
+        try:
+            obstore.get_range(self._store, path, start=1, end=2)
+        except _FAILURES as error:
+            problem = explain("read", self._name(path), error)
+            if RANGES_ADVICE in str(problem):
+                self.delete(path)
+                raise problem from None
 
     def _put_first(self, path: str, data: bytes | memoryview) -> bool:
         """Put an object unless there is one; returns whether it is ours that is there now."""

@@ -17,6 +17,10 @@ _LONGEST = 400
 
 # Pattern in the library's text → what to do. The first that matches is used.
 _NO_BUCKET = "there is no such bucket: create it, or check its name, the endpoint and the region"
+RANGES_ADVICE = (
+    "the store does not answer requests for a part of an object (HTTP status 206), so checkpoints "
+    "cannot be read from it: use another store"
+)
 _REMEDIES = {
     r"NoSuchBucket|ContainerNotFound|bucket does not exist": _NO_BUCKET,
     r"169\.254\.|metadata\.google|Credentials(Error)? |Account must be specified": (
@@ -36,6 +40,7 @@ _REMEDIES = {
         "the store cannot be reached: check the endpoint (AWS_ENDPOINT_URL for S3), the network "
         "and the proxy"
     ),
+    r"non-partial response": RANGES_ADVICE,
     r"SlowDown|status code: (429|503)": (
         "the store asks for fewer requests: try again later, or save from fewer ranks"
     ),
