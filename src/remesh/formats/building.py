@@ -10,9 +10,11 @@ one that says why. It is an error when it is asked for, and only then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -33,7 +35,7 @@ from remesh.formats.decoding import EncodedFile
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
-from remesh.geometry import Box, IntArray, pad_dims
+from remesh.geometry import Box, IntArray, pad_dims, row_products
 from remesh.index import Index, StoredFile, checked
 from remesh.state import Path, name_of
 from remesh.storage import Storage
@@ -88,6 +90,40 @@ def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
     Returns:
         The bytes of each range; fewer if the file ends before.
     """
+    found = [b""] * len(ranges)
+    for group, first, data in read_groups(storage, ranges):
+        for number in group:
+            _, start, stop = ranges[number]
+            found[number] = data[start - first : stop - first]
+    return found
+
+
+def read_groups(
+    storage: Storage, ranges: Sequence[Range]
+) -> Iterator[tuple[list[int], int, bytes]]:
+    """Read many small ranges as `read_ranges` does, and keep few of them at a time.
+
+    Yields:
+        Numbers of ranges that lie near each other, the first byte of them, and the bytes from
+        there on.
+    """
+    groups = iter(_near(ranges))
+
+    def read(group: list[int]) -> tuple[list[int], int, bytes]:
+        path, start, _ = ranges[group[0]]
+        stop = max(ranges[number][2] for number in group)
+        return group, start, storage.read(path, start, stop)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        running = deque(threads.submit(read, group) for group in islice(groups, NUM_THREADS))
+        while running:
+            found = running.popleft().result()
+            running.extend(threads.submit(read, group) for group in islice(groups, 1))
+            yield found
+
+
+def _near(ranges: Sequence[Range]) -> list[list[int]]:
+    """The numbers of ranges, in groups that one request reads."""
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     groups: list[list[int]] = []
     reach = 0
@@ -101,18 +137,7 @@ def read_ranges(storage: Storage, ranges: Sequence[Range]) -> list[bytes]:
         else:
             groups.append([number])
             reach = stop
-    found = [b""] * len(ranges)
-
-    def read(group: list[int]) -> None:
-        path, start, _ = ranges[group[0]]
-        data = storage.read(path, start, max(ranges[number][2] for number in group))
-        for number in group:
-            _, first, last = ranges[number]
-            found[number] = data[first - start : last - start]
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        list(threads.map(read, groups))
-    return found
+    return groups
 
 
 @dataclass(slots=True)
@@ -264,6 +289,44 @@ class IndexBuilder:
         if not is_inside:
             raise damaged(where, f"the box {shown(box)} does not lie in shape {shown(shape)}")
         raise damaged(where, f"bytes {position}:{stop} do not lie in the file")
+
+    def add_boxes(
+        self,
+        rows: Sequence[int],
+        boxes: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+        paths: Sequence[str],
+        positions: Sequence[int],
+    ) -> None:
+        """Add boxes that lie row by row at bytes of files: `add_piece` for many.
+
+        Args:
+            rows: The tensors.
+            boxes: Offsets and shapes, with as many dims as the tensors; none is empty.
+            paths: The files.
+            positions: The bytes at which they begin.
+
+        Raises:
+            CorruptCheckpointError: See `add_piece`.
+        """
+        if not rows:
+            return
+        offsets, shapes = boxes
+        num_dims = max(map(len, shapes))
+        files = [self._file_row(path) for path in paths]
+        starts, extents = pad_dims(offsets, num_dims, 0), pad_dims(shapes, num_dims, 1)
+        whole = pad_dims([self._tensors[row][2] for row in rows], num_dims, 1)
+        itemsizes = [BY_NAME[self._tensors[row][1]].itemsize for row in rows]
+        stops = np.array(positions) + row_products(extents) * np.array(itemsizes)
+        wrong = ((starts < 0) | (starts + extents > whole)).any(axis=1)
+        wrong |= stops > np.array(self._sizes)[files]
+        for number in np.flatnonzero(wrong).tolist():
+            box = Box(tuple(offsets[number]), tuple(shapes[number]))
+            self._check_piece(rows[number], box, paths[number], positions[number], box.size)
+        self._tensor += rows
+        self._offsets += offsets
+        self._extents += shapes
+        self._file += files
+        self._position += positions
 
     def add_strided(
         self, row: int, box: Box, path: str, position: int, strides: Sequence[int]

@@ -10,7 +10,9 @@ Time and memory follow from the length of the pickle. An opcode costs no more th
 has and the stack entries that it takes away. In particular nothing here hashes or compares what a
 pickle nested: equal hashes can be chosen, and the hash of a tuple that holds another tuple twice,
 and so on, takes exponential time. Only text, names, records and small integers are keys as they
-are; any other key is put into a `Key`, which is hashed by its identity.
+are; any other key is put into a `Key`, which is hashed by its identity. What is put away is kept
+only if the pickle may take it again, and runs of like objects come as columns if asked for
+(`pickle_rows`).
 
 The opcodes are described in Python's `pickletools`.
 """
@@ -19,30 +21,38 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from remesh.errors import CorruptCheckpointError
-from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
+from remesh.formats.pickle_literals import (
+    MAX_DIGITS,
+    MalformedError,
+    ascii_of,
+    describe,
+    integer,
+    long_of,
+    utf8,
+)
+from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record, Rows
+from remesh.formats.pickle_rows import RowForm, RowReader, taken_again
 
-MAX_INT_BYTES = 1024
-"""Bytes of the longest integer that is read; longer ones Python does not even show in decimal."""
-_MAX_DIGITS = 2400
 _PLAIN_INT = range(-(2**60), 2**60)
 """Integers of which no many have one hash."""
 
 
-def parse(data: bytes, where: str) -> Pickled:
+def parse(data: bytes, where: str, rows: Sequence[RowForm] = ()) -> Pickled:
     """Read a pickle as data.
 
     Args:
         data: The pickle; what follows its end is not looked at.
         where: The file, for error messages.
+        rows: What comes as columns where many of it follow each other.
 
     Raises:
         CorruptCheckpointError: If it is not a pickle.
     """
-    machine = _Machine(data)
+    machine = _Machine(data, rows)
     try:
         machine.run()
         return Pickled(machine.stack.pop(), frozenset(machine.names), len(data))
@@ -53,42 +63,50 @@ def parse(data: bytes, where: str) -> Pickled:
         ) from error
 
 
-def describe(error: Exception) -> str:
-    """An error in a few words, however much of a file it quotes."""
-    text = str(error)
-    return (
-        text[:80] if isinstance(error, _MalformedError) else f"{type(error).__name__}: {text[:60]}"
-    )
-
-
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
 
 
-class _MalformedError(ValueError):
-    """The pickle is none."""
-
-
 class _Machine:
-    """A stack, the places of marks in it, and what was put away by number."""
+    """A stack, the places of marks in it, and what was put away by number.
 
-    __slots__ = ("data", "marks", "memo", "names", "stack")
+    Attributes:
+        data: The pickle.
+        stack: The stack.
+        marks: Lengths of the stack at its marks.
+        memo: What was put away by number, as far as the pickle may take it again.
+        count: How many numbers were put away.
+        memoized: One past the last number that was put away by counting.
+        is_taken: Whether the pickle may take what has a number.
+        names: Its names.
+        rows: What reads runs of like objects, by the class of the first one.
+    """
 
-    def __init__(self, data: bytes) -> None:
+    __slots__ = ("count", "data", "is_taken", "marks", "memo", "memoized", "names", "rows", "stack")
+
+    def __init__(self, data: bytes, rows: Sequence[RowForm]) -> None:
         self.data = data
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.count = self.memoized = 0
+        self.is_taken = taken_again(data)
         self.names: dict[str, Name] = {}
+        self.rows = {
+            form.objects[0][0]: RowReader(form, data, self.memo, self.is_taken) for form in rows
+        }
 
     def run(self) -> None:
         """Go from opcode to opcode until the end."""
-        data, memo, stack, steps = self.data, self.memo, self.stack, _STEPS
-        unpack, at = _UINT32.unpack_from, 0
+        data, memo, stack, is_taken = self.data, self.memo, self.stack, self.is_taken
+        steps, unpack, at = _STEPS, _UINT32.unpack_from, 0
         while True:
             opcode = data[at]
             # Three of four opcodes of a long pickle are among these.
             if opcode == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
+                number = self.count
+                if is_taken[number]:
+                    memo[number] = stack[-1]
+                self.count = self.memoized = number + 1
                 at += 1
             elif opcode == _BINGET:
                 stack.append(memo[data[at + 1]])
@@ -112,6 +130,14 @@ class _Machine:
             found = self.names[full] = Name(full)
         return found
 
+    def put(self, number: int) -> None:
+        """Put away the top of the stack under a number."""
+        if number not in self.memo:
+            if number < self.memoized:  # what was there was not kept
+                raise MalformedError("two values that are put away under one number")
+            self.count += 1
+        self.memo[number] = self.stack[-1]
+
     def popped(self) -> list[Any]:
         """Take off the stack what lies above the last mark."""
         start = self.marks.pop()
@@ -122,12 +148,12 @@ class _Machine:
     def called(self, kind: Any, args: Any, is_new: bool) -> Record:
         """The record of a call."""
         if type(args) is not tuple:
-            raise _MalformedError("a call without a tuple of arguments")
+            raise MalformedError("a call without a tuple of arguments")
         if type(kind) is Name:
             return Record(kind.full, args, is_new)
         if type(kind) is Record:
             return Record(self.name("what another call", "gives").full, args, is_new)
-        raise _MalformedError("a call of what is not a function")
+        raise MalformedError("a call of what is not a function")
 
 
 Step = Callable[[_Machine, int], int]
@@ -136,14 +162,14 @@ Step = Callable[[_Machine, int], int]
 
 def _bytes(data: bytes, at: int, stop: int) -> bytes:
     if stop > len(data):
-        raise _MalformedError("it ends in the middle")
+        raise MalformedError("it ends in the middle")
     return data[at:stop]
 
 
 def _line(machine: _Machine, at: int) -> tuple[bytes, int]:
     end = machine.data.find(b"\n", at)
     if end < 0:
-        raise _MalformedError("it ends in the middle")
+        raise MalformedError("it ends in the middle")
     return machine.data[at:end], end + 1
 
 
@@ -178,19 +204,13 @@ def _decimal(machine: _Machine, at: int) -> int:
     if line in {b"00", b"01"}:
         machine.stack.append(line == b"01")
     else:
-        machine.stack.append(_integer(line))
+        machine.stack.append(integer(line))
     return after
-
-
-def _integer(text: bytes) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise _MalformedError("an integer of too many digits")
-    return int(text.removesuffix(b"L"))
 
 
 def _float_line(machine: _Machine, at: int) -> int:
     line, after = _line(machine, at)
-    machine.stack.append(float(line[:_MAX_DIGITS]))
+    machine.stack.append(float(line[:MAX_DIGITS]))
     return after
 
 
@@ -216,34 +236,20 @@ def _sized(size: int, made: Callable[[bytes], object], signed: bool = False) -> 
         begin = at + size
         length = int.from_bytes(_bytes(machine.data, at, begin), "little", signed=signed)
         if length < 0:
-            raise _MalformedError("a negative length")
+            raise MalformedError("a negative length")
         machine.stack.append(made(_bytes(machine.data, begin, begin + length)))
         return begin + length
 
     return step
 
 
-def _long(data: bytes) -> int:
-    if len(data) > MAX_INT_BYTES:
-        raise _MalformedError(f"an integer of {len(data)} bytes")
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _utf8(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _ascii(data: bytes) -> str:
-    return data.decode("ascii")
-
-
 def _quoted(machine: _Machine, at: int) -> int:
     line, after = _line(machine, at)
     if len(line) < 2 or line[:1] not in {b"'", b'"'} or line[:1] != line[-1:]:
-        raise _MalformedError("a string without quotes")
+        raise MalformedError("a string without quotes")
     # The escapes of a bytes literal; there is no public function for them.
     found: tuple[bytes, int] = codecs.escape_decode(line[1:-1])
-    machine.stack.append(_ascii(found[0]))
+    machine.stack.append(ascii_of(found[0]))
     return after
 
 
@@ -318,7 +324,7 @@ def _list_at(target: Any) -> list[Any]:
     if type(target) is list:
         return target
     if type(target) is not Record:
-        raise _MalformedError("an item for what is not a list")
+        raise MalformedError("an item for what is not a list")
     if target.items is None:
         target.items = []
     return target.items
@@ -340,19 +346,19 @@ def _dict_at(target: Any) -> dict[Any, Any]:
     if type(target) is dict:
         return target
     if type(target) is not Record:
-        raise _MalformedError("a key for what is not a dict")
+        raise MalformedError("a key for what is not a dict")
     if target.pairs is None:
         target.pairs = {}
     return target.pairs
 
 
-_HASHED = frozenset({str, Record, Name})
+_HASHED = frozenset({str, Record, Name, Rows})
 """Types whose hash is stored, or seeded, or the identity."""
 
 
 def _set_pairs(target: dict[Any, Any], items: list[Any]) -> None:
     if len(items) % 2:
-        raise _MalformedError("a key without a value")
+        raise MalformedError("a key without a value")
     keys = items[::2]
     if not _HASHED.issuperset(map(type, keys)):
         keys = [_key(key) for key in keys]
@@ -369,7 +375,7 @@ def _add_items(machine: _Machine, at: int) -> int:
     items = machine.popped()
     target = machine.stack[-1]
     if type(target) is not Items or target.is_frozen:
-        raise _MalformedError("an item for what is not a set")
+        raise MalformedError("an item for what is not a set")
     target.items.extend(items)
     return at
 
@@ -397,13 +403,13 @@ def _dup(machine: _Machine, at: int) -> int:
 
 def _get(machine: _Machine, at: int) -> int:
     line, after = _line(machine, at)
-    machine.stack.append(machine.memo[_integer(line)])
+    machine.stack.append(machine.memo[integer(line)])
     return after
 
 
 def _put(machine: _Machine, at: int) -> int:
     line, after = _line(machine, at)
-    machine.memo[_integer(line)] = machine.stack[-1]
+    machine.put(integer(line))
     return after
 
 
@@ -411,7 +417,7 @@ def _bin_put(form: struct.Struct) -> Step:
     unpack, size = form.unpack_from, form.size
 
     def step(machine: _Machine, at: int) -> int:
-        machine.memo[unpack(machine.data, at)[0]] = machine.stack[-1]
+        machine.put(unpack(machine.data, at)[0])
         return at + size
 
     return step
@@ -423,14 +429,14 @@ def _bin_put(form: struct.Struct) -> Step:
 def _global(machine: _Machine, at: int) -> int:
     module, at = _line(machine, at)
     name, at = _line(machine, at)
-    machine.stack.append(machine.name(_utf8(module), _utf8(name)))
+    machine.stack.append(machine.name(utf8(module), utf8(name)))
     return at
 
 
 def _stack_global(machine: _Machine, at: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise _MalformedError("a name that is not text")
+        raise MalformedError("a name that is not text")
     machine.stack.append(machine.name(module, name))
     return at
 
@@ -443,14 +449,27 @@ def _reduce(machine: _Machine, at: int) -> int:
 
 def _new_object(machine: _Machine, at: int) -> int:
     args = machine.stack.pop()
-    machine.stack[-1] = machine.called(machine.stack[-1], args, True)
+    machine.stack[-1] = made = machine.called(machine.stack[-1], args, True)
+    reader = machine.rows.get(made.name)
+    return at if reader is None or args else _rows(machine, reader, at)
+
+
+def _rows(machine: _Machine, reader: RowReader, at: int) -> int:
+    """Read the run that an object begins which is new and lies on the stack, if it begins one."""
+    at, count, rows = reader.read(at, machine.count)
+    if rows is not None:
+        machine.count = machine.memoized = count
+        first = machine.stack.pop()
+        machine.stack += [rows] * len(reader.form.objects)
+        if rows.is_followed:
+            machine.stack.append(Record(first.name, (), True))
     return at
 
 
 def _new_object_ex(machine: _Machine, at: int) -> int:
     kwargs, args = machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict:
-        raise _MalformedError("a call without a dict of named arguments")
+        raise MalformedError("a call without a dict of named arguments")
     made = machine.called(machine.stack[-1], args, True)
     made.kwargs = kwargs or None
     machine.stack[-1] = made
@@ -475,7 +494,7 @@ def _build(machine: _Machine, at: int) -> int:
     state = machine.stack.pop()
     made = machine.stack[-1]
     if type(made) is not Record:
-        raise _MalformedError("a state for what takes none")
+        raise MalformedError("a state for what takes none")
     made.state = state
     return at
 
@@ -487,13 +506,13 @@ def _persistent_id(machine: _Machine, at: int) -> int:
 
 def _persistent_line(machine: _Machine, at: int) -> int:
     line, after = _line(machine, at)
-    machine.stack.append(PersistentId(_ascii(line)))
+    machine.stack.append(PersistentId(ascii_of(line)))
     return after
 
 
 def _unsupported(what: str) -> Step:
     def step(_machine: _Machine, _at: int) -> NoReturn:
-        raise _MalformedError(what)
+        raise MalformedError(what)
 
     return step
 
@@ -520,17 +539,17 @@ _BY_OPCODE: dict[bytes, Step] = {
     b"J": _number(struct.Struct("<i")),
     b"K": _bin_int1,
     b"M": _number(struct.Struct("<H")),
-    b"\x8a": _short(_long),
-    b"\x8b": _sized(4, _long, signed=True),
+    b"\x8a": _short(long_of),
+    b"\x8b": _sized(4, long_of, signed=True),
     b"F": _float_line,
     b"G": _number(struct.Struct(">d")),
     b"S": _quoted,
-    b"T": _sized(4, _ascii, signed=True),
-    b"U": _short(_ascii),
+    b"T": _sized(4, ascii_of, signed=True),
+    b"U": _short(ascii_of),
     b"V": _text_line,
-    b"\x8c": _short(_utf8),
-    b"X": _sized(4, _utf8),
-    b"\x8d": _sized(8, _utf8),
+    b"\x8c": _short(utf8),
+    b"X": _sized(4, utf8),
+    b"\x8d": _sized(8, utf8),
     b"C": _short(bytes),
     b"B": _sized(4, bytes),
     b"\x8e": _sized(8, bytes),

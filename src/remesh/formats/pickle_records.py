@@ -76,13 +76,34 @@ class Items:
         self.is_frozen = is_frozen
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Objects that follow each other, as columns; see `pickle_rows`.
+
+    They are one item of a list in the place of many, or key and value of a dict in the place of
+    many keys and values.
+
+    Attributes:
+        form: What they are.
+        columns: The values of their fields.
+        count: How many there are.
+        is_followed: Whether the pickle has begun one more.
+    """
+
+    form: object
+    columns: list[list[Any]]
+    count: int
+    is_followed: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Pickled:
     """What a pickle says.
 
     Attributes:
         root: None, booleans, numbers, text, bytes, lists, tuples, dicts, and the classes above.
-            Parts that the pickle shares are shared here, and may hold themselves.
+            Parts that the pickle shares are shared here, and may hold themselves. `Rows` are in it
+            only where the caller of `parse` has asked for them.
         names: All names in it.
         num_bytes: Length of the pickle.
     """

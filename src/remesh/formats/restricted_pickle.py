@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from remesh.errors import CheckpointError, CorruptCheckpointError, PickleRefusedError
-from remesh.formats.pickle_reader import describe as describe_error
+from remesh.formats.pickle_literals import describe as describe_error
 from remesh.formats.pickle_reader import parse
 from remesh.formats.pickle_records import Items, Key, Name, PersistentId, Pickled, Record
+from remesh.formats.pickle_rows import RowForm
 from remesh.formats.pickle_values import (
     ATOMS,
     KNOWN,
@@ -52,7 +53,12 @@ _CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
 
 
 def loads(
-    data: bytes, where: str, *, also: Collection[str] = (), allow: Collection[str] = ()
+    data: bytes,
+    where: str,
+    *,
+    also: Collection[str] = (),
+    allow: Collection[str] = (),
+    rows: Sequence[RowForm] = (),
 ) -> Pickled:
     """Read a pickle as data, if it only names what is known.
 
@@ -61,12 +67,13 @@ def loads(
         where: The file, for error messages.
         also: Names that are known besides those of plain values, tensors and numpy arrays.
         allow: Names that the user allows.
+        rows: See `pickle_reader.parse`.
 
     Raises:
         PickleRefusedError: If it names anything else.
         CorruptCheckpointError: If it is not a pickle.
     """
-    pickled = parse(data, where)
+    pickled = parse(data, where, rows)
     for name in sorted(pickled.names):
         if not (name in KNOWN or name in also or name in allow):
             raise refusal(name, where)

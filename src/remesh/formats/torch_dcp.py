@@ -27,16 +27,14 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remesh import safetensors_file
-from remesh._repr import shown
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
     CorruptCheckpointError,
-    FormatVersionError,
 )
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import (
@@ -50,16 +48,27 @@ from remesh.formats.archive import (
 from remesh.formats.building import (
     IndexBuilder,
     Listing,
-    Range,
     exists,
     file_size,
+    read_groups,
     read_ranges,
     refused,
 )
 from remesh.formats.checks import check_name, check_path, damaged, integers
 from remesh.formats.contents import Contents
 from remesh.formats.pickle_records import Name, Record
+from remesh.formats.pickle_rows import RowForm
 from remesh.formats.pickle_values import ArchivedTensor
+from remesh.formats.torch_dcp_rows import (
+    ROWS,
+    Chunks,
+    Heads,
+    Place,
+    Places,
+    boxes_of,
+    places_of,
+    size_of,
+)
 from remesh.geometry import Box, boxes_of_flat_range
 from remesh.state import Path
 from remesh.storage import Storage
@@ -143,19 +152,20 @@ def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None
         FormatVersionError: If something in it is of a kind that cannot be read in place.
         PickleRefusedError: If `.metadata` names a class that no such checkpoint has.
     """
-    reader = _Reader(builder, allow, read_metadata(builder.storage, base), base)
+    reader = _Reader(builder, allow, read_metadata(builder.storage, base, ROWS), base)
     reader.read_tensors()
     reader.read_values()
     for name in (COMMON_NAME, LIGHTNING_NAME):
         reader.read_archive(name)
 
 
-def read_metadata(storage: Storage, base: str = "") -> Record:
+def read_metadata(storage: Storage, base: str = "", rows: Sequence[RowForm] = ()) -> Record:
     """The record of `.metadata`.
 
     Args:
         storage: Where the checkpoint is.
         base: The folder of it, with a slash at its end.
+        rows: What comes as columns where many of it follow each other.
 
     Raises:
         CorruptCheckpointError: If it is damaged.
@@ -163,7 +173,7 @@ def read_metadata(storage: Storage, base: str = "") -> Record:
     """
     where = f"{storage.url}/{base}{METADATA_NAME}"
     data = storage.read(base + METADATA_NAME)
-    metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES).root
+    metadata = restricted_pickle.loads(data, where, also=METADATA_CLASSES, rows=rows).root
     if not isinstance(metadata, Record) or not isinstance(metadata.field("storage_data"), dict):
         raise damaged(where, "not the metadata of a checkpoint")
     return metadata
@@ -198,15 +208,18 @@ class _Reader:
     metadata: Record
     base: str
     storage: Storage = field(init=False)
-    places: dict[tuple[str, tuple[int, ...] | None], _Place] = field(init=False)
+    places: Places = field(default_factory=Places)
     flat_shapes: Mapping[str, Any] = field(init=False)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tensors: dict[bytes, object] = field(default_factory=dict)
+    heads: Heads = field(default_factory=Heads)
+    file_sizes: dict[str, int] = field(default_factory=dict)
     num_bytes_read: int = 0
 
     def __post_init__(self) -> None:
         self.storage = self.builder.storage
-        self.places = self._places()
+        for key, info in self.metadata.field("storage_data").items():
+            self._add_places(places_of(key, info, self.where))
         flat_shapes = self.metadata.field("mcore_data")
         self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
 
@@ -235,48 +248,45 @@ class _Reader:
     def _path_of(self, name: str) -> Path:
         return check_path(self.paths.get(name, (name,)), f"{self.where}: {name}")
 
-    def _places(self) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        places = {}
-        for key, info in self.metadata.field("storage_data").items():
-            if not isinstance(key, Record) or not isinstance(info, Record):
-                raise self._malformed()
-            name, path = check_name(key.field("fqn"), self.where), info.field("relative_path")
-            start, num_bytes = info.field("offset"), info.field("length")
-            extensions = info.field("transform_descriptors")
-            if extensions:
-                raise FormatVersionError(
-                    f"{self.storage.url}: {name} was written through the extensions "
-                    f"{shown(extensions)} (compression, say)\nIt has no bytes that can be read "
-                    "in place; load it with torch and save it without them"
-                )
-            integers((start, num_bytes), f"{self.where}: {name}", "where an archive lies")
-            path = self.base + check_name(path, self.where)
-            place = _Place(path, start, num_bytes)
-            size = self.builder.size_of(path)
+    def _add_places(self, places: Iterable[Place]) -> None:
+        rows, known, sizes = self.places.rows, self.places, self.file_sizes
+        for name, offset, path, start, num_bytes in places:
+            of_name = rows.get(name)
+            if of_name is None:
+                of_name = rows[check_name(name, self.where)] = {}
+            size = sizes.get(path)
+            if size is None:
+                full = self.base + check_name(path, self.where)
+                size = sizes[path] = self.builder.size_of(full)
             if not 0 <= start <= start + num_bytes <= size:
                 raise damaged(
-                    f"{self.storage.url}/{path}",
+                    f"{self.storage.url}/{self.base}{path}",
                     f"has {size} bytes, but {name} lies at {start}:{start + num_bytes}: the file "
                     "was cut short",
                 )
-            offset = key.field("offset")
-            if offset is not None:
-                offset = integers(size_of(offset), f"{self.where}: {name}", "the offset of a chunk")
-            places[name, offset] = place
-        return places
+            of_name[offset] = len(known.path)
+            known.path.append(path)
+            known.start.append(start)
+            known.num_bytes.append(num_bytes)
 
-    def _place(self, name: str, offset: tuple[int, ...] | None) -> _Place:
-        place = self.places.get((name, offset))
-        if place is None:
+    def _place(self, row: int) -> _Place:
+        known = self.places
+        return _Place(self.base + known.path[row], known.start[row], known.num_bytes[row])
+
+    def _row_of(self, name: str, offset: tuple[int, ...] | None) -> int:
+        """The row of a place."""
+        row = self.places.rows.get(name, {}).get(offset)
+        if row is None:
             at = "" if offset is None else f" at {offset}"
             raise damaged(self.where, f"does not say where {name}{at} lies")
-        return place
+        return row
 
     # -- tensors ----------------------------------------------------------------------------
 
     def read_tensors(self) -> None:
         """Add all tensors and their pieces."""
-        chunks = []
+        chunks = Chunks()
+        names: dict[int, tuple[str, str]] = {}
         for name, entry in self.entries.items():
             if kind_of(entry) != "TensorStorageMetadata":
                 continue
@@ -285,26 +295,56 @@ class _Reader:
             if dtype is None:
                 raise damaged(where, "its dtype is not known")
             row = self.builder.add_tensor(name, dtype, self._true_shape(name, size))
+            names[row] = name, dtype
             self.sizes[name] = size
             self._set_path(name)
-            for record in _records(entry.field("chunks"), where):
-                offset = integers(size_of(record.field("offsets")), where, "the offset of a chunk")
-                shape = integers(size_of(record.field("sizes")), where, "the shape of a chunk")
-                if not len(offset) == len(shape) == len(size):
-                    raise damaged(where, f"a chunk at {offset} of shape {shape} in shape {size}")
+            for offset, shape in boxes_of(entry.field("chunks"), len(size), where):
                 if 0 not in shape:
-                    place = self._place(name, offset)
-                    chunks.append(_Chunk(name, row, dtype, Box(offset, shape), place))
-        heads = read_ranges(self.storage, [self._head(chunk.place) for chunk in chunks])
-        embedded: dict[tuple[str, int], safetensors_file.Header] = {}
-        for chunk, head in zip(chunks, heads, strict=True):
-            if head.startswith(b"PK"):
-                self._add_chunk(chunk, head)
-            else:
-                self._add_embedded(chunk, embedded)
+                    chunks.tensor.append(row)
+                    chunks.offset.append(offset)
+                    chunks.shape.append(shape)
+                    chunks.place.append(self._row_of(name, offset))
+        self._add_chunks(chunks, names)
 
-    def _head(self, place: _Place) -> Range:
-        return place.path, place.start, place.start + HEAD_BYTES
+    def _add_chunks(self, chunks: Chunks, names: Mapping[int, tuple[str, str]]) -> None:
+        """Add the pieces of chunks, given the names and dtypes of tensors by their rows."""
+        places, base = self.places, self.base
+        ranges = [
+            (base + places.path[row], places.start[row], places.start[row] + HEAD_BYTES)
+            for row in chunks.place
+        ]
+        embedded: dict[tuple[str, int], safetensors_file.Header] = {}
+        positions = [-1] * len(ranges)
+        for group, first, data in read_groups(self.storage, ranges):
+            for number in group:
+                start = ranges[number][1]
+                name, dtype = names[chunks.tensor[number]]
+                shape, head = chunks.shape[number], self.heads.find(data, start - first)
+                if (
+                    head is not None
+                    and (head.shape, head.dtype) == (shape, dtype)
+                    and head.stop <= places.num_bytes[chunks.place[number]]
+                    and name not in self.flat_shapes
+                ):
+                    positions[number] = start + head.start
+                    continue
+                box, place = Box(chunks.offset[number], shape), self._place(chunks.place[number])
+                chunk = _Chunk(name, chunks.tensor[number], dtype, box, place)
+                found = data[start - first : start - first + HEAD_BYTES]
+                if found.startswith(b"PK"):
+                    self._add_chunk(chunk, found)
+                else:
+                    self._add_embedded(chunk, embedded)
+        plain = [number for number, position in enumerate(positions) if position >= 0]
+        self.builder.add_boxes(
+            [chunks.tensor[number] for number in plain],
+            (
+                [chunks.offset[number] for number in plain],
+                [chunks.shape[number] for number in plain],
+            ),
+            [ranges[number][0] for number in plain],
+            [positions[number] for number in plain],
+        )
 
     def _set_path(self, name: str) -> None:
         path = self._path_of(name)
@@ -356,6 +396,7 @@ class _Reader:
             position = start + found[1]
             if isinstance(tensor, ArchivedTensor):
                 position += check_extent(tensor, num_bytes - found[1], where)
+                self.heads.add(head[: found[1]], tensor, position - start)
         if not isinstance(tensor, ArchivedTensor):
             raise damaged(where, "no plain tensor is stored there")
         if (tensor.shape, tensor.dtype) != (chunk.box.shape, chunk.dtype):
@@ -435,7 +476,7 @@ class _Reader:
     def read_values(self) -> None:
         """Add what is not a tensor."""
         names = [n for n, entry in self.entries.items() if kind_of(entry) == "BytesStorageMetadata"]
-        places = [self._place(check_name(name, self.where), None) for name in names]
+        places = [self._place(self._row_of(check_name(name, self.where), None)) for name in names]
         for place in places:
             self._count(place.num_bytes, f"{self.storage.url}/{place.path}")
         ranges = [(place.path, place.start, place.start + place.num_bytes) for place in places]
@@ -516,18 +557,6 @@ def dtype_of(entry: Record) -> str | None:
     dtype = state.get("dtype") if isinstance(state, dict) else items[0]
     name = dtype.full.removeprefix("torch.") if isinstance(dtype, Name) else ""
     return name if name in BY_NAME else None
-
-
-def size_of(value: object) -> object:
-    """The numbers of a `torch.Size`; anything else as it is."""
-    is_size = isinstance(value, Record) and value.name == "torch.Size" and len(value.args) == 1
-    return value.args[0] if is_size else value  # type: ignore[attr-defined]
-
-
-def _records(value: object, where: str) -> list[Record]:
-    if isinstance(value, list | tuple) and all(isinstance(item, Record) for item in value):
-        return list(value)
-    raise damaged(where, f"{shown(value)} are not the chunks of a tensor")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
