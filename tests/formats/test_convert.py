@@ -302,6 +302,41 @@ def test_processes_of_torchrun_share_the_work(native: Path, tmp_path: Path) -> N
     assert_loads(tmp_path / "new")
 
 
+def test_tied_weights_of_a_torch_file_stay_tied(tmp_path: Path) -> None:
+    """Names of one view of one storage are one tensor; other views of the storage are others."""
+    shared = torch.arange(4096.0)
+    torch.save(
+        {
+            "model": {"wte": shared, "head": shared, "rows": shared.view(64, 64)},
+            "rest": [shared, shared[1:], torch.empty(0), torch.empty(0)],
+        },
+        tmp_path / "tied.pt",
+    )
+    source = remesh.Checkpoint(tmp_path / "tied.pt")
+    assert dict(source.index.aliases) == {"model.head": "model.wte", "rest.0": "model.wte"}
+    convert(tmp_path / "tied.pt", tmp_path / "native", format="remesh")
+    found = remesh.Checkpoint(tmp_path / "native")
+    assert found.index.aliases == source.index.aliases
+    for name in source.index:
+        assert torch.equal(found[name], source[name])
+    num_bytes = sum(file.num_bytes for file in found.index.files)
+    assert num_bytes < 4 * shared.nbytes  # five names of three views
+    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 64)})
+    tied["b"].weight = tied["a"].weight
+    torch.save(tied.state_dict(), tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "model", format="remesh")
+    remesh.save(tied.state_dict(), tmp_path / "saved")
+    sizes = [
+        sum(file.num_bytes for file in remesh.Checkpoint(tmp_path / name).index.files)
+        for name in ("model", "saved")
+    ]
+    assert sizes[0] == sizes[1]
+    with torch.random.fork_rng():
+        fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 64)})
+    remesh.load(fresh, tmp_path / "model")  # into a model whose weights are not tied
+    assert all(torch.equal(t, tied.state_dict()[name]) for name, t in fresh.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["remesh", "safetensors", "torch_dist"])
 def test_ranks_share_the_work(name: str, native: Path, tmp_path: Path) -> None:
     only = "model.*" if name == "safetensors" else "*"

@@ -165,6 +165,7 @@ class IndexBuilder:
     _file: list[int] = field(default_factory=list)
     _position: list[int] = field(default_factory=list)
     _num_single: int = 0
+    _views: dict[tuple[object, ...], str] = field(default_factory=dict)
     _sequences: dict[Path, str] = field(default_factory=dict)
     _strided: list[tuple[int, int, int, IntArray, tuple[int, ...], IntArray]] = field(
         default_factory=list
@@ -428,6 +429,8 @@ class IndexBuilder:
     def add_tree(self, path: Path, root: object, archive: Archive, file: str) -> None:
         """Take apart a part of the nested value that lies in an archive.
 
+        Names of one view of one storage, as those of tied weights, are names of one tensor.
+
         Args:
             path: Its place in the state.
             root: The part.
@@ -436,7 +439,12 @@ class IndexBuilder:
         """
         found = take_apart(root, path, archive.where, archive.pickled.num_bytes)
         for name, tensor in found.tensors.items():
-            self.add_archived(name, tensor, archive, file)
+            view = file, archive.position(tensor), tensor.dtype, tensor.shape, tensor.strides
+            first = name if 0 in tensor.shape else self._views.setdefault(view, name)
+            if first == name:
+                self.add_archived(name, tensor, archive, file)
+            else:
+                self.add_alias(name, first)
         for name, value in found.leaves.items():
             self.add_leaf(name, found.paths[name], value)
         for name, at in found.paths.items():

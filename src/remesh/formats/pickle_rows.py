@@ -245,7 +245,8 @@ def taken_again(data: bytes) -> bytearray:
     for start in range(0, len(data), _SCANNED):
         part = whole[start : start + _SCANNED + 4]
         at = np.flatnonzero(part[:-4] == _LONG_BINGET)
-        numbers = sum(part[at + 1 + byte].astype(np.uint32) << 8 * byte for byte in range(4))
+        digits = part[at[:, None] + np.arange(1, 5)]
+        numbers = np.ascontiguousarray(digits).view("<u4")[:, 0]
         flags[numbers[numbers < len(found)]] = 1
     return found
 
