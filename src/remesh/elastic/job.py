@@ -17,7 +17,7 @@ then their processes go on, and have the state in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import chain, count
 
@@ -54,7 +54,8 @@ from remesh.elastic.protocol import (
     RequestCheck,
 )
 from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
-from remesh.elastic.trend import Trend, extend, num_ranks, sample
+from remesh.elastic.tables import Table
+from remesh.elastic.trend import Trend, extend, is_resized, num_ranks, sample
 
 MAX_RECORDS = 500
 """Failures, and lines of history, that are kept."""
@@ -173,6 +174,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         charges: Restarts that each node was charged with, by node id.
         hang_charges: Restarts after hangs.
         names: Node ids by name.
+        ids_below: All node ids below this are taken.
         failures: Failures, oldest first.
         departures: Nodes that were lost or left, oldest first.
         round_store: Values that nodes have put for the others of this round, by key.
@@ -200,7 +202,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     charges: dict[int, Charges] = {}
     hang_charges: Charges = Charges()
-    names: dict[str, int] = {}
+    names: Table[str, int] = Table()
+    ids_below: int = 0
     failures: tuple[FailureRecord, ...] = ()
     departures: tuple[Departure, ...] = ()
     round_store: dict[str, str] = {}
@@ -251,10 +254,10 @@ def assign_id(
             )
         label = next(label for label in labels if job.names.get(label) in (None, wanted))
         return None if lives is None else (wanted, label)
-    taken = set(job.names.values())
+    taken: Mapping[int, str] = {} if job.rendezvous is None else job.rendezvous.newest
     for label in labels:
         if label not in job.names:
-            return next(number for number in count() if number not in taken), label
+            return next(number for number in count(job.ids_below) if number not in taken), label
         lives = has_living_agent(job.names[label])
         if not lives:
             return None if lives is None else (job.names[label], label)
@@ -272,8 +275,7 @@ def apply(job: Job, event: Event, now: float) -> Job:
     after = _settle(after, now)
     nodes = after.rendezvous
     assert nodes is not None
-    is_resized = job.rendezvous is None or nodes.active is not job.rendezvous.active
-    if is_resized or isinstance(event, ProgressRecorded):
+    if is_resized(job.rendezvous, nodes) or isinstance(event, ProgressRecorded):
         new = sample(after.progress, num_ranks(nodes), now)
         return _replace(after, trend=extend(after.trend, new))
     return after
@@ -342,7 +344,7 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
         return job
     job = _replace(job, rendezvous=after)
     if after.world is not before.world:
-        members = ", ".join(str(node.id) for node in after.world)
+        members = rendezvous.listed(node.id for node in after.world)
         job = _note(job, now, f"round {after.round}: nodes {members}")
         job = _replace(
             job, round_store={}, save_request=None, hanging=None, hang_restart=None, check=None
@@ -368,9 +370,14 @@ def _join(job: Job, event: Join, now: float) -> Job:
         )
         job = _note(_replace(job, missing_rounds=text), now, text)
     if job.names.get(node.name) != node.id:
-        job = _replace(job, names={**job.names, node.name: node.id})
+        job = _replace(job, names=job.names.plus(node.name, node.id))
     assert job.rendezvous is not None
-    return _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
+    job = _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
+    assert job.rendezvous is not None
+    taken, below = job.rendezvous.newest, job.ids_below
+    while below in taken:
+        below += 1
+    return job if below == job.ids_below else _replace(job, ids_below=below)
 
 
 def node_of(event: Join) -> Node:

@@ -1,9 +1,9 @@
 """The master's journal: the events of a job, in an SQLite file.
 
 Events are appended in transactions, before the replies that follow from them are sent. Every
-`SNAPSHOT_EVERY` events the whole job is written, and the events before it are dropped. Loading
-reads the newest such snapshot and applies the events since: a master that was killed continues
-where it was.
+`SNAPSHOT_EVERY` events, or as many as the job has nodes, the whole job is written, and the events
+before it are dropped. Loading reads the newest such snapshot and applies the events since: a master
+that was killed continues where it was.
 
 A journal detects its own losses: events are numbered without gaps, and a row says whether the
 journal was closed in an orderly way, and with which number. `warnings` lists what was lost. The job
@@ -22,6 +22,7 @@ import msgspec
 
 from remesh.elastic.events import Event
 from remesh.elastic.job import Job, Policy, apply
+from remesh.elastic.tables import decode_hook, encode_hook
 from remesh.errors import StorageError
 
 JOURNAL_VERSION = 2
@@ -35,9 +36,9 @@ create table if not exists snapshots (number integer primary key, time real, sta
 create table if not exists closing (clean integer not null, number integer not null);
 """
 
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(enc_hook=encode_hook).encode
 _decode_event = msgspec.json.Decoder(Event).decode
-_decode_job = msgspec.json.Decoder(Job).decode
+_decode_job = msgspec.json.Decoder(Job, dec_hook=decode_hook).decode
 
 
 class Journal:
@@ -289,10 +290,13 @@ class Journal:
         except sqlite3.Error as error:
             raise StorageError(f"{self._path}: the journal cannot be written: {error}") from error
 
-    @property
-    def wants_snapshot(self) -> bool:
-        """Whether many events have gathered since the last snapshot."""
-        return self._num_since_snapshot >= SNAPSHOT_EVERY
+    def wants_snapshot(self, num_nodes: int) -> bool:
+        """Whether many events have gathered since the last snapshot.
+
+        Args:
+            num_nodes: Nodes of the job, which is how much a snapshot writes.
+        """
+        return self._num_since_snapshot >= max(SNAPSHOT_EVERY, num_nodes)
 
     def close(self) -> None:
         """Give the file back.

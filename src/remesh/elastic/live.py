@@ -33,6 +33,7 @@ from remesh.elastic.progress import (
     report,
 )
 from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
+from remesh.elastic.rendezvous import Rendezvous, listed
 
 STACKS_TIMEOUT = 20.0
 """Seconds after which the stacks of a hanging job are awaited no longer."""
@@ -54,6 +55,7 @@ class Live:
         ranks: How far each rank is that has reported in `round`.
         waiting: Ranks that wait for the world to change.
         round: The round of the last heartbeat that counted.
+        num_ranks: Ranks of its world.
         recorded_at: When the progress was recorded last.
         hung_at: When the stacks were requested.
         stacks: Stacks of the last hang, by rank.
@@ -61,6 +63,7 @@ class Live:
         presence: Which agents have died, by their connections.
         claims: Since when other agents request a node id, by id and incarnation.
         broken_round: The newest round of which a process has lost a peer.
+        look_at: When a node may be silent for too long, at the earliest.
     """
 
     heard: dict[int, tuple[str, float]]
@@ -68,6 +71,7 @@ class Live:
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     round: int = 0
+    num_ranks: int = 0
     recorded_at: float = 0.0
     hung_at: float = 0.0
     stacks: dict[int, str] = field(default_factory=dict)
@@ -75,19 +79,25 @@ class Live:
     presence: Presence = field(default_factory=Presence)
     claims: dict[tuple[int, str], float] = field(default_factory=dict)
     broken_round: int = 0
+    look_at: float = 0.0
 
     @classmethod
     def after_start(cls, job: Job, now: float) -> Live:
         """At the start of a master: the nodes of the job count as just heard."""
         nodes = job.rendezvous
-        known = {} if nodes is None else {node.id: node for node in nodes.world} | nodes.ready
+        known = {} if nodes is None else {node.id: node for node in nodes.world} | dict(nodes.ready)
         progress = begin(now if job.began is None else job.began)
         return cls(
             heard={node.id: (node.incarnation, now) for node in known.values()},
             progress=begin_round(job.progress or progress, now),
             round=0 if nodes is None else nodes.round,
+            num_ranks=0 if nodes is None else _num_ranks(nodes),
             recorded_at=now,
         )
+
+
+def _num_ranks(nodes: Rendezvous) -> int:
+    return sum(node.num_processes for node in nodes.world)
 
 
 def hear(live: Live, node_id: int, incarnation: str, now: float) -> None:
@@ -124,7 +134,7 @@ def has_living_agent(
     holder = nodes.known(node_id)
     if holder is None and node_id in nodes.finished:
         holder = nodes.member(node_id)
-    if holder is None or incarnation in (holder.incarnation, *nodes.replaced):
+    if holder is None or incarnation == holder.incarnation or incarnation in nodes.replaced:
         return False
     since = _claimed_since(live, node_id, incarnation, now)
     if live.presence.is_dead(holder.incarnation, now):
@@ -139,13 +149,7 @@ def has_living_agent(
 
 def _claimed_since(live: Live, node_id: int, incarnation: str, now: float) -> float:
     """Since when an agent requests a node id that another one has."""
-    claim = (node_id, incarnation)
-    if claim not in live.claims:
-        live.claims = {
-            known: since for known, since in live.claims.items() if now - since < CLAIM_SECONDS
-        }
-        live.claims[claim] = now
-    return live.claims[claim]
+    return live.claims.setdefault((node_id, incarnation), now)
 
 
 def extend_deadlines(live: Live, seconds: float) -> None:
@@ -166,6 +170,7 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
         live.round = nodes.round
         live.progress = begin_round(live.progress, now)
         live.ranks, live.waiting = {}, set()
+        live.num_ranks = _num_ranks(nodes)
     if beat.lost_peer:
         live.broken_round = beat.round
     events: list[Event] = []
@@ -185,10 +190,9 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
         ):
             events.append(CheckpointSaved(heard.saved_step))
         (live.waiting.add if heard.waits else live.waiting.discard)(rank)
-    if awaits_checkpoint(job, now) and is_for_growth(job):
-        num_ranks = sum(node.num_processes for node in nodes.world)
-        if len(live.waiting) == num_ranks:
-            return [*events[-1:], RanksWait(nodes.round)]
+    all_wait = len(live.waiting) == live.num_ranks
+    if all_wait and awaits_checkpoint(job, now) and is_for_growth(job):
+        return [*events[-1:], RanksWait(nodes.round)]
     return events[-1:]
 
 
@@ -214,9 +218,24 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
     if nodes.outcome is not None:
         # Once: the status of a job that has ended does not change when its master restarts.
         return [ProgressRecorded(live.progress)] if live.progress != job.progress else []
-    events: list[Event] = []
-    limit = job.policy.heartbeat_timeout
+    events = _lost_nodes(live, nodes, job.policy.heartbeat_timeout, now)
+    if live.round == nodes.round and not events:
+        events += _hang_events(live, job, now)
+        if now - live.recorded_at >= RECORD_EVERY and live.progress != job.progress:
+            live.recorded_at = now
+            events.append(ProgressRecorded(live.progress))
+    return events
+
+
+def _lost_nodes(live: Live, nodes: Rendezvous, limit: float, now: float) -> list[Event]:
+    """The nodes that are lost; all are looked at only if one of them can be."""
     lost_peer = live.broken_round == nodes.round
+    has_died = live.presence.finds_dead(now, lost_peer=lost_peer)
+    # A time that is further away was set before the clock was set back.
+    if now < live.look_at <= now + limit / 4 and not has_died:
+        return []
+    events: list[Event] = []
+    oldest = now
     for node_id in (*nodes.active, *nodes.ready):
         known = nodes.known(node_id)
         assert known is not None
@@ -227,11 +246,13 @@ def events_of_time(live: Live, job: Job, now: float) -> list[Event]:
             events.append(NodeLost(node_id=node_id, incarnation=incarnation, is_closed=True))
         elif now - at > limit:
             events.append(NodeLost(node_id=node_id, incarnation=incarnation))
-    if live.round == nodes.round and not events:
-        events += _hang_events(live, job, now)
-        if now - live.recorded_at >= RECORD_EVERY and live.progress != job.progress:
-            live.recorded_at = now
-            events.append(ProgressRecorded(live.progress))
+        else:
+            oldest = min(oldest, at)
+    live.look_at = min(oldest + limit, now + limit / 4)
+    live.claims = {
+        claim: since for claim, since in live.claims.items() if now - since < CLAIM_SECONDS
+    }
+    live.presence.forget(now)
     return events
 
 
@@ -247,7 +268,7 @@ def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
     if job.hang_restart is None and hangs(live.progress, now, job.policy.hang_timeout):
         silent = now - live.progress.moved
         lagging = lagging_ranks(live.ranks)
-        who = f"; ranks {', '.join(map(str, lagging))} are behind the others" if lagging else ""
+        who = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
         live.hung_at, live.stacks, live.answered = now, {}, set()
         return [HangDetected(nodes.round, f"no rank has finished a step for {silent:.0f} s{who}")]
     return []

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from remesh.elastic import events
+from remesh.elastic.checks import RunningCheck
 from remesh.elastic.failures import FailureAction, FailureDecision
 from remesh.elastic.job import (
     HistoryLine,
@@ -175,7 +176,7 @@ class Master:
         self.clock = SteadyClock(last) if clock is None else clock
         self._live = Live.after_start(self._job, self.clock())
         self._assignments = assignments_of(self._job)
-        self._changed = asyncio.Event()
+        self._waiting: set[asyncio.Future[bool]] = set()
         self._pending: list[tuple[float, events.Event]] = []
         self._last_write: asyncio.Task[None] | None = None
         self._next_write: asyncio.Task[None] | None = None
@@ -235,10 +236,11 @@ class Master:
         self._pending.append((now, event))
         for line in _new_lines(before, after):
             log.info(line.text)
-        if _may_answer_waiting(before, after):
+        if _is_assigned_anew(before, after):
             self._assignments = assignments_of(after)
-            self._changed.set()
-            self._changed = asyncio.Event()
+        if _may_answer_waiting(before, after):
+            for change in self._waiting:
+                _wake(change, is_late=False)
 
     async def written(self) -> None:
         """Wait until the events up to now are in the journal, or cannot be written.
@@ -280,7 +282,7 @@ class Master:
                 self._journal.recover(job, now)
             elif batch:
                 self._journal.append(batch)
-                if self._journal.wants_snapshot:
+                if self._journal.wants_snapshot(len(job.names)):
                     self._journal.snapshot(job, batch[-1][0])
         finally:
             self._authority.check()
@@ -337,14 +339,20 @@ class Master:
     async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
         """Wait for an answer, computed anew whenever the job has changed in what nodes wait for."""
         deadline = self.clock() + min(seconds, MAX_WAIT)
+        loop = asyncio.get_running_loop()
         while (reply := answer()) is None:
-            changed, left = self._changed, deadline - self.clock()
+            left = deadline - self.clock()
             if left <= 0:
                 return None
+            change: asyncio.Future[bool] = loop.create_future()
+            timer = loop.call_later(left, functools.partial(_wake, change, is_late=True))
+            self._waiting.add(change)
             try:
-                await asyncio.wait_for(changed.wait(), left)
-            except TimeoutError:
-                return answer()
+                if await change:
+                    return answer()
+            finally:
+                timer.cancel()
+                self._waiting.discard(change)
         return reply
 
     def close_connection(self, number: int, *, by_peer: bool) -> None:
@@ -508,15 +516,33 @@ def _new_lines(before: Job, after: Job) -> list[HistoryLine]:
     return lines[::-1]
 
 
+def _wake(change: asyncio.Future[bool], *, is_late: bool) -> None:
+    if not change.done():
+        change.set_result(is_late)
+
+
+def _is_assigned_anew(before: Job, after: Job) -> bool:
+    """Whether nodes have other assignments than before."""
+    old, new = before.rendezvous, after.rendezvous
+    return old is None or new is None or new.world is not old.world
+
+
 def _may_answer_waiting(before: Job, after: Job) -> bool:
-    """Whether a waiting `Join` or `Get` may have its answer now."""
+    """Whether many a waiting `Join` or `Get` may have its answer now.
+
+    All of them look. An agent that another one has replaced has time to learn of it.
+    """
     old, new = before.rendezvous, after.rendezvous
     if old is None or new is None:
         return old is not new
     return (
         (old.round, old.outcome) != (new.round, new.outcome)
         or old.excluded is not new.excluded
-        or old.replaced is not new.replaced
-        or before.check is not after.check
+        or _stage(before.check) != _stage(after.check)
         or before.round_store is not after.round_store
     )
+
+
+def _stage(check: RunningCheck | None) -> tuple[int, int] | None:
+    """Which tests a check has given to the nodes."""
+    return None if check is None else (check.number, len(check.results))

@@ -45,6 +45,7 @@ class Presence:
     """The agents that have sent something, by incarnation, and their connections, by number."""
 
     _agents: dict[str, _Agent] = field(default_factory=dict)
+    _suspects: set[str] = field(default_factory=set)
     _spoke: dict[int, set[str]] = field(default_factory=dict)
 
     def hear(
@@ -58,11 +59,15 @@ class Presence:
             now: The time.
             pause: Seconds, at most, until its next heartbeat, if it has said that.
         """
-        agent = self._agents.setdefault(incarnation, _Agent(set(), now))
-        agent.open.add(connection)
+        agent = self._agents.get(incarnation)
+        if agent is None:
+            agent = self._agents[incarnation] = _Agent(set(), now)
+        if connection not in agent.open:
+            agent.open.add(connection)
+            self._spoke.setdefault(connection, set()).add(incarnation)
+            self._suspects.discard(incarnation)
         agent.heard, agent.suspected = now, None
         agent.pause = agent.pause if pause is None else pause
-        self._spoke.setdefault(connection, set()).add(incarnation)
 
     def close(self, connection: int, now: float, *, by_peer: bool) -> None:
         """A connection was closed.
@@ -77,7 +82,8 @@ class Presence:
             agent.open.discard(connection)
             if not agent.open:
                 agent.suspected = now if by_peer else None
-        self._forget(now)
+                if by_peer:
+                    self._suspects.add(incarnation)
 
     def is_dead(self, incarnation: str, now: float, *, lost_peer: bool = False) -> bool:
         """Whether an agent is confirmed dead.
@@ -93,6 +99,17 @@ class Presence:
         due = max(agent.suspected, agent.heard + agent.pause) + CONFIRM_SECONDS
         return lost_peer or now > due
 
+    def finds_dead(self, now: float, *, lost_peer: bool) -> bool:
+        """Whether agents are confirmed dead since this was asked last.
+
+        Args:
+            now: The time.
+            lost_peer: As of `is_dead`.
+        """
+        dead = {each for each in self._suspects if self.is_dead(each, now, lost_peer=lost_peer)}
+        self._suspects -= dead
+        return bool(dead)
+
     def postpone(self, seconds: float) -> None:
         """Do not count seconds in which the master was stopped and received nothing."""
         for agent in self._agents.values():
@@ -100,7 +117,7 @@ class Presence:
             if agent.suspected is not None:
                 agent.suspected += seconds
 
-    def _forget(self, now: float) -> None:
+    def forget(self, now: float) -> None:
         """Forget agents that are gone for long; their incarnations never come again."""
         old = [
             incarnation

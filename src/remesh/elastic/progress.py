@@ -78,9 +78,16 @@ def report(
         heard: What it reports now.
     """
     step, now = heard.step, heard.time
+    has_moved = before is None or step > before.step
+    if (
+        (progress.round_step is not None and step <= progress.round_step)
+        and (progress.last_step is not None and step <= progress.last_step)
+        and not (has_moved and now > progress.moved)
+    ):
+        return progress  # another rank has been there before, as it is with most of many
     changes: dict[str, object] = {}
     # A step that is made again moves the job as far as hanging goes, but is no new progress.
-    if before is None or step > before.step:
+    if has_moved:
         changes["moved"] = max(now, progress.moved)
     if progress.first_step is None:
         changes["first_step"] = step - 1

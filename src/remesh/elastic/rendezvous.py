@@ -25,14 +25,17 @@ nothing else happens.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import TypeVar
 
 import msgspec
 
-_T = TypeVar("_T")
+from remesh.elastic.tables import Table, TableSet
+
+MAX_LISTED = 20
+"""Numbers, or ranges of them, that a text lists."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,12 +135,12 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     round: int = 0
     world: tuple[Node, ...] = ()
-    active: frozenset[int] = frozenset()
+    active: TableSet[int] = TableSet()
     finished: frozenset[int] = frozenset()
-    ready: dict[int, Node] = {}
+    ready: Table[int, Node] = Table()
     excluded: dict[int, tuple[str, str]] = {}
-    newest: dict[int, str] = {}
-    replaced: frozenset[str] = frozenset()
+    newest: Table[int, str] = Table()
+    replaced: TableSet[str] = TableSet()
     changed_at: float = 0.0
     without_world_since: float | None = None
     broken: tuple[Change, str] | None = None
@@ -146,6 +149,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
     def member(self, node_id: int) -> Node | None:
         """The member of the last world that has this id."""
+        if node_id < len(self.world) and self.world[node_id].id == node_id:
+            return self.world[node_id]  # most often ids are ranks
         place = bisect_left(self.world, node_id, key=lambda node: node.id)
         if place < len(self.world) and self.world[place].id == node_id:
             return self.world[place]
@@ -246,15 +251,15 @@ def _join(state: Rendezvous, node: Node, after_round: int, now: float) -> Rendez
         state = msgspec.structs.replace(state, round=after_round)
     newest = state.newest.get(node.id, node.incarnation)
     if newest != node.incarnation:
-        state = msgspec.structs.replace(state, replaced=state.replaced | {newest})
+        state = msgspec.structs.replace(state, replaced=state.replaced.plus(newest))
     if state.newest.get(node.id) != node.incarnation:
-        state = msgspec.structs.replace(state, newest={**state.newest, node.id: node.incarnation})
+        state = msgspec.structs.replace(state, newest=state.newest.plus(node.id, node.incarnation))
     if state.ready.get(node.id) == node:
         return state
     return msgspec.structs.replace(
         state,
-        ready={**state.ready, node.id: node},
-        active=state.active - {node.id},
+        ready=state.ready.plus(node.id, node),
+        active=state.active.minus(node.id),
         excluded=_without(state.excluded, node.id),
         changed_at=now,
     )
@@ -285,16 +290,16 @@ def _remove(state: Rendezvous, node_id: int, incarnation: str, now: float) -> Re
         return state
     return msgspec.structs.replace(
         state,
-        ready=_without(state.ready, node_id),
-        active=state.active - {node_id},
+        ready=state.ready.minus(node_id),
+        active=state.active.minus(node_id),
         changed_at=now,
     )
 
 
-def _without(table: dict[int, _T], key: int) -> dict[int, _T]:
-    if key not in table:
-        return table
-    return {other: value for other, value in table.items() if other != key}
+def _without(excluded: dict[int, tuple[str, str]], node_id: int) -> dict[int, tuple[str, str]]:
+    if node_id not in excluded:
+        return excluded
+    return {other: reason for other, reason in excluded.items() if other != node_id}
 
 
 def _note_absence(state: Rendezvous, now: float) -> Rendezvous:
@@ -335,9 +340,9 @@ def _form_world(state: Rendezvous, now: float) -> Rendezvous:
         state,
         round=state.round + 1,
         world=tuple(state.ready[node_id] for node_id in chosen),
-        active=frozenset(chosen),
+        active=TableSet(chosen),
         finished=frozenset(),
-        ready={node_id: state.ready[node_id] for node_id in rest},
+        ready=Table({node_id: state.ready[node_id] for node_id in rest}),
         without_world_since=None,
         broken=None,
     )
@@ -369,7 +374,7 @@ def restart_reason(
     """
     if state.outcome is not None:
         return None
-    if round_of_node != state.round or node_id not in state.active | state.finished:
+    if round_of_node != state.round or not (node_id in state.active or node_id in state.finished):
         return Change.STALE, f"round {round_of_node} is over for node {node_id}"
     if state.broken is not None:
         return state.broken
@@ -392,8 +397,12 @@ def _note_break(state: Rendezvous) -> Rendezvous:
     # No member is both active and finished.
     if state.broken is not None or len(state.active) + len(state.finished) == len(state.world):
         return state
-    gone = {node.id for node in state.world} - state.active - state.finished
-    lost = gone.difference(state.ready)
+    gone = [
+        node.id
+        for node in state.world
+        if node.id not in state.active and node.id not in state.finished
+    ]
+    lost = [node_id for node_id in gone if node_id not in state.ready]
     if lost:
         broken = Change.LOST, f"{_nodes(lost)} left or died"
     else:
@@ -405,6 +414,21 @@ def _count(num_nodes: int) -> str:
     return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
 
 
-def _nodes(ids: Iterable[int]) -> str:
-    listed = sorted(ids)
-    return f"node{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+def _nodes(ids: Sequence[int]) -> str:
+    return f"node{'s' if len(ids) > 1 else ''} {listed(ids)}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as a text of bounded length lists them: many as ranges."""
+    ordered = sorted(numbers)
+    if len(ordered) <= MAX_LISTED:
+        return ", ".join(map(str, ordered))
+    breaks = [at for at in range(1, len(ordered)) if ordered[at] != ordered[at - 1] + 1]
+    ranges = [
+        str(ordered[begin]) if end == begin + 1 else f"{ordered[begin]} to {ordered[end - 1]}"
+        for begin, end in itertools.pairwise([0, *breaks[:MAX_LISTED], len(ordered)])
+    ]
+    if len(breaks) < MAX_LISTED:
+        return ", ".join(ranges)
+    num_left = len(ordered) - breaks[MAX_LISTED - 1]
+    return f"{', '.join(ranges[:MAX_LISTED])} and {num_left} more"

@@ -224,7 +224,7 @@ def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
     nodes = job.rendezvous
     if nodes is None:
         return ()
-    known = {node.id: node for node in nodes.world} | nodes.ready
+    known = {node.id: node for node in nodes.world} | dict(nodes.ready)
     ranks = {node.id: rank for rank, node in enumerate(nodes.world)}
     firsts, first = {}, 0
     for node in nodes.world:

@@ -55,6 +55,15 @@ def num_ranks(nodes: Rendezvous) -> int:
     return sum(node.num_processes for node in nodes.world if node.id in nodes.active)
 
 
+def is_resized(before: Rendezvous | None, after: Rendezvous) -> bool:
+    """Whether a world begins, breaks, or has no member any more."""
+    return before is None or (
+        after.world is not before.world
+        or after.broken is not before.broken
+        or bool(after.active) != bool(before.active)
+    )
+
+
 def sample(known: TrainingProgress | None, ranks: int, now: float) -> Sample:
     """A job now, from what is known of its training and the number of its ranks."""
     if known is None:

@@ -1,0 +1,145 @@
+"""Mappings and sets that are never changed, whose changed copies share nearly everything.
+
+The state machines return a new state for each event. A copy of a whole dict for each node that
+joins would make a world of 100,000 nodes cost 100,000 squared. A `Table` lies in buckets, and a
+changed copy has one new bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from types import GenericAlias
+from typing import Any, Generic, TypeVar, get_args, get_origin
+
+import msgspec
+
+NUM_BUCKETS = 256
+"""A change copies one bucket, and the list of so many."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Table(Mapping[K, V], Generic[K, V]):
+    """A mapping that is never changed.
+
+    Args:
+        items: What is in it.
+    """
+
+    __slots__ = ("_buckets", "_size")
+
+    def __init__(self, items: Mapping[K, V] | None = None) -> None:
+        self._buckets: list[dict[K, V]] = [{}] * NUM_BUCKETS
+        self._size = 0 if items is None else len(items)
+        if items:
+            self._buckets = [{} for _ in range(NUM_BUCKETS)]
+            for key, value in items.items():
+                self._buckets[hash(key) % NUM_BUCKETS][key] = value
+
+    def __getitem__(self, key: K) -> V:
+        return self._buckets[hash(key) % NUM_BUCKETS][key]
+
+    def get(self, key: K, default: Any = None) -> Any:
+        """The value of a key, or a default."""
+        return self._buckets[hash(key) % NUM_BUCKETS].get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._buckets[hash(key) % NUM_BUCKETS]
+
+    def __iter__(self) -> Iterator[K]:
+        for bucket in self._buckets:
+            yield from bucket
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Table({dict(self)!r})"
+
+    def plus(self, key: K, value: V) -> Table[K, V]:
+        """A copy in which a key has a value."""
+        number = hash(key) % NUM_BUCKETS
+        return self._changed(number, {**self._buckets[number], key: value})
+
+    def minus(self, key: K) -> Table[K, V]:
+        """A copy without a key; this table if it has none such."""
+        if key not in self:
+            return self
+        number = hash(key) % NUM_BUCKETS
+        bucket = dict(self._buckets[number])
+        del bucket[key]
+        return self._changed(number, bucket)
+
+    def _changed(self, number: int, bucket: dict[K, V]) -> Table[K, V]:
+        changed: Table[K, V] = Table.__new__(Table)
+        changed._buckets = self._buckets.copy()
+        changed._buckets[number] = bucket
+        changed._size = self._size - len(self._buckets[number]) + len(bucket)
+        return changed
+
+
+class TableSet(AbstractSet[K], Generic[K]):
+    """A set that is never changed.
+
+    Args:
+        items: What is in it.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, items: Iterable[K] = ()) -> None:
+        self._table: Table[K, None] = Table(dict.fromkeys(items))
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._table
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __repr__(self) -> str:
+        return f"TableSet({list(self)!r})"
+
+    def plus(self, item: K) -> TableSet[K]:
+        """A copy with an item."""
+        return self if item in self else self._changed(self._table.plus(item, None))
+
+    def minus(self, item: K) -> TableSet[K]:
+        """A copy without an item."""
+        return self._changed(self._table.minus(item)) if item in self else self
+
+    def _changed(self, table: Table[K, None]) -> TableSet[K]:
+        changed: TableSet[K] = TableSet.__new__(TableSet)
+        changed._table = table
+        return changed
+
+
+def encode_hook(value: object) -> object:
+    """A table or a set of this module as what msgspec can encode.
+
+    Raises:
+        NotImplementedError: If it is something else.
+    """
+    if isinstance(value, Table):
+        return dict(value)
+    if isinstance(value, TableSet):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+
+
+def decode_hook(kind: Any, value: object) -> object:
+    """A table or a set of this module of what `encode_hook` made of it.
+
+    Raises:
+        NotImplementedError: If it is something else.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Table:
+        return Table(msgspec.convert(value, GenericAlias(dict, arguments), str_keys=True))
+    if origin is TableSet:
+        return TableSet(msgspec.convert(value, GenericAlias(list, arguments)))
+    raise NotImplementedError(f"{kind} cannot be decoded")
