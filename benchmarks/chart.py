@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 WIDTH, LABEL, BAR, GAP, TOP = 780, 285, 13, 14, 58
-COLORS = ("#2f6fde", "#e08a1e", "#8a63c9", "#5f9e54", "#3aa6b0", "#c65b7c")
+COLORS = ("#2f6fde", "#e08a1e", "#8a63c9", "#5f9e54", "#3aa6b0", "#c65b7c", "#8a8f98")
 
 _STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f; }
@@ -135,7 +135,7 @@ def _legend(title: str, colors: Mapping[str, str]) -> tuple[list[str], int]:
     body = [f'<text class="title" x="10" y="20">{escape(title)}</text>']
     x, y = 10.0, 31
     for name, color in colors.items():
-        width = 36 + 6.6 * len(name)
+        width = 36 + 7.4 * len(name)
         if x > 10 and x + width > WIDTH:
             x, y = 10.0, y + 18
         body.append(f'<rect x="{x:.0f}" y="{y}" width="11" height="11" rx="2" fill="{color}"/>')

@@ -54,6 +54,9 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"remesh {version}"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"  # the one of furo underlines names of modules
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 

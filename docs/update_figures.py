@@ -2,9 +2,10 @@
 """Bring figures of the pages up to date: `python docs/update_figures.py [RESULT.json ...]`.
 
 What lies between `<!-- figures: NAME -->` and `<!-- end of figures -->` is made of the stored
-result `docs/results/NAME.json`, with the date, the machine and the versions that are stored with
-it. Results that are given, as benchmarks leave them in `bench-output/`, replace the stored ones
-first. A test compares the pages with what this script would write.
+result `docs/results/NAME.json` (`NAME.part` too), with the date, the machine and the versions that
+are stored with it; so is the chart `docs/save_load.svg`. Results that are given, as benchmarks
+leave them in `bench-output/`, replace the stored ones first. A test compares the pages with what
+this script would write.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.chart import bar_chart, group_rows  # noqa: E402 - found by the line above
+
 RESULTS = ROOT / "docs" / "results"
-BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+CHART = ROOT / "docs" / "save_load.svg"
+BLOCK = re.compile(r"(<!-- figures: ([\w.]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def of_reshard(result: Any) -> Iterator[str]:
@@ -46,6 +52,48 @@ def of_reshard(result: Any) -> Iterator[str]:
         )
         seconds = f"{limit['seconds']:.2f} s ({limit['cpu_seconds']:.2f} s)"
         yield f"| {case[0]} ranks, {case[1]} | {seconds} | {' | '.join(cells)} |"
+
+
+def of_save_load(rows: Any) -> Iterator[str]:
+    """Saves and loads: a table for each task, a column for each number of ranks."""
+    of = {(row["task"].split(", ", 1)[1], row["contestant"], row["ranks"]): row for row in rows}
+    worlds = sorted({ranks for _, _, ranks in of})
+    for task in dict.fromkeys(task for task, _, _ in of):
+        yield f"| {task} | {' | '.join(f'{n} rank' + 's' * (n > 1) for n in worlds)} |"
+        yield "|---" * (1 + len(worlds)) + "|"
+        for name in dict.fromkeys(name for t, name, _ in of if (t, name) != (task, "limit")):
+            found = [of.get((task, name, ranks)) for ranks in worlds]
+            cells = (
+                "" if row is None else f"{row['times_limit']:.1f} ({row['cpu_seconds']:.1f} s)"
+                for row in found
+            )
+            if any(found):
+                yield f"| {name} | {' | '.join(cells)} |"
+        yield ""
+
+
+SUMMARY = ("remesh", "torch DCP", "megatron-core", "torch.save")
+"""Contestants of the README."""
+
+
+def of_save_load_summary(rows: Any) -> Iterator[str]:
+    """Saves and loads on 2 ranks."""
+    of = {(row["task"], row["contestant"]): row for row in rows if row["ranks"] == 2}
+    yield f"| | {' | '.join(SUMMARY)} |"
+    yield "|---" * (1 + len(SUMMARY)) + "|"
+    for task in ("save", "load, same layout", "load, rows to columns"):
+        found = [of.get((f"2 ranks, {task}", name)) for name in SUMMARY]
+        cells = ("" if row is None else f"{row['times_limit']:.1f}" for row in found)
+        yield f"| {task} | {' | '.join(cells)} |"
+    cells = (f"{of['2 ranks, save', name]['cpu_seconds']:.1f} s" for name in SUMMARY)
+    yield f"| CPU of the save | {' | '.join(cells)} |"
+
+
+def chart() -> str:
+    """The chart of saves and loads."""
+    rows = json.loads((RESULTS / "save_load.json").read_text())["result"]
+    groups = group_rows([row for row in rows if row["ranks"] > 1], "times_limit")
+    return bar_chart("Seconds, as multiples of the limit", groups, limit=1, longest=6)
 
 
 def of_short(rows: Any) -> Iterator[str]:
@@ -100,6 +148,8 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "foreign": of_foreign,
     "recovery": of_recovery,
     "reshard": of_reshard,
+    "save_load": of_save_load,
+    "save_load.summary": of_save_load_summary,
     "short": of_short,
 }
 
@@ -107,19 +157,28 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
 def measured(document: Any) -> str:
     """When, on what and with what a result was measured."""
     machine, versions = document["machine"], document["versions"]
-    load = machine["load"][0]
-    return (
-        f"Measured {document['measured'][:10]} with torch {versions['torch']}, numpy "
-        f"{versions['numpy']} and Python {versions['python']} on a machine of "
-        f"{machine['num_cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
-        f"({machine['system'].split('-with')[0]}); load average at the end {load:.0f}."
+    names = ("torch", "numpy", "megatron-core", "python")
+    used = [f"{name} {versions[name]}" for name in names if name in versions]
+    text = (
+        f"Measured {document['measured'][:10]} with {', '.join(used[:-1])} and "
+        f"{used[-1].capitalize()} on a machine of {machine['num_cores']} cores"
     )
+    if "memory_bytes" in machine:
+        text += f" and {machine['memory_bytes'] / 2**30:.0f} GiB"
+    if "system" in machine:
+        text += f" ({machine['system'].split('-with')[0]})"
+    if "load" in machine:
+        text += f"; load average at the end {machine['load'][0]:.0f}"
+    return text + "."
 
 
 def figures(name: str) -> str:
     """The text of a block."""
-    document = json.loads((RESULTS / f"{name}.json").read_text())
-    return "\n".join([*TABLES[name](document["result"]), "", measured(document), ""])
+    document = json.loads((RESULTS / f"{name.partition('.')[0]}.json").read_text())
+    text = "\n".join([*TABLES[name](document["result"]), "", measured(document), ""])
+    # A number and its unit stay on one line.
+    text = re.sub(r"(?<=\d) (s|GiB|MB)(?= |\)|;|$)", "\u00a0\\1", text, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def updated(text: str) -> str:
@@ -138,6 +197,7 @@ def main(given: list[str]) -> None:
         shutil.copyfile(path, RESULTS / path.name)
     for page in pages():
         page.write_text(updated(page.read_text()))
+    CHART.write_text(chart())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from remesh import errors
 
@@ -36,8 +37,13 @@ def test_the_guide_runs_from_top_to_bottom(
 
 
 @pytest.mark.timeout(600)
-def test_the_first_minute_of_the_readme(tmp_path: Path) -> None:
-    (script,) = python_blocks("README.md")
+def test_the_first_minute_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, script = python_blocks("README.md")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    namespace = {"model": model, "optimizer": optimizer, "step": 3}
+    monkeypatch.chdir(tmp_path)
+    exec(compile(calls, "README.md", "exec"), namespace)
     (tmp_path / "train.py").write_text(script)
     printed = []
     for num_ranks in (2, 4):

@@ -21,5 +21,9 @@ def test_figures_are_those_of_the_stored_results(page: Path) -> None:
 
 def test_every_stored_result_is_on_a_page() -> None:
     text = "".join(page.read_text() for page in UPDATE["pages"]())
-    shown = {name for _, name, _ in UPDATE["BLOCK"].findall(text)}
+    shown = {name.split(".")[0] for _, name, _ in UPDATE["BLOCK"].findall(text)}
     assert shown == {path.stem for path in UPDATE["RESULTS"].glob("*.json")}
+
+
+def test_the_chart_is_that_of_the_stored_results() -> None:
+    assert UPDATE["CHART"].read_text() == UPDATE["chart"](), "run python docs/update_figures.py"
