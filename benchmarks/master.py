@@ -1,8 +1,10 @@
-"""A real master and simulated nodes: one full rendezvous, then steady heartbeats.
+"""A real master and simulated nodes: one full rendezvous, steady heartbeats, another rendezvous.
 
 The master is a process of its own, with its journal on disk. The nodes are coroutines of this
-process, which ask it over HTTP as agents do: each joins, waits for its assignment, puts or gets the
-address of the round's TCPStore, and then sends a heartbeat every two seconds, with one rank.
+process, which send it the requests of agents, as frames or by HTTP: each joins, waits for its
+assignment, puts or gets the address of the round's TCPStore, and then sends a heartbeat every two
+seconds, with eight ranks. Up to some number of nodes each has a connection of its own. Beyond, they
+share connections, and their requests follow each other there without a pause.
 
 Both sides share this machine, so wall times say little about the master when it is busy. What it
 costs is measured as its own processor time: the requests that one core can answer in a second are
@@ -18,20 +20,42 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from benchmarks.report import print_table, write_json
-from remesh.elastic.protocol import PROTOCOL_VERSION
+from remesh.elastic import frames
+from remesh.elastic.protocol import (
+    PROTOCOL_VERSION,
+    Assignment,
+    Beat,
+    Get,
+    Join,
+    Put,
+    RankReport,
+    Request,
+    Sender,
+    name_of,
+    reply_of,
+)
+from remesh.elastic.rendezvous import Settings
 
 BEAT_SECONDS = 2.0
+NUM_RANKS = 8
+OWN_CONNECTIONS = 10_000
+"""Nodes that have connections of their own; more of them share."""
+SHARED_CONNECTIONS = 1000
 COLUMNS = (
-    *("nodes", "meet, s", "its CPU, s", "again, s", "its CPU, s", "beats/s", "median, ms"),
-    *("p99, ms", "CPU a beat, µs", "peak, MB"),
+    *("encoding", "nodes", "meet, s", "its CPU, s", "again, s", "its CPU, s", "beats/s"),
+    *("CPU a beat, µs", "beats/s of a core", "peak, MB", "status, MB", "page, kB"),
 )
 
 
@@ -51,130 +75,251 @@ def usage_of(pid: int) -> Usage:
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(peak) * 1024)
 
 
+class Wire(Protocol):
+    """Sends requests to the master."""
+
+    async def ask(self, number: int, request: Request[Any]) -> Any:
+        """The reply to a request of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpWire:
+    """Requests as JSON over HTTP."""
+
+    session: aiohttp.ClientSession
+
+    async def ask(self, _number: int, request: Request[Any]) -> Any:
+        """The reply to a request."""
+        kind, body = type(request), msgspec.json.encode(request)
+        path, headers = (
+            f"/v{PROTOCOL_VERSION}/{name_of(kind)}",
+            {"Content-Type": "application/json"},
+        )
+        while True:
+            try:
+                async with self.session.post(path, data=body, headers=headers) as response:
+                    text = await response.read()
+                    assert response.status == 200, text
+                return msgspec.json.decode(text, type=reply_of(kind))
+            except aiohttp.ClientConnectionError:
+                continue  # this process was too slow to send it, and agents send it again
+
+
+class FramedConnection(asyncio.Protocol):
+    """A connection that speaks frames; requests may follow each other without a pause."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._unsent: list[bytes] = []
+        self._replies: deque[asyncio.Future[tuple[int, bytes]]] = deque()
+        self.is_framed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        wanted = f"Connection: Upgrade\r\nUpgrade: {frames.UPGRADE}"
+        target = f"/v{PROTOCOL_VERSION}/{frames.NAME}"
+        transport.write(f"GET {target} HTTP/1.1\r\nHost: x\r\n{wanted}\r\n\r\n".encode())
+
+    def data_received(self, data: bytes) -> None:
+        """Some replies have come."""
+        if not self.is_framed.done():
+            assert data.startswith(b"HTTP/1.1 101 "), data
+            self.is_framed.set_result(None)
+            return
+        found, self._data = frames.split(self._data + data, frames.MAX_REPLY_BYTES)
+        for reply in found:
+            self._replies.popleft().set_result(reply)
+
+    def send(self, body: bytes) -> asyncio.Future[tuple[int, bytes]]:
+        """The status and body of the reply to a request."""
+        loop = asyncio.get_running_loop()
+        if not self._unsent:
+            loop.call_soon(self._flush)
+        self._unsent.append(frames.pack(body))
+        reply = loop.create_future()
+        self._replies.append(reply)
+        return reply
+
+    def _flush(self) -> None:
+        self.transport.write(b"".join(self._unsent))
+        self._unsent = []
+
+
+@dataclass(frozen=True, slots=True)
+class FramesWire:
+    """Requests as frames."""
+
+    connections: Sequence[FramedConnection]
+
+    @classmethod
+    async def open(cls, url: str, count: int) -> FramesWire:
+        """So many new connections."""
+        loop, parts = asyncio.get_running_loop(), urlsplit(url)
+        few = asyncio.Semaphore(500)
+
+        async def connect() -> FramedConnection:
+            async with few:
+                host, port = parts.hostname, parts.port
+                _, connection = await loop.create_connection(FramedConnection, host, port)
+                await connection.is_framed
+                return connection
+
+        return cls(await asyncio.gather(*(connect() for _ in range(count))))
+
+    async def ask(self, number: int, request: Request[Any]) -> Any:
+        """The reply to a request of a node."""
+        body = msgspec.msgpack.encode(request)
+        status, text = await self.connections[number % len(self.connections)].send(body)
+        assert status == 200, text
+        return msgspec.msgpack.decode(text, type=reply_of(type(request)))
+
+
 class Nodes:
     """The simulated nodes.
 
     Args:
-        session: Asks the master.
+        wire: Asks the master.
         num_nodes: How many there are.
+        shares: Whether nodes share connections, so that none may wait for long.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, num_nodes: int) -> None:
-        self._session = session
+    def __init__(self, wire: Wire, num_nodes: int, *, shares: bool) -> None:
+        self._wire = wire
+        self._shares = shares
         self.num_nodes = num_nodes
-        self.num_requests = 0
-        self.latencies: list[float] = []
+        self.num_beats = 0
         self.num_late = 0
         self._round = 0
 
-    async def ask(self, name: str, body: dict[str, object]) -> Any:
-        """The master's reply to a request."""
-        self.num_requests += 1
-        async with self._session.post(f"/v{PROTOCOL_VERSION}/{name}", json=body) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
+    async def ask(self, number: int, request: Request[Any]) -> Any:
+        """The reply to a request of a node."""
+        return await self._wire.ask(number, request)
 
-    def speaker(self, number: int) -> dict[str, object]:
-        """The fields with which the requests of a node begin."""
-        return {"node_id": number, "incarnation": f"a{number}", "round": self._round}
+    async def join(self, number: int, wait: float) -> Any:
+        """The reply to the request of a node to join."""
+        settings = Settings(min_nodes=self.num_nodes, max_nodes=self.num_nodes)
+        request = Join(
+            name=f"node-{number}",
+            node_id=number,
+            incarnation=f"a{number}",
+            address="10.0.0.1",
+            num_processes=NUM_RANKS,
+            after_round=self._round,
+            settings=settings,
+            wait=wait,
+        )
+        return await self.ask(number, request)
 
-    async def join(self, number: int) -> None:
+    async def meet(self, number: int) -> None:
         """Join the next round until there is a place, and find its store."""
-        after, wait, reply = self._round, 0.0, None
-        while reply is None or reply["type"] != "Assignment":
-            reply = await self.ask(
-                "join",
-                {
-                    "name": f"node-{number}",
-                    "node_id": number,
-                    "incarnation": f"a{number}",
-                    "address": "10.0.0.1",
-                    "num_processes": 8,
-                    "after_round": after,
-                    "settings": {"min_nodes": self.num_nodes, "max_nodes": self.num_nodes},
-                    "wait": wait,
-                },
-            )
-            wait = 30.0
-        speaker = self.speaker(number) | {"round": reply["round"]}
-        if reply["node_rank"] == 0:
-            await self.ask("put", speaker | {"key": "store", "value": "10.0.0.1:1"})
+        reply = None if self._shares else await self.join(number, 0.0)
+        while not isinstance(reply, Assignment):
+            reply = await self.join(number, 30.0)
+        sender = Sender(node_id=number, incarnation=f"a{number}", round=reply.round)
+        if reply.node_rank == 0:
+            await self.ask(number, Put(**sender, key="store", value="10.0.0.1:1"))
         else:
-            stored = await self.ask("get", speaker | {"key": "store", "wait": 30.0})
-            assert stored["value"] is not None
+            stored = await self.ask(number, Get(**sender, key="store", wait=30.0))
+            assert stored.value is not None
 
     async def rendezvous(self) -> float:
         """Seconds until every node has its place."""
         began = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for number in range(self.num_nodes):
-                group.create_task(self.join(number))
+        if self._shares:
+            await asyncio.gather(*(self.join(number, 0.0) for number in range(self.num_nodes)))
+        await asyncio.gather(*(self.meet(number) for number in range(self.num_nodes)))
         self._round += 1
         return time.monotonic() - began
 
-    async def beat(self, number: int, until: float) -> None:
-        """Beat every two seconds, each node at its own moment."""
-        due = time.monotonic() + BEAT_SECONDS * number / self.num_nodes
+    async def beat(self, first: int, stride: int, until: float) -> None:
+        """Beat for some nodes every two seconds, at their own moment."""
+        due = time.monotonic() + BEAT_SECONDS * first / stride
         step = 0
         while due < until:
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             step += 1
-            rank = {"step": step, "age": 0.1, "step_seconds": 1.0, "saved_step": None}
-            began = time.monotonic()
-            reply = await self.ask(
-                "beat", self.speaker(number) | {"ranks": {str(number * 8): rank}}
-            )
-            assert reply["restart"] is None, reply
-            self.latencies.append(time.monotonic() - began)
+            report = RankReport(step=step, age=0.1, step_seconds=1.0)
+            beats = [
+                Beat(
+                    node_id=number,
+                    incarnation=f"a{number}",
+                    round=self._round,
+                    ranks={number * NUM_RANKS + local: report for local in range(NUM_RANKS)},
+                )
+                for number in range(first, self.num_nodes, stride)
+            ]
+            numbers = (beat.node_id for beat in beats)
+            for reply in await asyncio.gather(*map(self.ask, numbers, beats)):
+                assert reply.restart is None, reply
+            self.num_beats += len(beats)
             due += BEAT_SECONDS
             if time.monotonic() > due:
-                self.num_late += 1
+                self.num_late += len(beats)
                 due = time.monotonic()
 
     async def beats(self, seconds: float) -> float:
         """Seconds that heartbeats of about so long took."""
         began = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for number in range(self.num_nodes):
-                group.create_task(self.beat(number, began + seconds))
+        stride = SHARED_CONNECTIONS if self._shares else self.num_nodes
+        until = began + seconds
+        await asyncio.gather(*(self.beat(first, stride, until) for first in range(stride)))
         return time.monotonic() - began
 
 
-async def measure(url: str, pid: int, num_nodes: int, seconds: float) -> dict[str, float]:
+def size_of(url: str) -> int:
+    """Bytes of what the master sends."""
+    with urllib.request.urlopen(url, timeout=600) as reply:
+        return len(reply.read())
+
+
+async def measure(
+    url: str, pid: int, encoding: str, num_nodes: int, seconds: float
+) -> dict[str, Any]:
     """Let nodes meet twice, and beat in between."""
+    shares = num_nodes > OWN_CONNECTIONS
     timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(
-        url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout
-    ) as session:
-        nodes = Nodes(session, num_nodes)
+    connector = aiohttp.TCPConnector(limit=SHARED_CONNECTIONS if shares else 0)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        wire: Wire = HttpWire(session)
         start = usage_of(pid)
+        began = time.monotonic()
+        if encoding == "frames":
+            wire = await FramesWire.open(url, SHARED_CONNECTIONS if shares else num_nodes)
+        connecting = time.monotonic() - began
+        nodes = Nodes(wire, num_nodes, shares=shares)
         first = await nodes.rendezvous()
-        met, num_to_meet = usage_of(pid), nodes.num_requests
+        met = usage_of(pid)
         beating = await nodes.beats(seconds)
         beaten = usage_of(pid)
+        status, page = [
+            await asyncio.to_thread(size_of, f"{url}/v{PROTOCOL_VERSION}/{name}")
+            for name in ("status", "overview")
+        ]
+        shown = usage_of(pid)
         again = await nodes.rendezvous()
         end = usage_of(pid)
-    num_beats = len(nodes.latencies)
-    latencies = sorted(nodes.latencies)
-    cost = (beaten.processor_seconds - met.processor_seconds) / num_beats
+    cost = (beaten.processor_seconds - met.processor_seconds) / nodes.num_beats
     return {
+        "encoding": encoding,
         "nodes": num_nodes,
-        "rendezvous_seconds": first,
+        "connections": SHARED_CONNECTIONS if shares else num_nodes,
+        "rendezvous_seconds": connecting + first,
         "rendezvous_processor_seconds": met.processor_seconds - start.processor_seconds,
-        "rendezvous_requests": num_to_meet,
         "again_seconds": again,
-        "again_processor_seconds": end.processor_seconds - beaten.processor_seconds,
-        "beats_per_second": num_beats / beating,
+        "again_processor_seconds": end.processor_seconds - shown.processor_seconds,
+        "beats_per_second": nodes.num_beats / beating,
         "late_beats": nodes.num_late,
-        "beat_median_seconds": latencies[num_beats // 2],
-        "beat_p99_seconds": latencies[num_beats * 99 // 100],
         "beat_processor_seconds": cost,
         "beats_per_second_of_a_core": 1 / cost,
+        "status_bytes": status,
+        "page_bytes": page,
         "peak_bytes": end.peak_bytes,
     }
 
 
-def run(num_nodes: int, seconds: float) -> dict[str, float]:
+def run(encoding: str, num_nodes: int, seconds: float) -> dict[str, Any]:
     """Measure with a master of its own."""
     with tempfile.TemporaryDirectory() as directory:
         command = [str(Path(sys.executable).with_name("remesh")), "master", "--port", "0"]
@@ -185,7 +330,7 @@ def run(num_nodes: int, seconds: float) -> dict[str, float]:
         try:
             assert master.stdout is not None
             url = master.stdout.readline().strip()
-            return asyncio.run(measure(url, master.pid, num_nodes, seconds))
+            return asyncio.run(measure(url, master.pid, encoding, num_nodes, seconds))
         finally:
             master.terminate()
             master.communicate()
@@ -193,30 +338,35 @@ def run(num_nodes: int, seconds: float) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 10_000])
+    parser.add_argument("--shared", type=int, nargs="*", default=[100_000], help="frames only")
     parser.add_argument("--seconds", type=float, default=20.0, help="of heartbeats")
     options = parser.parse_args(arguments)
-    results = [run(num_nodes, options.seconds) for num_nodes in options.nodes]
-    print_table(
-        "A master and simulated nodes",
-        COLUMNS,
-        [
-            [
-                f"{result['nodes']:.0f}",
-                f"{result['rendezvous_seconds']:.1f}",
-                f"{result['rendezvous_processor_seconds']:.1f}",
-                f"{result['again_seconds']:.1f}",
-                f"{result['again_processor_seconds']:.1f}",
-                f"{result['beats_per_second']:.0f}",
-                f"{result['beat_median_seconds'] * 1000:.1f}",
-                f"{result['beat_p99_seconds'] * 1000:.1f}",
-                f"{result['beat_processor_seconds'] * 1e6:.0f}",
-                f"{result['peak_bytes'] / 1e6:.0f}",
-            ]
-            for result in results
-        ],
-    )
+    cases = [(encoding, count) for count in options.nodes for encoding in ("http", "frames")]
+    cases += [("frames", count) for count in options.shared]
+    results = []
+    for case in cases:
+        results.append(run(*case, options.seconds))
+        print_table("A master and simulated nodes", COLUMNS, [cells_of(one) for one in results])
     write_json("master", results)
+
+
+def cells_of(result: dict[str, Any]) -> list[str]:
+    """The cells of a row of the table."""
+    return [
+        result["encoding"],
+        f"{result['nodes']}",
+        f"{result['rendezvous_seconds']:.1f}",
+        f"{result['rendezvous_processor_seconds']:.1f}",
+        f"{result['again_seconds']:.1f}",
+        f"{result['again_processor_seconds']:.1f}",
+        f"{result['beats_per_second']:.0f}",
+        f"{result['beat_processor_seconds'] * 1e6:.0f}",
+        f"{result['beats_per_second_of_a_core']:.0f}",
+        f"{result['peak_bytes'] / 1e6:.0f}",
+        f"{result['status_bytes'] / 1e6:.1f}",
+        f"{result['page_bytes'] / 1e3:.0f}",
+    ]
 
 
 if __name__ == "__main__":

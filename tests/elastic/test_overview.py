@@ -15,6 +15,7 @@ from remesh.elastic.overview import PAGE_ROWS, Overview, Query, overview_of
 from remesh.elastic.progress import RankProgress, TrainingProgress
 from remesh.elastic.protocol import Join, ReportFailures
 from remesh.elastic.rendezvous import Settings
+from remesh.elastic.status import MAX_ROWS, status_of
 from remesh.elastic.trend import MAX_SAMPLES, Sample, Trend, extend
 
 MAX_BYTES = 300_000
@@ -75,6 +76,11 @@ def test_a_job_of_a_thousand_nodes_has_a_small_overview() -> None:
         job = apply(job, report, 1500.0)
     shown = seen(job, live, Query())
     assert len(msgspec.json.encode(shown)) < MAX_BYTES
+    status = status_of(job, live, 2000.0)
+    assert len(msgspec.json.encode(status)) < 16 << 20
+    assert {4321, 77} < {rank.rank for rank in status.ranks}
+    assert (len(status.ranks), status.num_ranks) == (MAX_ROWS, 8000)
+    assert (len(status.nodes), status.nodes_by_state["active"]) == (1000, 1000)
     assert shown.nodes.num_found == 1000
     assert len(shown.job.nodes) == len(shown.job.ranks) == PAGE_ROWS
     # Ranks in trouble come first.

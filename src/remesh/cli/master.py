@@ -369,6 +369,9 @@ def _print_status(now: Status) -> None:
     ]
     columns = (">id", "<state", ">rank", ">processes", ">heard", ">charged restarts", "<name")
     output.print_table(console, columns, rows)
+    if sum(now.nodes_by_state.values()) > len(now.nodes):
+        states = ", ".join(f"{count} {state}" for state, count in now.nodes_by_state.items())
+        click.echo(f"{len(now.nodes)} nodes are shown, of {states}; the page finds the others")
     for failed in now.failures[:3]:
         if failed.cause:
             click.echo(f"round {failed.round}: {output.printable(failed.cause)}")

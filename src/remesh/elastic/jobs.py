@@ -18,7 +18,7 @@ from remesh.elastic.hooks import report_exclusions
 from remesh.elastic.job import Job
 from remesh.elastic.journal import Journal
 from remesh.elastic.master import TICK_SECONDS, Master, RequestError
-from remesh.elastic.status import JobLine, status_of
+from remesh.elastic.status import JobLine, phase_of
 from remesh.errors import StorageError
 
 SUFFIX = ".sqlite"
@@ -138,15 +138,14 @@ class Jobs:
         lines = []
         for name, master in sorted(self._masters.items()):
             master.check_leads()
-            now = status_of(master.job, master.live, master.clock(), master.warnings)
-            num_nodes = sum(node.node_rank is not None for node in now.nodes)
+            nodes, (phase, reason) = master.job.rendezvous, phase_of(master.job)
             line = JobLine(
                 name=name,
-                phase=now.phase,
-                reason=now.reason,
-                num_nodes=num_nodes,
-                step=now.step,
-                saved_step=now.saved_step,
+                phase=phase,
+                reason=reason,
+                num_nodes=0 if nodes is None else len(nodes.active),
+                step=master.live.progress.last_step,
+                saved_step=master.job.saved_step,
             )
             lines.append(line)
         return lines

@@ -65,9 +65,8 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
 
 def _by_state(status: Status) -> Metric:
     family = GaugeMetricFamily("remesh_nodes", "Nodes by state", labels=["state"])
-    states = [node.state for node in status.nodes]
     for state in ("active", "ready", "finished", "draining", "excluded", "gone"):
-        family.add_metric([state], states.count(state))
+        family.add_metric([state], status.nodes_by_state.get(state, 0))
     return family
 
 

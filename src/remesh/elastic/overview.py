@@ -7,7 +7,6 @@ first; it counts the others. Of failures, stacks and history it has what is newe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -17,11 +16,11 @@ from remesh.elastic.job import HistoryLine, Job, SavedCheckpoint
 from remesh.elastic.live import Live
 from remesh.elastic.status import (
     FailureStatus,
-    NodeStatus,
-    RankStatus,
     RoundFailures,
     Status,
+    Survey,
     status_of,
+    survey_of,
 )
 from remesh.elastic.trend import Sample, num_ranks, sample
 
@@ -103,17 +102,14 @@ def overview_of(
     job: Job, live: Live, now: float, warnings: tuple[str, ...], query: Query
 ) -> Overview:
     """The overview of a job."""
-    status = status_of(job, live, now, warnings)
-    found = [node for node in status.nodes if _matches(node, query.find)]
-    troubled = sorted(status.ranks, key=_trouble)
-    nodes, nodes_part = _page(found, query.nodes)
-    ranks, ranks_part = _page(troubled, query.ranks)
+    survey = survey_of(job, live)
+    nodes, nodes_part = _page(_found(job, survey, query.find), query.nodes)
+    ranks, ranks_part = _page(survey.ranks(live), query.ranks)
+    status = status_of(job, live, now, warnings, (survey, nodes, ranks))
     rounds = status.failures[:MAX_ROUNDS]
     stacks = sorted(status.stacks.items())[:MAX_STACKS]
     shown = msgspec.structs.replace(
         status,
-        nodes=nodes,
-        ranks=ranks,
         failures=tuple(_cut_round(failed) for failed in rounds),
         stacks={rank: text[:MAX_TEXT] for rank, text in stacks},
         reason=status.reason[:MAX_TEXT],
@@ -123,14 +119,14 @@ def overview_of(
     )
     return Overview(
         job=shown,
-        nodes_by_state=dict(Counter(node.state for node in status.nodes).most_common()),
+        nodes_by_state=status.nodes_by_state,
         nodes=nodes_part,
         ranks=ranks_part,
-        num_slow=sum(rank.slow is not None for rank in status.ranks),
-        num_behind=sum(rank.behind for rank in status.ranks),
+        num_slow=len(survey.slow),
+        num_behind=len(survey.behind),
         trend=(*job.trend.samples, *_present(job, live, now)),
         checkpoints=job.checkpoints[::-1],
-        num_stacks=len(status.stacks),
+        num_stacks=len(live.stacks),
         more_failures=tuple(max(len(one.failures) - MAX_FAILURES, 0) for one in rounds),
     )
 
@@ -142,14 +138,25 @@ def _present(job: Job, live: Live, now: float) -> list[Sample]:
     return [sample(live.progress, num_ranks(job.rendezvous), now)]
 
 
-def _matches(node: NodeStatus, find: str) -> bool:
-    shown = (node.id, node.name, node.address, node.state, node.reason or node.check)
-    text = " ".join(map(str, shown)).casefold()
-    return all(word in text for word in find.casefold().split())
+def _found(job: Job, survey: Survey, find: str) -> list[int]:
+    """The nodes that show all of some words."""
+    words, nodes = find.casefold().split(), job.rendezvous
+    if not words or nodes is None:
+        return list(survey.states)
+    names = {node_id: name for name, node_id in job.names.items()}
 
+    def shown(node_id: int, state: str) -> str:
+        node = nodes.ready.get(node_id) or nodes.member(node_id)
+        where = (names.get(node_id), "") if node is None else (node.name, node.address)
+        reason = nodes.excluded[node_id][1] if state == "excluded" else ""
+        why = reason or job.check_findings.get(node_id, "")
+        return f"{node_id} {where[0]} {where[1]} {state} {why}".casefold()
 
-def _trouble(rank: RankStatus) -> tuple[float, bool, int]:
-    return -(rank.slow or 0.0), not rank.behind, rank.rank
+    return [
+        node_id
+        for node_id, state in survey.states.items()
+        if all(word in shown(node_id, state) for word in words)
+    ]
 
 
 def _page(rows: Sequence[_T], number: int) -> tuple[tuple[_T, ...], Part]:

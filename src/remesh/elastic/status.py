@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -11,9 +13,14 @@ from remesh.elastic import progress
 from remesh.elastic.failures import ProcessFailure, is_consequence, root_cause
 from remesh.elastic.job import HistoryLine, Job, charges_of, restart_budget
 from remesh.elastic.live import Live
-from remesh.elastic.rendezvous import Node, exclusion_of
+from remesh.elastic.rendezvous import exclusion_of
 
 __all__ = ["FailureStatus", "NodeStatus", "RankStatus", "RoundFailures", "Status"]
+
+MAX_ROWS = 2000
+"""Nodes, and ranks, of a status."""
+MAX_STACKS_SIZE = 8 << 20
+"""Characters of the stacks of a status."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +126,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         node_unit: Worlds have a multiple of this.
         max_restarts: Restarts that each node may be charged with.
         restart_budget: The budget in words; empty before the first node.
-        nodes: The nodes, by id.
+        nodes: The nodes, by id; of more than `MAX_ROWS` those in trouble first.
+        nodes_by_state: How many nodes there are in each state.
         goodput: Share of the time since the beginning that moved the training forward; for a job
             that has ended, until its end.
         step: The highest step of any rank.
         saved_step: The step of the newest checkpoint.
-        ranks: The ranks that report steps.
+        ranks: The ranks that report steps; of more than `MAX_ROWS` those in trouble first.
+        num_ranks: How many there are.
         failures: What failed, newest round first.
-        stacks: The stacks of the processes when the job hung last, by rank.
+        stacks: The stacks of the processes when the job hung last, by rank, as far as they fit into
+            `MAX_STACKS_SIZE` characters.
         history: What happened, newest first.
         warnings: What is wrong with the master itself.
     """
@@ -152,6 +162,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stacks: dict[int, str]
     history: tuple[HistoryLine, ...]
     warnings: tuple[str, ...] = ()
+    nodes_by_state: dict[str, int] = {}
+    num_ranks: int = 0
 
     __repr__ = short_repr
 
@@ -176,10 +188,29 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
     saved_step: int | None
 
 
-def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) -> Status:
-    """The status of a job."""
+def status_of(
+    job: Job,
+    live: Live,
+    now: float,
+    warnings: tuple[str, ...] = (),
+    shown: tuple[Survey, Sequence[int], Sequence[int]] | None = None,
+) -> Status:
+    """The status of a job.
+
+    Args:
+        job: The job.
+        live: What is known of its nodes now.
+        now: The time.
+        warnings: What is wrong with the master itself.
+        shown: A survey, and the nodes and the ranks of it that are shown; by default `MAX_ROWS` of
+            each, those in trouble first.
+    """
     nodes = job.rendezvous
-    phase, reason = _phase(job)
+    phase, reason = phase_of(job)
+    if shown is None:
+        survey = survey_of(job, live)
+        shown = survey, _most_troubled(survey), sorted(survey.ranks(live)[:MAX_ROWS])
+    survey, shown_nodes, shown_ranks = shown
     return Status(
         time=now,
         began=job.began,
@@ -193,19 +224,22 @@ def status_of(job: Job, live: Live, now: float, warnings: tuple[str, ...] = ()) 
         node_unit=1 if nodes is None else nodes.settings.node_unit,
         max_restarts=job.max_restarts,
         restart_budget="" if nodes is None else restart_budget(job),
-        nodes=_nodes(job, live, now),
+        nodes=tuple(_node_rows(job, live, now, survey, shown_nodes)),
+        nodes_by_state=dict(Counter(survey.states.values()).most_common()),
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
         saved_step=job.saved_step,
-        ranks=_ranks(live, now),
+        ranks=tuple(_rank_rows(live, now, survey, shown_ranks)),
+        num_ranks=len(live.ranks),
         failures=_failures(job),
-        stacks=live.stacks,
+        stacks=_stacks(live),
         history=tuple(reversed(job.history)),
         warnings=warnings,
     )
 
 
-def _phase(job: Job) -> tuple[str, str]:
+def phase_of(job: Job) -> tuple[str, str]:
+    """What a job does, and why, in a sentence."""
     nodes = job.rendezvous
     if nodes is None:
         return "waiting", "no node has joined"
@@ -220,90 +254,117 @@ def _phase(job: Job) -> tuple[str, str]:
     return "waiting", f"{len(nodes.ready)} nodes are ready, {nodes.settings.min_nodes} are needed"
 
 
-def _nodes(job: Job, live: Live, now: float) -> tuple[NodeStatus, ...]:
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is known of all nodes and ranks, of which a status shows some.
+
+    Attributes:
+        states: The state of each node, by id, in their order.
+        slow: Ranks that are slow, and how many times the median their steps take.
+        behind: Ranks that have finished fewer steps than others.
+    """
+
+    states: Mapping[int, str]
+    slow: Mapping[int, float]
+    behind: frozenset[int]
+
+    def ranks(self, live: Live) -> list[int]:
+        """All ranks that report steps, those in trouble first."""
+        troubled = self.slow.keys() | self.behind
+
+        def trouble(rank: int) -> tuple[float, bool, int]:
+            return -self.slow.get(rank, 0.0), rank not in self.behind, rank
+
+        others = (rank for rank in sorted(live.ranks) if rank not in troubled)
+        return [*sorted(troubled, key=trouble), *others]
+
+
+def survey_of(job: Job, live: Live) -> Survey:
+    """The survey of a job."""
+    behind = frozenset(progress.lagging_ranks(live.ranks))
+    return Survey(_states(job), progress.slow_ranks(live.ranks), behind)
+
+
+def _states(job: Job) -> dict[int, str]:
     nodes = job.rendezvous
     if nodes is None:
-        return ()
-    known = {node.id: node for node in nodes.world} | dict(nodes.ready)
-    ranks = {node.id: rank for rank, node in enumerate(nodes.world)}
-    firsts, first = {}, 0
-    for node in nodes.world:
-        firsts[node.id] = first
-        first += node.num_processes
+        return {}
     draining = job.save_request.draining if job.save_request is not None else frozenset[int]()
+    states = {node.id: "gone" for node in nodes.world} | dict.fromkeys(nodes.ready, "ready")
+    states |= dict.fromkeys(nodes.finished - nodes.ready.keys(), "finished")
+    states |= dict.fromkeys(nodes.active, "active")
+    states |= {node_id: "draining" for node_id in draining if node_id in nodes.active}
+    for node_id in nodes.excluded:
+        node = nodes.ready.get(node_id) or nodes.member(node_id)
+        if node is None or exclusion_of(nodes, node) is not None:
+            states[node_id] = "excluded"
+    return dict(sorted(states.items()))
 
-    def state_of(node: Node) -> str:
-        if exclusion_of(nodes, node) is not None:
-            return "excluded"
-        if node.id in nodes.active:
-            return "draining" if node.id in draining else "active"
-        if node.id in nodes.ready:
-            return "ready"
-        return "finished" if node.id in nodes.finished else "gone"
 
-    statuses = []
-    for node_id, node in known.items():
+def _most_troubled(survey: Survey) -> list[int]:
+    """The nodes that a status shows, if there are too many for it."""
+    order = ("excluded", "gone", "draining", "ready", "finished", "active")
+    found = sorted(survey.states, key=lambda node_id: order.index(survey.states[node_id]))
+    return sorted(found[:MAX_ROWS])
+
+
+def _node_rows(
+    job: Job, live: Live, now: float, survey: Survey, ids: Iterable[int]
+) -> Iterator[NodeStatus]:
+    nodes = job.rendezvous
+    if nodes is None:
+        return
+    places, first = {}, 0
+    for rank, node in enumerate(nodes.world):
+        places[node.id] = rank, first
+        first += node.num_processes
+    names: dict[int, str] = {}
+    for node_id in ids:
+        known = nodes.ready.get(node_id) or nodes.member(node_id)
+        if known is None and not names:
+            names = {number: name for name, number in job.names.items()}
         heard = live.heard.get(node_id)
-        working = node_id in nodes.active
-        statuses.append(
-            NodeStatus(
-                id=node_id,
-                name=node.name,
-                address=node.address,
-                state=state_of(node),
-                node_rank=ranks.get(node_id) if working else None,
-                first_rank=firsts.get(node_id) if working else None,
-                num_processes=node.num_processes,
-                last_heard=None if heard is None else max(now - heard[1], 0.0),
-                num_charged=charges_of(job, node_id, now).count,
-                check=job.check_findings.get(node_id, ""),
-                reason=exclusion_of(nodes, node) or "",
-            )
+        place = places[node_id] if node_id in nodes.active else (None, None)
+        reason = nodes.excluded[node_id][1] if survey.states[node_id] == "excluded" else ""
+        yield NodeStatus(
+            id=node_id,
+            name=names.get(node_id, "") if known is None else known.name,
+            address="" if known is None else known.address,
+            state=survey.states[node_id],
+            node_rank=place[0],
+            first_rank=place[1],
+            num_processes=0 if known is None else known.num_processes,
+            last_heard=None if heard is None else max(now - heard[1], 0.0),
+            num_charged=charges_of(job, node_id, now).count,
+            check=job.check_findings.get(node_id, ""),
+            reason=reason,
         )
-    statuses += _excluded(job, live, known, now)
-    return tuple(sorted(statuses, key=lambda status: status.id))
 
 
-def _excluded(job: Job, live: Live, shown: Mapping[int, Node], now: float) -> list[NodeStatus]:
-    """Nodes that are excluded and not in the current nodes."""
-    assert job.rendezvous is not None
-    names = {node_id: name for name, node_id in job.names.items()}
-    statuses = []
-    for node_id, (_incarnation, reason) in job.rendezvous.excluded.items():
-        if node_id not in shown:
-            heard = live.heard.get(node_id)
-            statuses.append(
-                NodeStatus(
-                    id=node_id,
-                    name=names.get(node_id, ""),
-                    address="",
-                    state="excluded",
-                    node_rank=None,
-                    first_rank=None,
-                    num_processes=0,
-                    last_heard=None if heard is None else max(now - heard[1], 0.0),
-                    num_charged=charges_of(job, node_id, now).count,
-                    check=job.check_findings.get(node_id, ""),
-                    reason=reason,
-                )
-            )
-    return statuses
-
-
-def _ranks(live: Live, now: float) -> tuple[RankStatus, ...]:
-    slow = progress.slow_ranks(live.ranks)
-    behind = set(progress.lagging_ranks(live.ranks))
-    return tuple(
-        RankStatus(
+def _rank_rows(
+    live: Live, now: float, survey: Survey, ranks: Iterable[int]
+) -> Iterator[RankStatus]:
+    for rank in ranks:
+        heard = live.ranks[rank]
+        yield RankStatus(
             rank=rank,
             step=heard.step,
             age=max(now - heard.time, 0.0),
             step_seconds=heard.step_seconds,
-            slow=slow.get(rank),
-            behind=rank in behind,
+            slow=survey.slow.get(rank),
+            behind=rank in survey.behind,
         )
-        for rank, heard in sorted(live.ranks.items())
-    )
+
+
+def _stacks(live: Live) -> dict[int, str]:
+    """The stacks of the first ranks, as many as fit."""
+    shown, size = {}, 0
+    for rank, text in sorted(live.stacks.items()):
+        size += len(text)
+        if size > MAX_STACKS_SIZE:
+            break
+        shown[rank] = text
+    return shown
 
 
 def _failures(job: Job) -> tuple[RoundFailures, ...]:
