@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+import remesh
+from remesh.cli import cli
 from remesh.formats.table import Place, read_contents
-from remesh.storage import MemoryStorage
+from remesh.storage import LocalStorage, MemoryStorage
 from tests.fuzz.checkpoints import WRITERS, make_checkpoint
 
 MARKS = ("remesh.json", ".metadata", "metadata.json")
@@ -49,3 +55,24 @@ def test_opening(name: str) -> None:
     assert storage.asked.pop("list", 0) == (name != "native")
     assert sorted(storage.sized) == sorted(MARKS)
     assert max(storage.asked.values()) <= 8
+
+
+def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole state, statistics and the report take a few reads for hundreds of tensors."""
+    tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(300)}
+    remesh.save(tensors, tmp_path / "many")
+    asked: list[str] = []
+    read_into = LocalStorage.read_into
+
+    def counted(storage: LocalStorage, path: str, *rest: Any) -> Any:
+        asked.append(path)
+        return read_into(storage, path, *rest)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    found = remesh.Checkpoint(tmp_path / "many").state()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for command in (["stats", "*"], ["report", "--json"]):
+        ended = CliRunner().invoke(cli, [command[0], str(tmp_path / "many"), *command[1:]])
+        assert ended.exit_code == 0
+        assert "w299" in ended.output
+    assert 3 <= sum(path.startswith("data-") for path in asked) <= 30

@@ -318,18 +318,27 @@ class Checkpoint:
             RemeshError: As `read_array`.
             UnsupportedValueError: If torch is not installed and numpy lacks the element type.
         """
-        stored = self.tensor(name)
-        torch = None if self._framework == "numpy" else _torch_if_installed()
+        self._check_readable(name)
+        return self._as_tensor(name, self.read_array(name, box))
+
+    def _check_readable(self, name: str) -> None:
+        dtype = BY_NAME[self.tensor(name).dtype]
+        if self._torch() is None and not dtype.is_native:
+            raise UnsupportedValueError(
+                f"{name}: numpy has no {dtype.name}\nRead it as a torch tensor, or its bits as "
+                "unsigned integers with read_array"
+            )
+
+    def _torch(self) -> Any:
+        return None if self._framework == "numpy" else _torch_if_installed()
+
+    def _as_tensor(self, name: str, array: CarrierArray) -> Any:
+        """An array that was read as what `read` gives."""
+        torch = self._torch()
         if torch is None:
-            if not BY_NAME[stored.dtype].is_native:
-                raise UnsupportedValueError(
-                    f"{name}: numpy has no {stored.dtype}\nRead it as a torch tensor, or its bits "
-                    "as unsigned integers with read_array"
-                )
-            return self.read_array(name, box)
-        array = self.read_array(name, box)
+            return array
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        return flat.view(getattr(torch, stored.dtype)).reshape(array.shape)
+        return flat.view(getattr(torch, self.tensor(name).dtype)).reshape(array.shape)
 
     def names(self, pattern: str = "*") -> list[str]:
         """The stored names that a pattern fits. Nothing is read for it.
@@ -356,9 +365,16 @@ class Checkpoint:
         Modules and optimizers come as what their state dicts held. Sharded descriptions, which
         have a name but no place, are found at the top level under their names.
         """
-        document = self._stored.document
+        document, names = self._stored.document, self.names(pattern)
+        tensors = [name for name in names if name in self.index]
+        for name in tensors:
+            self._check_readable(name)
+        arrays = self.read_arrays([(name, Box.whole(self.index[name].shape)) for name in tensors])
+        found = {
+            name: self._as_tensor(name, array) for name, array in zip(tensors, arrays, strict=True)
+        }
         leaves: dict[Path, object] = {
-            document.path_of(name): self[name] for name in self.names(pattern)
+            document.path_of(name): found[name] if name in found else self[name] for name in names
         }
         return assemble(leaves, self._stored.sequences)
 

@@ -83,14 +83,12 @@ def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Rep
     index = checkpoint.index
     statistics: dict[str, summary.Statistics | None] = {}
     if with_statistics:
+        statistics = dict.fromkeys(index.tensors.names)
+        counted = [name for name in statistics if summary.is_summarised(index[name].dtype)]
+        boxes = [(name, Box.whole(index[name].shape)) for name in counted]
         with progress(f"reading {path}", index.num_bytes) as on_read:
-            for name in index.tensors.names:
-                stored = index[name]
-                statistics[name] = (
-                    summary.statistics_of(checkpoint, name, Box.whole(stored.shape), on_read)
-                    if summary.is_summarised(stored.dtype)
-                    else None
-                )
+            found = summary.statistics_of_each(checkpoint, boxes, on_read)
+        statistics |= zip(counted, found, strict=True)
     values = {**checkpoint.values, **checkpoint.lists, **checkpoint.objects}
     return Report(
         shown_url(path),

@@ -61,22 +61,26 @@ def _measure(path: str, patterns: Sequence[str]) -> list[dict[str, object]]:
         raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
     counted = [name for name in names if summary.is_summarised(index[name].dtype)]
     num_bytes = sum(index[name].num_bytes for name in counted)
-    rows: list[dict[str, object]] = []
+    boxes = [(name, Box.whole(index[name].shape)) for name in counted]
+    rows: dict[str, dict[str, object]] = {
+        name: {
+            "name": name,
+            "dtype": index[name].dtype,
+            "shape": index[name].shape,
+            "statistics": None,
+            "histogram": None,
+        }
+        for name in names
+    }
     with progress(f"reading {path}", num_bytes * (2 if len(names) == 1 else 1)) as on_read:
-        for name in names:
-            stored = index[name]
-            row: dict[str, object] = {"name": name, "dtype": stored.dtype, "shape": stored.shape}
-            row["statistics"] = row["histogram"] = None
-            if name in counted:
-                box = Box.whole(stored.shape)
-                found = summary.statistics_of(checkpoint, name, box, on_read)
-                row["statistics"] = asdict(found)
-                if len(names) == 1:
-                    row["histogram"] = summary.histogram_of(
-                        checkpoint, name, box, found, NUM_BINS, on_read
-                    )
-            rows.append(row)
-    return rows
+        statistics = summary.statistics_of_each(checkpoint, boxes, on_read)
+        for (name, box), found in zip(boxes, statistics, strict=True):
+            rows[name]["statistics"] = asdict(found)
+            if len(names) == 1:
+                rows[name]["histogram"] = summary.histogram_of(
+                    checkpoint, name, box, found, NUM_BINS, on_read
+                )
+    return list(rows.values())
 
 
 def _print_rows(console: Console, rows: Sequence[dict[str, object]]) -> None:

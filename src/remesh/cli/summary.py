@@ -12,7 +12,7 @@ no order, so their statistics are not given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,19 +89,54 @@ def statistics_of(
     Raises:
         CorruptCheckpointError: If stored bytes are missing or damaged.
     """
-    dtype = checkpoint.tensor(name).dtype
-    max_elements = CHUNK_BYTES // BY_NAME[dtype].itemsize
-    folded = _Folded()
-    for piece in checkpoint.index.pieces(name):
-        common = piece.box.intersect(box)
-        if common is None:
-            continue
-        for chunk in chunks_of(common, max_elements):
-            elements = checkpoint.read_array(name, chunk).reshape(-1)
-            for start in range(0, elements.size, _FOLD_ELEMENTS):
-                folded.add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
-            on_read(elements.nbytes)
-    return folded.result()
+    (found,) = statistics_of_each(checkpoint, [(name, box)], on_read)
+    return found
+
+
+def statistics_of_each(
+    checkpoint: Checkpoint, boxes: Iterable[tuple[str, Box]], on_read: Callable[[int], None]
+) -> list[Statistics]:
+    """The statistics of boxes of several tensors; small ones are read together.
+
+    Args:
+        checkpoint: Where they are stored.
+        boxes: Stored names of tensors whose types are summarised, each with which elements of it.
+        on_read: Called with the size of each chunk in bytes.
+
+    Raises:
+        CorruptCheckpointError: If stored bytes are missing or damaged.
+    """
+    folded: list[_Folded] = []
+    batch: list[tuple[_Folded, str, Box]] = []
+    num_bytes = 0
+    for name, box in boxes:
+        folded.append(_Folded())
+        itemsize = BY_NAME[checkpoint.tensor(name).dtype].itemsize
+        for piece in checkpoint.index.pieces(name):
+            common = piece.box.intersect(box)
+            for chunk in [] if common is None else chunks_of(common, CHUNK_BYTES // itemsize):
+                size = chunk.size * itemsize
+                if num_bytes + size > CHUNK_BYTES:
+                    _fold(checkpoint, batch, on_read)
+                    batch, num_bytes = [], 0
+                batch.append((folded[-1], name, chunk))
+                num_bytes += size
+    _fold(checkpoint, batch, on_read)
+    return [one.result() for one in folded]
+
+
+def _fold(
+    checkpoint: Checkpoint,
+    batch: Sequence[tuple[_Folded, str, Box]],
+    on_read: Callable[[int], None],
+) -> None:
+    """Read chunks of tensors, and fold them into the numbers so far."""
+    arrays = checkpoint.read_arrays([(name, chunk) for _, name, chunk in batch]) if batch else []
+    for (folded, name, _), array in zip(batch, arrays, strict=True):
+        elements, dtype = array.reshape(-1), checkpoint.tensor(name).dtype
+        for start in range(0, elements.size, _FOLD_ELEMENTS):
+            folded.add(true_values(elements[start : start + _FOLD_ELEMENTS], dtype))
+        on_read(elements.nbytes)
 
 
 def histogram_of(
