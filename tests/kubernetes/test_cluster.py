@@ -151,7 +151,7 @@ def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
         raise AssertionError(f"{what}: {bed.log()}")
 
     bed.submit("train", mount=False)
-    until_killed("a token", lambda: bed.shared("train") != [])
+    until_killed("a token", lambda: "train-token" in bed.shared("train"))
     bed.mount_token("train")
     until_killed("workers run", lambda: sorted(bed.workers("train")) == [0, 1, 2])
     bed.until("train", "three ranks train", lambda: bed.last_step()[1] == 3)
