@@ -5,7 +5,9 @@ Ranks are threads over one in-memory storage.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +97,19 @@ def test_missing_names_come_with_what_is_near() -> None:
     assert 'missing="keep"' in str(error)
     assert storage.url in str(error)
     assert target["model"]["layer.0.weigth"].tolist() == [0, 0]  # type: ignore[index]
+
+
+def test_names_with_another_beginning_come_with_the_transform_that_loads_them() -> None:
+    stored = {f"layers.{number}.weight": torch.full((2,), number) for number in range(40)}
+    storage = saved({"model": {"module": stored}})
+    target = {"model": {name: torch.zeros(2, dtype=torch.int64) for name in stored}, "xyz": 1}
+    error = mismatch(target, storage)
+    assert "model.layers.1.weight\n  ... and 38 more under model.\n" in str(error)
+    [rename] = re.findall(r"to load them: transform=(.*)", str(error))
+    assert rename == '{"model.module.": "model."}'
+    assert "  xyz\n" in str(error)
+    remesh.load({"model": target["model"]}, storage, transform=ast.literal_eval(rename))
+    assert all(torch.equal(value, stored[name]) for name, value in target["model"].items())  # type: ignore[attr-defined]
 
 
 def test_messages_stay_short_and_the_exception_carries_all() -> None:

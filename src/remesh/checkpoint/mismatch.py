@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from remesh import values
 from remesh.checkpoint.report import Findings
@@ -12,6 +12,9 @@ from remesh.errors import MismatchError
 
 MAX_LISTED = 10
 """How many names of a kind an error message lists; the exception carries all."""
+
+MAX_EXAMPLES = 2
+"""How many of the names with another beginning are listed."""
 
 MAX_COMPARED = 5000
 """How many names are looked at for one that is near."""
@@ -36,6 +39,78 @@ def _nearest(name: str, names: list[str]) -> str:
         names = [other for other in names if other.rpartition(".")[2] == last][:MAX_COMPARED]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _common_rename(missing: Sequence[str], names: Sequence[str]) -> tuple[str, str] | None:
+    """A beginning of stored names, and the one that missing names have instead; None if none has.
+
+    It is taken from a missing name and the stored one with the longest common end, and holds for
+    all missing names with that beginning, two or more.
+    """
+    known = set(names)
+    for name in missing[:MAX_LISTED]:
+        wanted = name.split(".")
+        ends = [other.split(".") for other in names if other.endswith(f".{wanted[-1]}")]
+        stored = max(ends, key=lambda other: _common_end(other, wanted), default=wanted)
+        num_common = min(_common_end(stored, wanted), len(stored) - 1, len(wanted) - 1)
+        if num_common == 0:
+            continue
+        old, new = ".".join(stored[:-num_common]) + ".", ".".join(wanted[:-num_common]) + "."
+        those = [other for other in missing if other.startswith(new)]
+        if len(those) > 1 and all(old + other.removeprefix(new) in known for other in those):
+            return old, new
+    return None
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many of the last parts are equal."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _following(others: Sequence[str], names: Sequence[str], rename: tuple[str, str]) -> set[str]:
+    """Missing names of optimizers that are stored under the names of renamed parameters."""
+    known = set(names)
+    old, new = (text.partition(".")[2] for text in rename)
+    found = set()
+    for name in others:
+        optimizer, _, key = name.partition(".state.")
+        if key.startswith(new) and f"{optimizer}.state.{old}{key.removeprefix(new)}" in known:
+            found.add(name)
+    groups = tuple({f"{name.partition('.state.')[0]}.param_groups." for name in found})
+    return found | {name for name in others if name.startswith(groups)}
+
+
+def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What to say of names that are not stored, and of stored ones that may be meant."""
+    lines = [f"{counted(len(missing), 'is', 'are')} not stored:"]
+    others, rename = list(missing), _common_rename(missing, names)
+    if rename is not None:
+        renamed = [name for name in missing if name.startswith(rename[1])]
+        others = [name for name in missing if not name.startswith(rename[1])]
+        following = _following(others, names, rename)
+        others = [name for name in others if name not in following]
+        lines += [f"  {name}" for name in renamed[:MAX_EXAMPLES]]
+        if len(renamed) > MAX_EXAMPLES:
+            lines.append(f"  ... and {len(renamed) - MAX_EXAMPLES} more under {rename[1]}")
+        if following:
+            lines.append(f"  ... and {len(following)} of their optimizers")
+        lines.append(
+            f'They are stored under "{rename[0]}"; to load them: '
+            f'transform={{"{rename[0]}": "{rename[1]}"}}'
+        )
+    near = [_nearest(name, list(names)) for name in others[:MAX_LISTED]]
+    lines += [f"  {name}{text}" for name, text in zip(others, near, strict=False)]
+    if len(others) > MAX_LISTED:
+        lines.append(f"  ... and {len(others) - MAX_LISTED} more")
+    them = "it as it is" if len(missing) == 1 else "them as they are"
+    lines.append(f'missing="keep" leaves {them}.')
+    if any(near) and rename is None:
+        lines.append(
+            "What is stored under another name is renamed on its way by transform=, such as "
+            '{"model.": "net."}.'
+        )
+    return lines
 
 
 def kind_of(record: object) -> str:
@@ -85,17 +160,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
     if missing:
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
         names = [name for name in stored.names() if name not in taken]
-        lines.append(f"{counted(len(missing), 'is', 'are')} not stored:")
-        lines += [f"  {name}{_nearest(name, names)}" for name in missing[:MAX_LISTED]]
-        if len(missing) > MAX_LISTED:
-            lines.append(f"  ... and {len(missing) - MAX_LISTED} more")
-        them = "it as it is" if len(missing) == 1 else "them as they are"
-        lines.append(f'missing="keep" leaves {them}.')
-        if any("(did you mean" in line for line in lines):
-            lines.append(
-                "What is stored under another name is renamed on its way by transform=, such as "
-                '{"model.": "net."}.'
-            )
+        lines += _missing_lines(missing, names)
         if found.new_parameters:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "
