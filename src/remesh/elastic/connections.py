@@ -29,7 +29,11 @@ REQUEST_SECONDS = 10.0
 IDLE_SECONDS = 75.0
 """How long a connection may wait for the next request."""
 SWEEP_SECONDS = 0.1
-"""Time between two looks at the connections."""
+"""Time between two looks at which connections are closed, at least."""
+SWEEP_PAUSES = 20
+"""How many times as long as a look the time to the next one is, at least."""
+OVERDUE_SECONDS = 1.0
+"""Time between two looks at which connections have to be closed."""
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 KEPT_FILES = 64
 """Open files that are not for connections."""
@@ -260,8 +264,13 @@ class Listener:
         self._closers.pop(connection, None)
 
     async def _sweep(self) -> None:
+        pause, look_at = SWEEP_SECONDS, 0.0
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(pause)
+            began = self._loop.time()
             self._forget_closed()
-            for connection in self._connections.overdue(self._loop.time()):
-                self._close(connection)
+            if began >= look_at:
+                look_at = began + OVERDUE_SECONDS
+                for connection in self._connections.overdue(began):
+                    self._close(connection)
+            pause = max(SWEEP_SECONDS, SWEEP_PAUSES * (self._loop.time() - began))

@@ -193,6 +193,7 @@ class _Framed(asyncio.Protocol):
         self._connection = connection
         self._data = b""
         self._requests: list[bytes] = []
+        self._unsent: list[bytes] = []
         self._running: asyncio.Task[None] | None = None
         self._is_full = False
         self._loop = asyncio.get_running_loop()
@@ -258,7 +259,8 @@ class _Framed(asyncio.Protocol):
                 return
             else:
                 self._answer(request)
-                self._connection.since = self._loop.time()
+        self._connection.since = self._loop.time()
+        self._send()
 
     def _refuse(self, error: Exception) -> None:
         """End the connection, because of what came by it."""
@@ -267,7 +269,13 @@ class _Framed(asyncio.Protocol):
         self._transport.abort()
 
     def _reply(self, reply: object, status: int = 200) -> None:
-        self._transport.write(frames.pack(_encode(reply), status))
+        self._unsent.append(frames.pack(_encode(reply), status))
+
+    def _send(self) -> None:
+        """Send the replies, those of requests that came together in one go."""
+        if self._unsent:
+            replies, self._unsent = self._unsent, []
+            self._transport.write(b"".join(replies))
 
     def _answer(self, request: Request[Any]) -> None:
         """Answer a request now, or begin to."""

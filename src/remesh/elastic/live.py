@@ -189,7 +189,10 @@ def hear_beat(live: Live, job: Job, beat: Beat, now: float) -> list[Event]:
             job.saved_step is None or heard.saved_step > job.saved_step
         ):
             events.append(CheckpointSaved(heard.saved_step))
-        (live.waiting.add if heard.waits else live.waiting.discard)(rank)
+        if heard.waits:
+            live.waiting.add(rank)
+        elif live.waiting:
+            live.waiting.discard(rank)
     all_wait = len(live.waiting) == live.num_ranks
     if all_wait and awaits_checkpoint(job, now) and is_for_growth(job):
         return [*events[-1:], RanksWait(nodes.round)]

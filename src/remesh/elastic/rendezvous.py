@@ -386,7 +386,7 @@ def restart_reason(
 
 def larger_size(state: Rendezvous) -> int | None:
     """How large the world could be with the nodes that are ready; None if that is no larger."""
-    if state.finished or state.broken is not None:
+    if state.finished or state.broken is not None or not state.ready:
         return None
     size = state.settings.fitting(len(state.active) + len(state.ready))
     return size if size > len(state.world) else None
