@@ -17,8 +17,10 @@ import remesh
 from remesh.checkpoint import convert
 from remesh.errors import CheckpointExistsError, StateError
 from remesh.exchange import Exchange
-from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_processes, run_ranks
+from remesh.training import export_weights
+from tests.storage.object_servers import BUCKET, s3_server
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,6 +164,42 @@ def test_ranks_write_files_of_their_own_in_an_object_store(in_background: bool) 
     other = MemoryStorage()
     run_ranks(2, cut)
     assert other.list() == []
+
+
+def to_bucket(exchange: Exchange, bucket: str) -> None:
+    """A model that FSDP2 has cut, in a bucket: refused, and the two ways that the refusal names."""
+    model = llama(tied=True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(StateError, match="is cut over ranks"):
+        remesh.save(model, f"{bucket}/refused", format="huggingface")
+    config = json.loads(model.config.to_json_string())
+    export_weights(
+        {"model": model}, f"{bucket}/exported", dtype=None, max_file_bytes=LIMIT, config=config
+    )
+    remesh.save(model, f"{bucket}/saved")
+
+
+@pytest.mark.slow
+def test_shards_go_to_a_bucket(tmp_path: Path) -> None:
+    """Written by two processes to a server of S3, and read by `from_pretrained`."""
+    model = llama(tied=True)
+    with s3_server() as server:
+        bucket = f"s3://{BUCKET}"
+        run_processes(2, to_bucket, bucket)
+        config = json.loads(model.config.to_json_string())
+        convert(f"{bucket}/saved", f"{bucket}/converted", format="huggingface", metadata=config)
+        for name in ("exported", "converted"):
+            assert remesh.Checkpoint(f"{bucket}/{name}").format == "huggingface"
+            (tmp_path / name).mkdir()
+            storage = open_storage(f"{bucket}/{name}")
+            for path in storage.list():
+                (tmp_path / name / path).write_bytes(storage.read(path))
+        assert server.uploads() == []
+    tokens = torch.arange(8)[None]
+    for name in ("exported", "converted"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert torch.equal(found(tokens).logits, model(tokens).logits)
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
 
 
 def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:

@@ -124,8 +124,9 @@ def own_files(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, o
         if boxes.box(row).shape != boxes.tensors.shape(number):
             raise StateError(
                 f"{boxes.tensors.names[number]}: is cut over ranks, and in an object store a file "
-                "has one writer\nSave to a directory, or use remesh.training.export_weights, which "
-                "brings each file together on one rank"
+                "has one writer\nUse remesh.training.export_weights(state, place, dtype=None): it "
+                "brings each file together on one rank, a few megabytes at a time. Or save in "
+                "format 'remesh' and run: remesh convert SAVED PLACE --format huggingface"
             )
     tensors, held = boxes.tensors, {*boxes.tensor.tolist()}
     empty = [
