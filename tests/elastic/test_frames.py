@@ -6,9 +6,12 @@ import contextlib
 import http.client
 import logging
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +32,7 @@ from remesh.elastic.protocol import Beat, Join, RankReport, Waiting
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
+from tests.elastic.test_secure import OPENSSL, SUBJECT
 from tests.waiting import wait_until
 
 JOIN = Join(
@@ -141,8 +145,21 @@ def test_what_is_no_frame_ends_its_connection_and_no_other(
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
+DAMAGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+def damaged(data: bytes, damages: list[tuple[int, int]]) -> bytes:
+    """Bytes of which some are others."""
+    changed = bytearray(data)
+    for place, value in damages:
+        changed[place % len(data)] = value
+    return bytes(changed)
+
+
 def test_any_bytes_after_the_upgrade_harm_nothing(server: ServerThread) -> None:
-    @given(st.binary(max_size=100))
+    sound = pack(msgspec.msgpack.encode(JOIN)) + pack(msgspec.msgpack.encode(BEAT))
+
+    @given(st.binary(max_size=100) | DAMAGES.map(lambda damages: damaged(sound, damages)))
     def play(data: bytes) -> None:
         with raw(server) as wire:
             wire.sendall(data)
@@ -187,6 +204,24 @@ def test_the_requests_of_a_node_are_frames_and_others_http(
         assert len(exchanged) == 2
         assert client.status().phase == "waiting"
         assert len(exchanged) == 2
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="no openssl")
+def test_frames_over_https(tmp_path: Path, exchanged: list[bytes]) -> None:
+    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    assert OPENSSL is not None
+    command = [OPENSSL, "req", "-x509", "-nodes", "-days", "2", *SUBJECT, "-newkey", "ec"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    with start(ServerOptions(token="right", tls=tls)) as server:
+        for number in range(10):
+            client = Client(server.url, token="right", tls_ca=str(certificate))
+            with contextlib.closing(client):
+                assert isinstance(client.ask(JOIN), Waiting)
+            assert len(exchanged) == number + 1
 
 
 class TestTokens:
