@@ -112,6 +112,25 @@ def test_names_with_another_beginning_come_with_the_transform_that_loads_them() 
     assert all(torch.equal(value, stored[name]) for name, value in target["model"].items())  # type: ignore[attr-defined]
 
 
+def test_a_model_alone_comes_with_the_transform_that_finds_it() -> None:
+    """Not with averages that lie beside it, or leaves of other modules of it."""
+    names = ("embed.weight", "body.0.weight", "body.0.bias", "head.weight", "head.bias")
+    stored = {name: torch.ones(2) for name in names}
+    storage = saved({"model": stored, "ema": {name: torch.zeros(2) for name in names}})
+    target = {name: torch.zeros(2) for name in names}
+    error = mismatch(target, storage)
+    assert 'to load them: transform={"model.": ""}\n' in str(error)
+    assert "did you mean" not in str(error)
+    remesh.load(target, storage, transform={"model.": ""})
+    assert all(torch.equal(target[name], stored[name]) for name in names)
+    adapted = {
+        "body.0.weight": torch.zeros(2),
+        "lora.weight": torch.zeros(2),
+        "lora.bias": torch.zeros(2),
+    }
+    assert "to load them" not in str(mismatch({"model": adapted}, storage))
+
+
 def test_messages_stay_short_and_the_exception_carries_all() -> None:
     storage = saved({"b": torch.ones(2)})
     target = {f"a{number}": torch.zeros(2) for number in range(25)}

@@ -45,17 +45,20 @@ def _common_rename(missing: Sequence[str], names: Sequence[str]) -> tuple[str, s
     """A beginning of stored names, and the one that missing names have instead; None if none has.
 
     It is taken from a missing name and the stored one with the longest common end, and holds for
-    all missing names with that beginning, two or more.
+    all missing names with that beginning, two or more. The beginning of missing names may be empty:
+    a model alone, which is stored with others. Leaves of one module, which are called `weight` in
+    all others as well, say nothing unless that module is at the top.
     """
     known = set(names)
     for name in missing[:MAX_LISTED]:
         wanted = name.split(".")
         ends = [other.split(".") for other in names if other.endswith(f".{wanted[-1]}")]
         stored = max(ends, key=lambda other: _common_end(other, wanted), default=wanted)
-        num_common = min(_common_end(stored, wanted), len(stored) - 1, len(wanted) - 1)
-        if num_common == 0:
+        num_common = min(_common_end(stored, wanted), len(stored) - 1)
+        before = wanted[: len(wanted) - num_common]
+        if num_common == 0 or (num_common == 1 and len(before) > 1):
             continue
-        old, new = ".".join(stored[:-num_common]) + ".", ".".join(wanted[:-num_common]) + "."
+        old, new = ".".join((*stored[:-num_common], "")), ".".join((*before, ""))
         those = [other for other in missing if other.startswith(new)]
         if len(those) > 1 and all(old + other.removeprefix(new) in known for other in those):
             return old, new
@@ -92,7 +95,8 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
         others = [name for name in others if name not in following]
         lines += [f"  {name}" for name in renamed[:MAX_EXAMPLES]]
         if len(renamed) > MAX_EXAMPLES:
-            lines.append(f"  ... and {len(renamed) - MAX_EXAMPLES} more under {rename[1]}")
+            under = f" under {rename[1]}" if rename[1] else ""
+            lines.append(f"  ... and {len(renamed) - MAX_EXAMPLES} more{under}")
         if following:
             lines.append(f"  ... and {len(following)} of their optimizers")
         lines.append(
