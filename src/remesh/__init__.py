@@ -1,4 +1,4 @@
-"""remesh keeps the state of PyTorch training jobs: save on any mesh, load on any other.
+"""remesh saves and loads the state of PyTorch training jobs: save on any mesh, load on any other.
 
 Here is what a training script types. The rest of the interface lies in the modules that
 docs/api.md lists: `remesh.sharding` declares layouts by hand, `remesh.errors` has every exception,

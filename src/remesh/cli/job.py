@@ -51,7 +51,7 @@ def submit(*, file: str, namespace: str | None) -> None:
 @_namespace
 @output.json_option
 def status(*, name: str | None, namespace: str | None, as_json: bool) -> None:
-    """Show how a job goes, or list all jobs of the namespace.
+    """Show the state of a job, or list all jobs of the namespace.
 
     What the master alone knows (each rank, the history) is on its page: see docs/how-to/kubernetes.
     """
@@ -190,7 +190,7 @@ def errors(*, name: str, namespace: str | None, as_json: bool) -> None:
 )
 @_namespace
 def delete(*, name: str, wait: float, namespace: str | None) -> None:
-    """Delete a job: its workers save and stop, then everything of it goes. Checkpoints stay."""
+    """Delete a job: its workers save and stop, then its objects go. Checkpoints stay."""
     does, client = _client(namespace)
     gone = does.delete(client, name, wait_seconds=wait)
     click.echo(f"job {name} is {'deleted' if gone else 'being deleted'}")

@@ -115,7 +115,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--state",
     default=":memory:",
     metavar="FILE",
-    help="Keep what must not be forgotten here, so that a restarted master goes on.",
+    help="Where the journal is kept, from which a restarted master continues.",
 )
 @click.option(
     "--lease",
@@ -159,7 +159,7 @@ def master(
     on_excluded: str | None,
     end_with_job: bool,
 ) -> None:
-    """Coordinate the nodes of a job: form worlds, rule on failures, show how it goes.
+    """Coordinate the nodes of a job: form worlds, decide on failures, show state.
 
     Needs neither torch nor a GPU. Its URL is printed on stdout; there it shows a page. A master
     that is killed and started again with the same `--state` goes on where it was.
@@ -311,7 +311,7 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
 def status(
     *, url: str, token_file: str | None, tls_ca: str | None, jobs: bool, as_json: bool
 ) -> None:
-    """Show how the job of a master goes."""
+    """Show the state of a master's job."""
     client = Client(url, token=read_token(token_file), tls_ca=tls_ca)
     if jobs:
         _print_jobs(client.jobs(), as_json=as_json)

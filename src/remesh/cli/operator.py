@@ -43,7 +43,7 @@ def operator(
     master_host: str | None,
     lease_seconds: float,
 ) -> None:
-    """Look after the ElasticJobs of a Kubernetes cluster.
+    """Run the operator for the ElasticJobs of a Kubernetes cluster.
 
     Runs in the cluster (see `remesh manifests`), or anywhere with a KUBECONFIG. Of several
     instances one acts, and another takes over when it dies.
