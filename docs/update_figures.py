@@ -144,8 +144,33 @@ def of_recovery(result: Any) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def of_master(rows: Any) -> Iterator[str]:
+    """What nodes cost the master."""
+    yield (
+        "| nodes | by | all meet | master's CPU for it | again | CPU | CPU of a heartbeat | "
+        "heartbeats a second of a core | peak memory | status | page |"
+    )
+    yield "|---" * 11 + "|"
+    for row in rows:
+        cells = [
+            f"{row['nodes']:,}",
+            {"http": "HTTP", "frames": "frames"}[row["encoding"]],
+            f"{row['rendezvous_seconds']:.1f} s",
+            f"{row['rendezvous_processor_seconds']:.1f} s",
+            f"{row['again_seconds']:.1f} s",
+            f"{row['again_processor_seconds']:.1f} s",
+            f"{row['beat_processor_seconds'] * 1e6:.0f} µs",
+            f"{row['beats_per_second_of_a_core']:,.0f}",
+            f"{row['peak_bytes'] / 1e6:.0f} MB",
+            f"{row['status_bytes'] / 1e6:.1f} MB",
+            f"{row['page_bytes'] / 1e3:.0f} kB",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "foreign": of_foreign,
+    "master": of_master,
     "recovery": of_recovery,
     "reshard": of_reshard,
     "save_load": of_save_load,
