@@ -20,10 +20,11 @@ from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.report import print_table, write_json
-from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
+from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.formats import native
 from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
@@ -51,7 +52,7 @@ def tensors_of(num_tensors: int, world_size: int) -> TensorTable:
     )
 
 
-def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> bytes:
+def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> BoxesMessage:
     """What a rank sends to rank 0."""
     rows = int(tensors.shapes[0, 0]) // world_size
     row = np.arange(len(tensors))
@@ -90,7 +91,9 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: local_boxes_of(tensors, 0, world_size))
     messages = [local_boxes_of(tensors, rank, world_size) for rank in range(world_size)]
-    bytes_sent = len(messages[0])
+    # What all ranks share is sent by one of them.
+    messages[1:] = [message.without_shared() for message in messages[1:]]
+    bytes_sent = len(msgspec.msgpack.encode(messages[-1]))
     decode_seconds, local_boxes = timed(lambda: decode_local_boxes(messages))
     messages.clear()
     plan_seconds, plan = timed(lambda: plan_save(local_boxes))

@@ -60,7 +60,7 @@ def local_boxes_of(held: list[Held]) -> LocalBoxes:
     names = list(tensors)
     table = TensorTable.of(list(tensors.values()))
     boxes = BoxTable.of(table, [(names.index(one.name), one.box) for one in held])
-    return LocalBoxes(boxes, np.array([one.role for one in held], dtype=np.int64))
+    return LocalBoxes.of(boxes, np.array([one.role for one in held], dtype=np.int64))
 
 
 def plan_of(job: list[list[Held]]) -> SavePlan:

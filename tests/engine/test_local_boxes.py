@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
-from remesh.geometry import Box
-from remesh.planner import plan_save
+from remesh.errors import CoverageError
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.state import Role
 from remesh.tables import BoxTable, TensorTable
 
@@ -36,7 +41,7 @@ def test_local_boxes_come_back(ranks: list[tuple[list[str], int, int]]) -> None:
     found = decode_local_boxes(messages)
     for held, boxes in zip(found, tables, strict=True):
         assert held.boxes.tensors.names == boxes.tensors.names
-        assert held.roles.tolist() == [Role.EQUAL] * len(boxes)
+        assert held.role_of_boxes.tolist() == [Role.EQUAL] * len(boxes)
         for name, column in boxes.columns().items():
             again = held.boxes.columns()[name]
             assert again.dtype == column.dtype, name
@@ -58,11 +63,88 @@ def test_ranks_of_one_model_are_planned_from_one_table() -> None:
         )
         for rank in range(num_ranks)
     ]
-    # Names, and less than 40 bytes for each tensor and each box.
+    # One rank sends names, and a few numbers for what repeats; the others hardly anything.
     names = sum(map(len, tensors.names))
-    assert len(messages[0]) < 4096 + names + 2 * 40 * num_tensors
-    local_boxes = decode_local_boxes(messages)
+    assert len(messages[0].shared) < 8192 + names
+    assert len({message.digest for message in messages}) == 1
+    others = [message.without_shared() for message in messages[1:]]
+    assert max(len(msgspec.msgpack.encode(message)) for message in others) < 100
+    local_boxes = decode_local_boxes([messages[0], *others])
     assert len({id(held.boxes.tensors) for held in local_boxes}) == 1
     plan = plan_save(local_boxes)
     assert len(plan.boxes) == num_ranks * num_tensors
     assert plan.bytes_per_rank(num_ranks).tolist() == [num_tensors * 16] * num_ranks
+
+
+def job_of(num_ranks: int, num_tensors: int, lost: int | None = None) -> list[BoxTable]:
+    """Two pipeline stages, in which tensors are cut in rows, in columns, in flat ranges, or not."""
+    half = num_ranks // 2
+    shape = (2 * half, 6)
+    tables = []
+    for rank in range(num_ranks):
+        stage, place = divmod(rank, half)
+        rows, names = [], []
+        for number in range(num_tensors):
+            if number % 2 != stage and number % 7:
+                continue
+            names.append((f"w{number}", "float32" if number % 5 else "int8", shape))
+            row, kind = len(names) - 1, number // 2 % 4
+            if kind == 0:
+                rows.append((row, Box((place * 2, 0), (2, 6))))
+            elif kind == 1 and place < 3:
+                rows.append((row, Box((0, place * 2), (2 * half, 2))))
+            elif kind == 2:
+                flat = boxes_of_flat_range(shape, place * 12, place * 12 + 12)
+                rows += [(row, box) for box in flat if (number, rank) != (lost, 0)]
+            elif kind == 3:
+                rows.append((row, Box.whole(shape)))
+        tables.append(BoxTable.of(TensorTable.of(names), rows))
+    return tables
+
+
+def local_boxes_of(tables: list[BoxTable]) -> list[LocalBoxes]:
+    """What rank 0 knows of them."""
+    return decode_local_boxes(
+        [encode_local_boxes(held, np.full(len(held), Role.EQUAL, np.int64)) for held in tables]
+    )
+
+
+def plans_of(tables: list[BoxTable]) -> list[Callable[[], SavePlan]]:
+    """Two ways to plan: of what ranks share, and of each by itself."""
+    roles = [np.full(len(boxes), Role.EQUAL, np.int64) for boxes in tables]
+    pairs = list(zip(tables, roles, strict=True))
+    shared = local_boxes_of(tables)
+    return [
+        lambda: plan_save(shared),
+        lambda: plan_save([LocalBoxes.of(*pair) for pair in pairs]),
+    ]
+
+
+def test_tensors_that_are_held_alike_are_planned_like_all_others() -> None:
+    tables = job_of(48, 40)
+    assert len({id(held.kind) for held in local_boxes_of(tables)}) == 4
+    shared, apart = (plan() for plan in plans_of(tables))
+    assert len(shared.copies.box) > 0
+    for one, other in (
+        *zip(shared.boxes.columns().values(), apart.boxes.columns().values(), strict=True),
+        (shared.writer, apart.writer),
+        (shared.row, apart.row),
+        (shared.copies.box, apart.copies.box),
+        (shared.copies.rank, apart.copies.rank),
+        (shared.copies.row, apart.copies.row),
+        *zip(shared.assignments(48), apart.assignments(48), strict=True),
+    ):
+        assert one.tolist() == other.tolist()
+    for number in range(len(shared.boxes)):
+        held = tables[shared.writer[number]]
+        assert held.box(shared.row[number]) == shared.boxes.box(number)
+
+
+def test_what_is_wrong_is_said_of_all_tensors() -> None:
+    errors = []
+    for plan in plans_of(job_of(48, 40, lost=4)):
+        with pytest.raises(CoverageError) as caught:
+            plan()
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    assert "1 of 40 tensors" in errors[0]

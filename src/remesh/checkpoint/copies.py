@@ -178,7 +178,7 @@ def _compare(
     digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
     for rank, reply in enumerate(replies):
         mine = np.flatnonzero(copies.rank == rank)
-        levels[mine] = comparison.levels(local_boxes[rank].roles[copies.row[mine]])
+        levels[mine] = comparison.levels(local_boxes[rank].role_of_boxes[copies.row[mine]])
         digests[mine[levels[mine] > 0]] = np.frombuffer(reply, f"V{DIGEST_BYTES}")
     order = np.flatnonzero(levels)
     order = order[np.lexsort((copies.rank[order], copies.box[order], levels[order]))]
@@ -206,7 +206,7 @@ def _report(
         row = int(copies.row[a])
         name = held.boxes.tensors.names[held.boxes.tensor[row]]
         if levels[a] == 2:
-            role = Role(int(held.roles[row]))
+            role = Role(int(held.role_of_boxes[row]))
             raise DivergedReplicaError(_message(name, ranks, held.boxes.box(row), role))
         warned.setdefault(name, ranks)
     if warned:

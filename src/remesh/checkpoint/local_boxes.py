@@ -1,75 +1,95 @@
 """The boxes that each rank holds, on their way to rank 0.
 
-In a large job rank 0 gets a table from each of thousands of ranks. Two things keep that small:
-columns travel in as few bytes as their numbers need, and ranks that hold parts of the same tensors,
-as almost all do, share one table of these.
+In a large job rank 0 gets a message from each of thousands of ranks. Almost all ranks hold boxes of
+the same tensors, of as many kinds (`remesh.planner.LocalBoxes`). Which tensors have which kind is
+therefore told once, by the first rank of those that have the same to tell; all others name it by
+its digest, and send no more than a few numbers for each kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from remesh.geometry import IntArray
 from remesh.integrity import raw_digest
+from remesh.packing import pack, unpack
 from remesh.planner import LocalBoxes
-from remesh.tables import BoxTable, Columns, TensorTable, decode_columns, encode_columns
-
-_NARROW = np.iinfo(np.int32)
+from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 
 
-def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> bytes:
-    """A message that says what this rank holds; equal for equal boxes.
+class BoxesMessage(msgspec.Struct, frozen=True):
+    """What a rank holds; equal for equal boxes.
+
+    Attributes:
+        digest: Names `shared`.
+        shared: Its tensors, and for each box the tensor and the kind; empty if another rank tells.
+        kinds: Offset, shape and role of each kind, as bytes.
+    """
+
+    digest: bytes = b""
+    shared: bytes = b""
+    kinds: bytes = b""
+
+    @property
+    def layout(self) -> bytes:
+        """A digest that tells it from all others."""
+        return raw_digest(self.digest + self.kinds)
+
+    def without_shared(self) -> BoxesMessage:
+        """The same, for a rank 0 that has `shared` from another rank."""
+        return msgspec.structs.replace(self, shared=b"")
+
+
+def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
+    """A message that says what this rank holds.
 
     Args:
         boxes: Its boxes.
         roles: The role of each (`remesh.state.Role`).
     """
-    columns = {**boxes.columns(), "role": roles}
-    return encode_columns({name: _narrowed(column) for name, column in columns.items()})
+    held = LocalBoxes.of(boxes, roles)
+    columns = held.tensors.columns() | {"box.tensor": held.tensor, "box.kind": held.kind}
+    shared = encode_columns(
+        {
+            name: pack(column.reshape(-1)) if column.dtype == np.int64 else column
+            for name, column in columns.items()
+        }
+    )
+    kinds = np.concatenate([held.offsets, held.extents, held.roles[:, None]], axis=1)
+    return BoxesMessage(raw_digest(shared), shared, kinds.astype("<i8").tobytes())
 
 
-def decode_local_boxes(messages: Sequence[bytes]) -> list[LocalBoxes]:
+def decode_local_boxes(messages: Sequence[BoxesMessage]) -> list[LocalBoxes]:
     """What `encode_local_boxes` said on each rank.
+
+    Args:
+        messages: The messages of all ranks; of those with equal digests, one has what they share.
 
     Raises:
         CorruptCheckpointError: If a message is something else.
     """
-    known: dict[bytes, TensorTable] = {}
+    known = {one.digest: _shared(one.shared) for one in messages if one.shared}
     found = []
     for message in messages:
-        columns, _ = decode_columns(message, "local boxes")
-        tensors = _tensors_of(columns, known)
-        boxes = BoxTable(
-            tensors,
-            columns["box.tensor"].astype(np.int64),
-            columns["box.offset"].astype(np.int64),
-            columns["box.shape"].astype(np.int64),
-        )
-        found.append(LocalBoxes(boxes, columns["role"].astype(np.int64)))
+        tensors, tensor, kind = known[message.digest]
+        num_dims = tensors.shapes.shape[1]
+        kinds = np.frombuffer(message.kinds, dtype="<i8").reshape(-1, 2 * num_dims + 1)
+        offsets, extents = kinds[:, :num_dims], kinds[:, num_dims:-1]
+        found.append(LocalBoxes(tensors, tensor, kind, offsets, extents, kinds[:, -1]))
     return found
 
 
-def _narrowed(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A column in 32 bits if its numbers fit."""
-    if column.dtype != np.int64 or not column.size:
-        return column
-    fits = _NARROW.min <= column.min() and column.max() <= _NARROW.max
-    return column.astype(np.int32) if fits else column
-
-
-def _tensors_of(columns: Columns, known: dict[bytes, TensorTable]) -> TensorTable:
-    """The table of tensors of a message, the same object for the same table."""
-    names = sorted(name for name in columns if name.startswith("tensor."))
-    key = raw_digest(b"".join(columns[name].tobytes() for name in names))
-    tensors = known.get(key)
-    if tensors is None:
-        wide = {
-            name: columns[name] if name == "tensor.name_bytes" else columns[name].astype(np.int64)
-            for name in names
-        }
-        tensors = known[key] = TensorTable.from_columns(wide)
-    return tensors
+def _shared(message: bytes) -> tuple[TensorTable, IntArray, IntArray]:
+    """The tensors; and of each box, the tensor and the kind."""
+    columns, _ = decode_columns(message, "local boxes")
+    # A rank of the same job says how many there are.
+    wide = {
+        name: unpack(column, 1 << 62) if column.dtype == np.int64 else column
+        for name, column in columns.items()
+    }
+    num_tensors = len(wide["tensor.dtype"])
+    wide["tensor.shape"] = wide["tensor.shape"].reshape(num_tensors, -1 if num_tensors else 1)
+    return TensorTable.from_columns(wide), wide["box.tensor"], wide["box.kind"]

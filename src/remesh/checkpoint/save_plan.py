@@ -29,7 +29,7 @@ from remesh.checkpoint.local import (
     finish_device_work,
     tensors_to_store,
 )
-from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
+from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.checkpoint.space import check_space
@@ -210,7 +210,7 @@ class PlanCache:
 class _Described(msgspec.Struct, frozen=True):
     """What a rank tells rank 0; boxes and document are empty if rank 0 has them already."""
 
-    local_boxes: bytes
+    local_boxes: BoxesMessage
     document: bytes
     replicas: list[str]
     url: str
@@ -319,7 +319,8 @@ class _Rank:
     cache: PlanCache
     emit: Emit
     tensors: LocalTensors | None = field(default=None, init=False)
-    local_boxes: bytes = field(default=b"", init=False)
+    local_boxes: BoxesMessage = field(default_factory=BoxesMessage, init=False)
+    shares_first: bool = field(default=True, init=False)
     document: bytes = field(default=b"", init=False)
     replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
@@ -328,7 +329,11 @@ class _Rank:
     global_plan: GlobalSavePlan | None = field(default=None, init=False)
 
     def describe(self, state: Any) -> bytes:
-        """What do I hold? Returns the fingerprints of layout, values and the plan that is kept."""
+        """What do I hold?
+
+        Returns:
+            The fingerprints of layout, values, the plan that is kept, and what ranks share.
+        """
         if self.exchange.rank == 0:
             self.replaced = existing_checkpoint(
                 self.storage, self.options.format, overwrite=self.options.overwrite
@@ -345,17 +350,19 @@ class _Rank:
         ]
         self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
-        digests = map(raw_digest, (self.local_boxes, self.document, self.cache.key))
-        return b"".join(digests)
+        layout, shared = self.local_boxes.layout, self.local_boxes.digest
+        return b"".join((layout, *map(raw_digest, (self.document, self.cache.key)), shared))
 
     def compare(self, fingerprints: Sequence[bytes]) -> None:
         """Do all ranks hold what they held the last time, and have the same values?"""
         # A rank that is new to the job has kept nothing; then no rank uses what it has kept.
         key = raw_digest(_layout_key(fingerprints))
-        self.is_known = all(fingerprint[32:] == key for fingerprint in fingerprints)
+        self.is_known = all(fingerprint[32:48] == key for fingerprint in fingerprints)
         if not self.is_known:
             # On all ranks, so that none believes in the old plan if this save fails.
             self.cache.key = b""
+        shared = [fingerprint[48:] for fingerprint in fingerprints]
+        self.shares_first = shared.index(self.local_boxes.digest) == self.exchange.rank
         self.same_document = len({fingerprint[16:32] for fingerprint in fingerprints}) == 1
 
     def tell(self) -> bytes:
@@ -365,7 +372,7 @@ class _Rank:
         is_spokesman = self.exchange.rank == 0 or not self.same_document
         return msgspec.msgpack.encode(
             _Described(
-                b"" if self.is_known else self.local_boxes,
+                self.boxes_to_tell(),
                 self.document if is_spokesman else b"",
                 self.replicas,
                 self.storage.url,
@@ -375,9 +382,15 @@ class _Rank:
             )
         )
 
+    def boxes_to_tell(self) -> BoxesMessage:
+        """What rank 0 does not know of my boxes."""
+        if self.is_known:
+            return BoxesMessage()
+        return self.local_boxes if self.shares_first else self.local_boxes.without_shared()
+
     def num_bytes_to_keep(self) -> int:
         """Bytes that I will probably not write."""
-        return self.cache.history.num_bytes_to_keep(raw_digest(self.local_boxes))
+        return self.cache.history.num_bytes_to_keep(self.local_boxes.layout)
 
     def plan(self, replies: list[bytes]) -> list[bytes]:
         """Rank 0: who writes what?"""
@@ -498,7 +511,7 @@ class _Rank:
         """Lay out my files, keeping those that did not change."""
         tensors, save_id = self.tensors, assignment.save_id
         assert tensors is not None
-        layout = raw_digest(self.local_boxes)
+        layout = self.local_boxes.layout
         history = self.cache.history.of_layout(layout, tensors.is_frozen)
         place = (self.exchange.rank, save_id, assignment.grid)
         files = own_files(writer, tensors, self.cache.rows, history.group, place)

@@ -15,6 +15,7 @@ from remesh.planner.assignment import (
     assign_to_owners,
     touched_windows,
 )
+from remesh.planner.holding import LocalBoxes
 from remesh.planner.loading import (
     LoadPlan,
     ReadLimits,
@@ -27,7 +28,6 @@ from remesh.planner.loading import (
 )
 from remesh.planner.saving import (
     Copies,
-    LocalBoxes,
     SavePlan,
     choose_writers,
     merge_tensors,

@@ -9,6 +9,7 @@ to write so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,16 +18,9 @@ import numpy.typing as npt
 from remesh.coverage import MAX_SHOWN, check_coverage
 from remesh.errors import CoverageError, StateError
 from remesh.geometry import IntArray
+from remesh.planner.holding import Distinct, Held, LocalBoxes, find_alike, widen
 from remesh.state import Role
 from remesh.tables import BoxTable, TensorTable
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalBoxes:
-    """What one rank holds: boxes, and the role of each (`remesh.state.Role`)."""
-
-    boxes: BoxTable
-    roles: IntArray
 
 
 def _no_rows() -> IntArray:
@@ -74,9 +68,16 @@ class SavePlan:
 
         Wide elements come first, so that every piece begins at a multiple of its element size.
         """
-        itemsizes = self.boxes.tensors.itemsizes[self.boxes.tensor]
-        order = np.lexsort((-itemsizes, self.writer))
-        ends = np.searchsorted(self.writer[order], np.arange(1, world_size))
+        # Few ranks have small numbers, which are sorted by their digits.
+        writer = self.writer.astype(np.uint16) if world_size <= 1 << 16 else self.writer
+        itemsizes = self.boxes.tensors.itemsizes
+        if len(np.unique(itemsizes)) > 1:
+            narrowness = (16 - itemsizes).astype(np.uint8)
+            by_size = np.argsort(narrowness[self.boxes.tensor], kind="stable")
+            order = by_size[np.argsort(writer[by_size], kind="stable")]
+        else:
+            order = np.argsort(writer, kind="stable")
+        ends = np.cumsum(np.bincount(self.writer, minlength=world_size))[:-1]
         return np.split(order, ends)
 
     def bytes_per_rank(self, world_size: int) -> IntArray:
@@ -96,24 +97,40 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
         StateError: If ranks disagree about the dtype or global shape of a tensor.
         CoverageError: If a tensor is not covered exactly once by main replicas.
     """
-    tensors, renumber = merge_tensors([held.boxes.tensors for held in local_boxes])
-    num_dims = tensors.shapes.shape[1]
-    counts = [len(held.boxes) for held in local_boxes]
-    rank = np.repeat(np.arange(len(local_boxes)), counts)
-    row = np.concatenate([np.arange(count) for count in counts])
-    tensor = np.concatenate(
-        [to_new[held.boxes.tensor] for held, to_new in zip(local_boxes, renumber, strict=True)]
-    )
-    offsets = np.concatenate([_widen(held.boxes.offsets, num_dims, 0) for held in local_boxes])
-    extents = np.concatenate([_widen(held.boxes.extents, num_dims, 1) for held in local_boxes])
-    roles = np.concatenate([held.roles for held in local_boxes])
+    tensors, rows = merge_tensors([held.tensors for held in local_boxes])
+    alike = find_alike(tensors, local_boxes, rows)
+    found = None
+    if alike is not None:
+        # What is wrong is said of all tensors.
+        with suppress(CoverageError):
+            found = alike.expanded(_distinct_boxes(alike.held))
+    if found is None:
+        found = _distinct_boxes(Held.by_all(tensors, local_boxes, rows))
+    boxes, first, rank, row = found.boxes, found.first, found.rank, found.row
+    num_holders = np.diff(first)
+    if len(rank) == len(boxes):
+        return SavePlan(boxes, rank, row)
+    copied = np.flatnonzero(np.repeat(num_holders > 1, num_holders))
+    box = np.repeat(np.flatnonzero(num_holders > 1), num_holders[num_holders > 1])
+    copies = Copies(box, rank[copied], row[copied])
+    chosen = choose_writers(boxes.num_bytes, rank, first, len(local_boxes), found.by_first)
+    return SavePlan(boxes, rank[chosen], row[chosen], copies)
 
-    filled = (extents > 0).all(axis=1)
-    keys = [extents[filled, dim] for dim in reversed(range(num_dims))]
-    keys += [offsets[filled, dim] for dim in reversed(range(num_dims))]
-    order = np.flatnonzero(filled)[np.lexsort((rank[filled], *keys, tensor[filled]))]
-    rank, row, roles = rank[order], row[order], roles[order]
-    tensor, offsets, extents = tensor[order], offsets[order], extents[order]
+
+def _distinct_boxes(held: Held) -> Distinct:
+    """The distinct boxes that ranks hold, checked.
+
+    Raises:
+        CoverageError: If a tensor is not covered exactly once by main replicas.
+    """
+    filled = (held.extents > 0).all(axis=1)
+    dims = range(held.extents.shape[1])
+    keys = [held.extents[filled, dim] for dim in reversed(dims)]
+    keys += [held.offsets[filled, dim] for dim in reversed(dims)]
+    by_box = np.lexsort((held.rank[filled], *keys, held.tensor[filled]))
+    order = np.flatnonzero(filled)[by_box]
+    rank, row, roles = held.rank[order], held.row[order], held.roles[order]
+    tensor, offsets, extents = held.tensor[order], held.offsets[order], held.extents[order]
 
     is_new = np.ones(len(order), dtype=np.bool_)
     is_new[1:] = (
@@ -122,7 +139,7 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
         | (extents[1:] != extents[:-1]).any(axis=1)
     )
     first = np.append(np.flatnonzero(is_new), len(order))
-    boxes = BoxTable(tensors, tensor[is_new], offsets[is_new], extents[is_new])
+    boxes = BoxTable(held.tensors, tensor[is_new], offsets[is_new], extents[is_new])
 
     def holders(number: int) -> str:
         ranks = rank[first[number] : first[number + 1]].tolist()
@@ -131,14 +148,10 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)
-    counts_of = np.diff(first)
-    copied = np.repeat(counts_of > 1, counts_of)
-    copies = Copies(np.repeat(np.arange(len(boxes)), counts_of)[copied], rank[copied], row[copied])
     by_first = np.zeros(len(boxes), np.bool_)
     if len(boxes):
         by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
-    chosen = choose_writers(boxes.num_bytes, rank, first, len(local_boxes), by_first)
-    return SavePlan(boxes, rank[chosen], row[chosen], copies)
+    return Distinct(boxes, first, rank, row, by_first)
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntArray]]:
@@ -177,7 +190,7 @@ def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntA
         same = (
             (united.dtypes[to_new] == table.dtypes)
             & (united.ndims[to_new] == table.ndims)
-            & (united.shapes[to_new] == _widen(table.shapes, num_dims, 1)).all(axis=1)
+            & (united.shapes[to_new] == widen(table.shapes, num_dims, 1)).all(axis=1)
         )
         if not same.all():
             row = int(np.flatnonzero(~same)[0])
@@ -208,12 +221,6 @@ def _gather_rows(
         shapes[here, : table.shapes.shape[1]] = table.shapes[rows]
     names = tuple(tables[table].names[row] for table, row in places)
     return TensorTable(names, dtypes, ndims, shapes)
-
-
-def _widen(rows: IntArray, num_dims: int, fill: int) -> IntArray:
-    """Rows padded to more dims."""
-    missing = num_dims - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
 
 
 def _check_roles(boxes: BoxTable, roles: IntArray, first: IntArray, rank: IntArray) -> None:

@@ -113,7 +113,7 @@ def local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
                 raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
             boxes.append((row, box))
             roles.append(int(role))
-    return LocalBoxes(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
+    return LocalBoxes.of(BoxTable.of(TensorTable.of(table), boxes), np.array(roles, dtype=np.int64))
 
 
 def tensors_metadata(stored: StoredState) -> dict[str, ShardedTensor]:
