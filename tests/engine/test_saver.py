@@ -177,7 +177,8 @@ def test_an_unchanged_layout_crosses_the_network_as_a_fingerprint() -> None:
     for sizes, reused in run_ranks(WORLD_SIZE, train)[1:]:
         assert reused == 2
         assert sizes[1] == sizes[2]
-        assert sizes[1] < 700 < 4096 < sizes[0]
+        # The layout itself is told by rank 0, as the others hold the same kinds of boxes.
+        assert sizes[1] < sizes[0] < 700
     for number, storage in enumerate(storages):
         assert stored_value(storage) == number
 

@@ -44,7 +44,7 @@ from remesh.transform import (
     TensorInfo,
     Transform,
     arranged,
-    cuts_of,
+    infos_of,
     num_pieces_of,
     short_name,
 )
@@ -305,14 +305,7 @@ def _resolve(
 
 def _sources(stored: StoredState) -> Infos:
     """The stored tensors and values."""
-    index = stored.index
-    cuts = cuts_of(index)
-    infos: dict[str, TensorInfo | None] = {
-        name: TensorInfo(index[name].dtype, index[name].shape, cuts[index.row(name)])
-        for name in index
-    }
-    infos.update(dict.fromkeys(stored.document.values))
-    return infos
+    return {**infos_of(stored.index), **dict.fromkeys(stored.document.values)}
 
 
 def match_made(

@@ -21,7 +21,7 @@ from remesh.transform.optimizer_state import short_name as short_name
 from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
-from remesh.transform.tensor_info import cuts_of as cuts_of
+from remesh.transform.tensor_info import infos_of as infos_of
 from remesh.transform.tensor_info import num_pieces_of as num_pieces_of
 from remesh.transform.transform import Transform as Transform
 from remesh.transform.transform import as_transform as as_transform

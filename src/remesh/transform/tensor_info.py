@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from remesh.dtypes import DTYPES
 from remesh.geometry import IntArray
 from remesh.index import Index
 from remesh.tables import TensorTable
@@ -54,11 +55,7 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     None, which stands for a plain value, stays None.
     """
     if isinstance(tensors, Index):
-        cuts = cuts_of(tensors)
-        return {
-            name: TensorInfo(stored.dtype, stored.shape, cuts[tensors.row(name)])
-            for name, stored in tensors.items()
-        }
+        return _infos_of_index(tensors)
     return {
         name: info
         if info is None or isinstance(info, TensorInfo)
@@ -67,12 +64,19 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     }
 
 
-def cuts_of(index: Index) -> list[tuple[int, ...]]:
-    """`num_pieces_of` for the tensors of an index; those that are cut alike are counted once."""
-    lists = index.pieces_of_tensors.offsets
+def _infos_of_index(index: Index) -> dict[str, TensorInfo | None]:
+    """The tensors of an index; how those are cut that are cut alike is counted once."""
+    lists, tensors = index.pieces_of_tensors.offsets, index.tensors
     tensor = np.repeat(np.arange(len(lists.ends)), np.diff(lists.ends, prepend=0))
     counts = _num_offsets(tensor, lists.values, len(lists.ends))
-    return _of_own_dims(index.tensors, counts[lists.number])
+    rows = zip(
+        [DTYPES[code].name for code in tensors.dtypes.tolist()],
+        _of_own_dims(tensors, tensors.shapes),
+        _of_own_dims(tensors, np.maximum(counts[lists.number], 1)),
+        strict=True,
+    )
+    infos = [TensorInfo(*row) for row in rows]
+    return {name: infos[index.row(name)] for name in index}
 
 
 def num_pieces_of(
@@ -85,12 +89,13 @@ def num_pieces_of(
         tensor: Row of the tensor of each box.
         offsets: Offset of each box, padded.
     """
-    return _of_own_dims(tensors, _num_offsets(tensor, offsets, len(tensors)))
+    return _of_own_dims(tensors, np.maximum(_num_offsets(tensor, offsets, len(tensors)), 1))
 
 
-def _of_own_dims(tensors: TensorTable, counts: IntArray) -> list[tuple[int, ...]]:
-    rows = np.maximum(counts, 1).tolist()
-    return [tuple(row[:ndim]) for row, ndim in zip(rows, tensors.ndims.tolist(), strict=True)]
+def _of_own_dims(tensors: TensorTable, rows: IntArray) -> list[tuple[int, ...]]:
+    """A row for each tensor, without the padding."""
+    pairs = zip(rows.tolist(), tensors.ndims.tolist(), strict=True)
+    return [tuple(row[:ndim]) for row, ndim in pairs]
 
 
 def _num_offsets(tensor: IntArray, offsets: IntArray, num_tensors: int) -> IntArray:
