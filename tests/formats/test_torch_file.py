@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import remesh
+from remesh.errors import MismatchError
 
 
 def test_views_strides_and_shared_storages(tmp_path: Path) -> None:
@@ -91,6 +92,8 @@ def test_whole_training_states(tmp_path: Path) -> None:
         for key, value in saved.items()
     }
     torch.save(packed, tmp_path / "state.pt")
+    with pytest.raises(MismatchError, match=r"checkpoint: .*/state\.pt\n"):
+        remesh.load({"other": torch.ones(3)}, tmp_path / "state.pt")
     remesh.load(live, tmp_path / "state.pt", unexpected="error")
     for key, value in live.items():
         if key in {"model", "ema", "optimizer"}:

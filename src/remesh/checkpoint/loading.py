@@ -377,7 +377,7 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
         run_on_one(exchange, read),
         type=tuple[bytes, bytes, str],
     )
-    where = place.storage.url
+    where = place.url
     return StoredState(
         where,
         Index.decode(index, where),

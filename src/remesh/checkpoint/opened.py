@@ -169,14 +169,14 @@ class Checkpoint:
         self._storage = decoded(place.storage, self._contents.index)
         record = self._contents.record
         self._stored = StoredState(
-            self._storage.url,
+            place.url,
             self._contents.index,
             self._contents.document,
             "" if record is None else native.identity_of(record),
         )
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self._storage.url!r})"
+        return f"Checkpoint({self._stored.url!r})"
 
     @functools.cached_property
     def _names(self) -> dict[str, None]:

@@ -83,6 +83,11 @@ class Place:
     file: str = ""
     known: Listing | None = None
 
+    @property
+    def url(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.storage.url}/{self.file}" if self.file else self.storage.url
+
     @cached_property
     def listing(self) -> Listing:
         """The files below the place; listed once, when they are first needed."""
