@@ -29,8 +29,11 @@ and 2 their groups are cut over the ranks that hold them. Without ZeRO, optimize
 expert-parallel ranks number their parameters, each from 0, so they have names of their own:
 `mp_rank_01.optimizer`, `expp_rank_1.optimizer`.
 
-Tensor-parallel ranks (`mp_rank_01`) are not joined: no file says along which dim each parameter was
-cut. Names then begin with `mp_rank_00` and so on. A universal checkpoint has joined them.
+Tensor-parallel ranks (`mp_rank_01`) are not joined. Names then begin with `mp_rank_00` and so on; a
+universal checkpoint has joined them. DeepSpeed's own tool finds out along which dim a parameter was
+cut by regular expressions that the training script has put into `universal_checkpoint_info` (what
+matches none was cut along dim 0). They are not used here: an expression of a file can take
+exponential time, and many scripts store none.
 
 The layout was read off DeepSpeed's source (`runtime/engine.py`, `runtime/zero`,
 `checkpoint/ds_to_universal.py`) and its own checkpoints.
