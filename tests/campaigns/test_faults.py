@@ -107,8 +107,9 @@ def meet(inner: MemoryStorage, step: int, way: Way, ranks: set[int], fault: Fail
     assert after in {before, step}
     errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
     assert any("injected" in str(error) for error in errors), outcomes
-    # In the background ranks speak through the storage: one that can put nothing is only missed.
-    is_mute = way == "async" and fault.operation == "put" and fault.times is None
+    # In the background ranks speak through the storage: one that can put neither its part nor its
+    # failure is only missed.
+    is_mute = way == "async" and fault.operation == "put" and fault.times != 1
     for outcome in outcomes:
         if isinstance(outcome, Raised) and is_mute and isinstance(outcome.error, ExchangeError):
             named = rf"ranks? \[?({'|'.join(map(str, ranks))})\b"
