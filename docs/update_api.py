@@ -20,7 +20,7 @@ MODULES = {
     "remesh.errors": "[guide](guide.md#errors)",
     "remesh.sharding": "[parallelism](parallelism.md), [guide](guide.md#shards-made-by-hand)",
     "remesh.checkpoint": "[guide](guide.md), [foreign formats](how-to/foreign-formats.md#writing)",
-    "remesh.background": "[guide](guide.md#saving-beside-the-training)",
+    "remesh.background": "[guide](guide.md#background-saves)",
     "remesh.maintenance.repair": "[command line](cli.md#remesh-repair)",
     "remesh.formats": "[foreign formats](how-to/foreign-formats.md)",
     "remesh.index": "[guide](guide.md#looking-inside)",
