@@ -25,7 +25,7 @@ MODULES = {
     "remesh.formats": "[foreign formats](how-to/foreign-formats.md)",
     "remesh.index": "[guide](guide.md#looking-inside)",
     "remesh.resharding": "[guide](guide.md#live-resharding)",
-    "remesh.transform": "[transformations](transform.md#for-those-who-move-bytes)",
+    "remesh.transform": "[transformations](transform.md#which-bytes-a-target-needs)",
     "remesh.recipes": "[recipes](how-to/recipes.md)",
     "remesh.training": (
         "[manager](manager.md), [data position](data-position.md), [export](export.md)"
