@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from remesh.exchange import Exchange
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_processes, run_ranks
 from remesh.training import export_weights
-from tests.storage.object_servers import BUCKET, s3_server
+from tests.storage.object_servers import BUCKET, ENVIRONMENT, s3_server
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,8 +167,9 @@ def test_ranks_write_files_of_their_own_in_an_object_store(in_background: bool) 
     assert other.list() == []
 
 
-def to_bucket(exchange: Exchange, bucket: str) -> None:
+def to_bucket(exchange: Exchange, bucket: str, endpoint: str) -> None:
     """A model that FSDP2 has cut, in a bucket: refused, and the two ways that the refusal names."""
+    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
     model = llama(tied=True)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(StateError, match="is cut over ranks"):
@@ -185,7 +187,7 @@ def test_shards_go_to_a_bucket(tmp_path: Path) -> None:
     model = llama(tied=True)
     with s3_server() as server:
         bucket = f"s3://{BUCKET}"
-        run_processes(2, to_bucket, bucket)
+        run_processes(2, to_bucket, bucket, server.endpoint)
         config = json.loads(model.config.to_json_string())
         convert(f"{bucket}/saved", f"{bucket}/converted", format="huggingface", metadata=config)
         for name in ("exported", "converted"):

@@ -465,18 +465,15 @@ class ObjectStorage:
         return self._honours_conditions
 
     def _check_ranges(self, path: str) -> None:
-        """Check that what is saved can be read.
+        """Warn if the store gives whole objects where a part is asked for.
 
-        Raises:
-            StorageError: If the store gives whole objects where a part is asked for.
+        What is saved is not refused: the objects can be copied, and read elsewhere.
         """
         try:
             obstore.get_range(self._store, path, start=1, end=2)
         except _FAILURES as error:
-            problem = explain("read", self._name(path), error)
-            if RANGES_ADVICE in str(problem):
-                self.delete(path)
-                raise problem from None
+            if RANGES_ADVICE in str(explain("read", self._name(path), error)):
+                _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
 
     def _put_first(self, path: str, data: bytes | memoryview) -> bool:
         """Put an object unless there is one; returns whether it is ours that is there now."""

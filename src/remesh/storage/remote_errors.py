@@ -18,8 +18,8 @@ _LONGEST = 400
 # Pattern in the library's text → what to do. The first that matches is used.
 _NO_BUCKET = "there is no such bucket: create it, or check its name, the endpoint and the region"
 RANGES_ADVICE = (
-    "the store does not answer requests for a part of an object (HTTP status 206), so checkpoints "
-    "cannot be read from it: use another store"
+    "the store gives whole objects where a part is requested (no HTTP status 206), so checkpoints "
+    "cannot be read from it: use another store, or copy them to a directory to read them"
 )
 _REMEDIES = {
     r"NoSuchBucket|ContainerNotFound|bucket does not exist": _NO_BUCKET,
