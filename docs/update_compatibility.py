@@ -17,22 +17,22 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 HEAD = """# Compatibility
 
-What is saved in one layout, loaded in another. `docs/update_compatibility.py` writes this page, and
-tests keep it true.
+This page shows for each pair of layouts whether a checkpoint that was saved in the first loads in
+the second. `docs/update_compatibility.py` writes the page, and tests check it.
 
 The model is a small mixture-of-experts transformer: tied embeddings, grouped-query attention with
 packed projections, a router with a bias that is a buffer, an odd number of layers and one more that
 predicts further ahead. Parameters are bfloat16; AdamW works on fp32 master copies.
 
-* `=`: parameters, master copies, both moments, step counters, buffers, the random number generator
-  and the step are bit for bit what cutting the whole tensors gives, on every rank. Ranks are
+* `=`: on every rank, parameters, master copies, both moments, step counters, buffers, the random
+  number generator and the step are bit for bit equal to the slices of the whole tensors. Ranks are
   threads, and rows that FSDP2 would keep as DTensors are described by hand.
-* `T`: so they are, and real processes trained in the first layout, saved, continued in it and,
-  loaded, in the other, with the same losses (to 1e-5). Brought back into the first layout, the
-  state was bit for bit what it had been. FSDP2 is torch's own there.
-* `x`: it failed.
+* `T`: the same, and real processes trained in the first layout and saved. They continued in the
+  first layout and, after a load, in the second, with the same losses (to 1e-5). Loaded back into
+  the first layout, the state was bit for bit the same. These tests use torch's own FSDP2.
+* `x`: the conversion failed.
 
-Rows are saved, columns loaded.
+The row is the layout that was saved, the column the layout that was loaded.
 
 """
 
@@ -52,7 +52,7 @@ KINDS = {
 }
 
 FAILED_HEAD = """
-## Conversions at which other systems failed
+## Conversions in which other systems failed
 
 Each is a test in `tests/conversions/test_acceptance.py`:
 

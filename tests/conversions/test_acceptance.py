@@ -71,7 +71,7 @@ def test_no_moments_are_lost(first: Layout, second: Layout) -> None:
     assert states_of(round_trip(first, second, SMALL)) == counted(SMALL)
 
 
-def test_moments_that_are_elsewhere_are_told_and_then_missed(
+def test_moments_that_are_elsewhere_are_reported_and_then_missing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An optimizer that keeps some moments where its state dict does not look."""
@@ -231,7 +231,7 @@ def test_untied_becomes_tied_if_weights_are_equal_pp4_tp2ep2() -> None:
 # -- buffers, hooks -------------------------------------------------------------------------------
 
 
-def test_buffers_on_one_side_only_are_told_tp2ep2_pp4() -> None:
+def test_buffers_on_one_side_only_are_reported_tp2ep2_pp4() -> None:
     whole = random_state(TIED, 11)
     storage = save(filled(TP2_EP2, TIED, whole))
 
