@@ -50,10 +50,10 @@ MODULES = {
 
 HEAD = """# Public names
 
-Each name is imported from the module under which it stands here, and from no other. The top level
-holds what a training script types, and the errors that one catches. `python docs/update_api.py`
-writes this page from the docstrings, and a test fails if it is out of date. The names in
-`remesh.compat` are those of other systems: see [Megatron](how-to/from-megatron.md),
+Import each name from the module under which it is listed. The top level has the names that training
+scripts use, and the errors that they catch. `python docs/update_api.py` writes this page from the
+docstrings, and a test fails if it is out of date. The names in `remesh.compat` are those of other
+systems: see [Megatron](how-to/from-megatron.md),
 [Flex Checkpoint](how-to/from-flex-checkpoint.md), [ATorch](how-to/from-atorch.md).
 """
 

@@ -64,7 +64,7 @@ __all__ = [
 
 
 class RemeshError(Exception):
-    """Base of all errors that remesh raises on purpose.
+    """Base class of all errors of remesh.
 
     Attributes:
         rank: The rank on which the error arose, or None if it arose here or outside a
@@ -99,14 +99,14 @@ class OptionError(RemeshError, ValueError):
 
 
 class MismatchError(RemeshError, ValueError):
-    """What the state asks for and what the checkpoint holds do not fit.
+    """The state and the checkpoint do not fit: names, shapes, dtypes or kinds differ.
 
     Nothing has been changed in the state when this is raised.
 
     Attributes:
-        missing: Names that the state asks for and the checkpoint lacks.
-        unexpected: Names that the checkpoint holds and the state does not ask for (filled only
-            if the caller asked for an error on them).
+        missing: Names that the state has and the checkpoint lacks.
+        unexpected: Names that the checkpoint has and the state lacks (filled only if the
+            caller chose an error on them).
         conflicts: One line for each name whose shape, dtype or kind differs.
     """
 
@@ -139,7 +139,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """There is a committed checkpoint already, and overwriting was not asked for."""
+    """There is a committed checkpoint already, and `overwrite` is false."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -159,10 +159,10 @@ class FormatVersionError(CheckpointError):
 
 
 class PickleRefusedError(CheckpointError):
-    """A pickle of another system asks for a class or function that is not on the allowed list.
+    """A pickle of another system names a class or function that is not on the allowed list.
 
     Attributes:
-        type_name: The qualified name that was asked for.
+        type_name: The qualified name in the pickle.
     """
 
     def __init__(self, message: str, type_name: str = "") -> None:
@@ -175,7 +175,7 @@ class StorageError(RemeshError, OSError):
 
 
 class NoSpaceError(StorageError):
-    """The storage has too little room."""
+    """The storage has too little free space."""
 
 
 class NotSharedError(StorageError):
@@ -187,11 +187,11 @@ class ExchangeError(RemeshError, RuntimeError):
 
 
 class MasterError(RemeshError):
-    """A job's master refuses a request, or is not to be reached."""
+    """A job's master refuses a request, or cannot be reached."""
 
 
 class ClusterError(RemeshError):
-    """The API server of Kubernetes refuses a request, or is not to be reached."""
+    """The API server of Kubernetes refuses a request, or cannot be reached."""
 
 
 class AgentLostError(RemeshError, RuntimeError):

@@ -58,7 +58,7 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """How far a training process is.
+    """The progress of a training process.
 
     Attributes:
         step: The last step that is done.
@@ -94,7 +94,7 @@ def write_heartbeat(path: StrPath, beat: Heartbeat) -> None:
 
 
 def read_heartbeat(path: StrPath) -> Heartbeat | None:
-    """The heartbeat, or None if there is none or it is not one.
+    """Read a heartbeat; None if the file is missing or not a heartbeat.
 
     Raises:
         StorageError: If the file is there and cannot be read.
@@ -107,7 +107,7 @@ def read_heartbeat(path: StrPath) -> Heartbeat | None:
 
 
 def request(path: StrPath, what: Request) -> None:
-    """Ask the process that writes a heartbeat for a save.
+    """Request a save from the process that writes a heartbeat.
 
     Args:
         path: The heartbeat file.

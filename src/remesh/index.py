@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of an index, for reading; `Index.pieces` gives what it is cut into."""
+    """One tensor of an index, for reading; `Index.pieces` gives its pieces."""
 
     name: str
     dtype: str
@@ -72,7 +72,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index(Mapping[str, StoredTensor]):
-    """What a checkpoint holds: a mapping from names to stored tensors, aliases included.
+    """The tensors of a checkpoint: a mapping from names to stored tensors, aliases included.
 
     Pieces are numbered from 0, tensor by tensor. `rows` gives what is known of some of them;
     `boxes`, `file` and `position` are columns of all of them, which are made when they are first

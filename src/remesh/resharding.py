@@ -64,12 +64,12 @@ __all__ = ["ReshardReport"]
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What bringing a state over did on this rank.
+    """The result of a reshard on this rank.
 
     Attributes:
-        restored: What became of each name.
+        restored: The result for each name.
         bytes_sent: Bytes of tensor data that this rank sent to others.
-        bytes_received: Bytes of tensor data that it got from others.
+        bytes_received: Bytes of tensor data that it received from others.
         bytes_local: Bytes that it had itself.
         group_bytes_sent: Bytes of tensor data that all ranks sent.
         buffer_bytes: Memory that the messages took, the most at any time.
@@ -115,15 +115,15 @@ def reshard(
     on_report: Callable[[RestoreReport], None] | None = None,
     on_event: OnEvent = ignore,
 ) -> Any:
-    """Bring a state from one layout into another between live processes. Collective.
+    """Copy a state from one layout into another between live processes. Collective.
 
     Every rank of the group passes its part of the source and its part of the target; a rank that
     has none of one passes `{}`. The two must not share memory: the source is read while the target
-    is filled. To do the same again and again, keep a `Resharder`.
+    is filled. To repeat it, keep a `Resharder`.
 
     Args:
-        source_state: What is to be brought over, as for `remesh.save`.
-        target_state: What is filled, as for `remesh.load`.
+        source_state: The state to copy, as for `remesh.save`.
+        target_state: The state to fill, as for `remesh.load`.
         missing: See `remesh.load`.
         unexpected: See `remesh.load`.
         cast: See `remesh.load`.
@@ -162,11 +162,11 @@ def reshard(
 
 
 class Resharder:
-    """Brings a state over again and again: weights from trainers to those who serve them.
+    """Reshards live state repeatedly, for instance weights from trainers to inference ranks.
 
-    It keeps the plan and the buffers. The states are looked at anew with each push, so what they
-    hold may change, layouts included; then there is a new plan. Copies of a tensor that several
-    ranks hold are compared when there is a new one, and not with every push.
+    It keeps the plan and the buffers. Each push inspects both states again, so their contents and
+    layouts may change; then a new plan is made. Copies of a tensor that several ranks hold are
+    compared only when a plan is made, not with every push.
 
     Args:
         source_state: See `reshard`.
@@ -211,7 +211,7 @@ class Resharder:
         self._last: _LastPush | None = None
 
     def push(self) -> ReshardReport:
-        """Bring the source over as it is now. Collective.
+        """Copy the current source into the target. Collective.
 
         Returns:
             What was done on this rank.

@@ -54,7 +54,7 @@ class RunInfo:
 
 
 def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
-    """What the environment says, by default that of this process.
+    """Read the `RunInfo` from environment variables, by default those of this process.
 
     Raises:
         ValueError: If a variable that should be a number is not; the message names it.

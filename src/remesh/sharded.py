@@ -291,7 +291,7 @@ class ShardedTensorFactory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalNonpersistentObject:
-    """A leaf that is not stored; loading leaves it as it is.
+    """A leaf that is not stored; loading does not change it.
 
     A module wrapped in it is not stored either, but still lends its parameter names to an
     optimizer in the same state.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class TrainingJob:
-    """What the entries of a training function share.
+    """The state that all calls of a training function share.
 
     Attributes:
         entries: How often the function was entered before in this process.

@@ -54,7 +54,7 @@ EXTRA_STATE = "_extra_state"
 class NamedModule:
     """A module whose entries have other names in the checkpoint than in the module.
 
-    It stands in a state where the module would. For pipeline stages, virtual stages and experts,
+    Put it into a state in place of the module. For pipeline stages, virtual stages and experts,
     whose layers are numbered from 0 on every rank.
 
     Attributes:
@@ -117,7 +117,7 @@ def new_name(name: str, names: Names) -> str:
 
 
 def rename_shards(shards: Mapping[str, ShardedTensor], names: Names) -> dict[str, ShardedTensor]:
-    """The same shards stored under other names; the keys stay.
+    """Store the same shards under other names; the keys do not change.
 
     Args:
         shards: What a `sharded_state_dict` method returns.
@@ -130,9 +130,9 @@ def rename_shards(shards: Mapping[str, ShardedTensor], names: Names) -> dict[str
 
 
 def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
-    """What a module without a `sharded_state_dict` method says of its state dict.
+    """Describe the state dict of a module that has no `sharded_state_dict` method.
 
-    Its children are asked; what none of them speaks for is whole.
+    Calls the method of its children. Tensors that no child describes are whole.
 
     Args:
         module: The module; a method of its own is not called.

@@ -29,7 +29,7 @@ from remesh.sharded import Part, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class FlatSpan:
-    """Where a parameter lies in a flat buffer.
+    """The position of a parameter in a flat buffer.
 
     Attributes:
         name: The name of the parameter.

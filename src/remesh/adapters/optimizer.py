@@ -66,10 +66,10 @@ _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedOptimizer:
-    """An optimizer whose tensors are not the parameters of the model but stand for them.
+    """An optimizer over copies or flat partitions of the model's parameters.
 
-    It stands in a state where the optimizer would, and is stored as an optimizer over the
-    parameters would be. For flat partitions (`flat_partition`) and master copies.
+    Put it into a state in place of the optimizer. It is stored like an optimizer over the
+    parameters. For flat partitions (`flat_partition`) and master copies.
 
     Attributes:
         optimizer: The optimizer.

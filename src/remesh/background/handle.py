@@ -12,13 +12,13 @@ Phase = Literal["staging", "writing", "committing", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far this rank's part of a save is.
+    """Progress of this rank's part of a save.
 
     Attributes:
         num_bytes: Bytes that this rank writes.
         staged_bytes: Bytes that are copied out of the trainer's memory.
         written_bytes: Bytes that are written.
-        phase: What is being done, or how the save has ended.
+        phase: The current phase, or the result of the save.
         kept_bytes: Bytes of files that did not change since the save before, which it does not
             write.
     """

@@ -61,7 +61,7 @@ ARENA_SHARE = 0.5
 
 
 class Saver:
-    """Saves a job's state again and again, beside the training.
+    """Saves a job's state repeatedly, in the background.
 
     It keeps host memory for staging and the plan of the last layout.
 
@@ -74,7 +74,7 @@ class Saver:
         max_in_flight: Saves in flight at most. A further one first waits for the oldest, and so
             does one to a place where another one is still being written.
         arena_bytes: Host memory for staging on this rank; by default as much as its share of the
-            state for each save in flight, but all ranks of a machine together at most half of the
+            state for each save in flight, but all ranks of a node together at most half of the
             memory that is free within the container's limits. With less than the rank's share,
             staging waits for the disk.
         deadline: Seconds without the end of a save in sight after which its background gives up.
@@ -173,7 +173,7 @@ class Saver:
         return None if self._process is None else self._process.process_id
 
     def warm(self, state: Any) -> None:
-        """Get the memory that saving `state` needs ready, in the background. Not collective.
+        """Prepare the memory for saves of `state`, in the background. Not collective.
 
         Call it when the state has its final size and the first steps run; the first save then
         finds memory that is touched already.

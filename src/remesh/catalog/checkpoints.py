@@ -86,7 +86,7 @@ class TrackerRun:
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint comes from; of rank 0 where ranks differ.
+    """The origin of a checkpoint: code, configuration, host; of rank 0 where ranks differ.
 
     Attributes:
         revision: The commit of the git repository that the training script lies in; empty if it
@@ -140,7 +140,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a checkpoint without opening it.
+    """The properties of a checkpoint that are known without opening it.
 
     Attributes:
         name: Name of its directory.
@@ -377,7 +377,7 @@ def _read_mark(storage: Storage, path: str) -> _InUse | None:
 
 
 def pin(path: str | os.PathLike[str]) -> None:
-    """Keep a checkpoint, whatever policies say.
+    """Keep a checkpoint even if policies would remove it.
 
     Raises:
         CheckpointNotFoundError: If there is none.
@@ -389,7 +389,7 @@ def pin(path: str | os.PathLike[str]) -> None:
 
 
 def unpin(path: str | os.PathLike[str]) -> None:
-    """Let policies decide about a checkpoint again; it need not be pinned.
+    """Remove the pin of a checkpoint, if it has one: policies apply again.
 
     Raises:
         CheckpointNotFoundError: If there is none.

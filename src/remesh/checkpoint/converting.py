@@ -61,7 +61,7 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a conversion has written.
+    """The result of a conversion.
 
     Attributes:
         source_format: Name of the format of the source.
@@ -110,7 +110,7 @@ def convert(
     read once more and compared with its digests, if its format has any.
 
     Args:
-        source: What to convert: a path, URL or storage, or a `remesh.formats.Source`.
+        source: The checkpoint to convert: a path, URL or storage, or a `remesh.formats.Source`.
         path: Directory of the new checkpoint; it need not exist.
         format: As of `remesh.save`.
         transform: What becomes of the tensors and the names: a `Transform`, or what makes one.
@@ -120,7 +120,7 @@ def convert(
         format_options: As of `remesh.save`.
         group: A torch process group or an `Exchange` whose ranks share the work; all of them call
             it. None for this process alone.
-        on_event: Told of the moments in `remesh.events.SAVE_POINTS`.
+        on_event: Called at the points in `remesh.events.SAVE_POINTS`.
 
     Raises:
         CheckpointNotFoundError: If there is no checkpoint at the source.

@@ -88,18 +88,18 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     """Load a checkpoint into a state of any layout. Collective, like `save`.
 
     Tensors are filled in place. Plain values are replaced in their dicts and lists; modules,
-    optimizers and other objects get what is theirs.
+    optimizers and other objects load their state dicts.
 
     Args:
-        state: The target, built like the state that was saved. Only what it names is read.
+        state: The target, built like the state that was saved. Only its names are read.
         path: Directory of a committed checkpoint, of remesh or of another system that it reads;
             or a `remesh.formats.Source`.
         missing: What to do about names that the state has and the checkpoint lacks.
         unexpected: What to do about names that the checkpoint has and no rank's state.
         cast: Convert tensors whose stored dtype differs from the target's; otherwise that is an
             error.
-        transform: What the stored tensors become on their way: renamed, fused, split, transposed,
-            cast. A `Transform`, its statements as text, a dict of renames, of names, prefixes
+        transform: Renames, fuses, splits, transposes or casts stored tensors. A `Transform`, its
+            statements as text, a dict of renames, of names, prefixes
             (`{"model.": "net."}`) or regular expressions, or a function from name to name.
             Optimizer state follows its parameter. Only the bytes that are needed are read. The
             language is specified in docs/transform.md.
@@ -115,8 +115,8 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
         timeout: Seconds that reading tensors may take; None for no limit. A rank that is late then
             is named in the error, on every rank that can still be reached.
         group: See `save`.
-        on_report: Is given this rank's `RestoreReport`.
-        on_event: Told of the moments in `remesh.events.LOAD_POINTS`.
+        on_report: Called with this rank's `RestoreReport`.
+        on_event: Called at the points in `remesh.events.LOAD_POINTS`.
 
     Returns:
         The state: the same object, unless it is itself a tuple or a plain value.

@@ -37,13 +37,13 @@ VERIFY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What reading every byte of a checkpoint found.
+    """The result of reading every byte of a checkpoint.
 
     Attributes:
         num_files: Data files.
         num_bytes: Their bytes.
         damages: Everything that is not as it was written; empty for a sound checkpoint.
-        has_digests: Whether there was anything to compare with. Without, `ok` only says that all
+        has_digests: Whether there were digests. If not, `ok` only says that all
             files could be read, have their sizes, and hold all elements of all tensors.
         unchecked: Names of tensors and values that a repair has taken over without a digest that
             proves them. They are what the repair found, and may not be what was saved.
@@ -77,7 +77,7 @@ def _torch_if_installed() -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A stored tensor; what it is indexed with is read, and nothing else.
+    """A stored tensor; indexing it reads the indexed part only.
 
     Attributes:
         checkpoint: Where it is stored.
@@ -136,22 +136,22 @@ class Checkpoint:
     """A committed checkpoint, opened for reading. Not collective: any one process may open it.
 
     Opening reads the commit record, the index and the values, each checked against its digest.
-    Tensors are read when they are asked for, and only the bytes that are needed. Checkpoints of
+    Tensors are read on access, and only the bytes that are needed. Checkpoints of
     other systems open the same way, without digests.
 
-    A checkpoint behaves like a dict of what is stored: `name in checkpoint`, `checkpoint[name]`,
+    A checkpoint behaves like a dict of its entries: `name in checkpoint`, `checkpoint[name]`,
     `len(checkpoint)`, `keys()` and iteration over the names. Names are those of tensors, their
     aliases, plain values, lists and elements of sharded objects.
 
-    Tensors come as torch tensors on the CPU. Where torch is not installed they come as numpy
+    Tensors are returned as torch tensors on the CPU. Without torch they are returned as numpy
     arrays, if numpy has their element type.
 
-    What is opened is one save. If another save replaces it, what was not read before is gone: then
-    reading raises `CheckpointReplacedError`, and the checkpoint may be opened again.
+    An open checkpoint belongs to one save. If another save replaces that save, reading raises
+    `CheckpointReplacedError`; open the checkpoint again.
 
     Args:
         path: Directory of the checkpoint, or a `remesh.formats.Source`.
-        framework: What tensors come as; None for torch tensors where torch is installed.
+        framework: The type of returned tensors; None for torch tensors if torch is installed.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

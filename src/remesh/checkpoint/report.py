@@ -10,7 +10,7 @@ from remesh._repr import format_bytes, short_repr
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a load did on this rank, by stored name.
+    """The result of a load on this rank, by stored name.
 
     Attributes:
         restored: Tensors, values and objects that were taken as they are stored.
@@ -72,7 +72,7 @@ class RestoreReport:
         }
 
     def table(self) -> str:
-        """Every name on a line of its own, after what became of it.
+        """One line for each name, with its result in front.
 
         What was missing kept its value, and what was unexpected was ignored.
         """

@@ -67,9 +67,9 @@ def save(
             the new one is committed; its files are removed afterwards. Small files with fixed names
             in formats of other systems are replaced one after the other, so a reader may see some
             of each.
-        metadata: What to record beside the state: a JSON object, taken from rank 0. For
-            `huggingface` it is the model's `config.json`; other formats of other systems have no
-            place for it.
+        metadata: A JSON object to record beside the state, taken from rank 0. For
+            `huggingface` it is the model's `config.json`; other formats of other systems cannot
+            store it.
         buffers: Whose buffers of modules are stored where those of ranks differ, such as running
             statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
             (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
@@ -80,14 +80,14 @@ def save(
             under one name are compared completely.
         group: A torch process group or an `Exchange`; by default torch's default group if it is
             initialised, else this process alone.
-        on_event: Told of the moments in `remesh.events.SAVE_POINTS`.
+        on_event: Called at the points in `remesh.events.SAVE_POINTS`.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, a tensor has holes, or the format
             cannot be written.
         DivergedReplicaError: If ranks hold different values of what should be copies.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
-        NoSpaceError: If there is too little room, which is found before writing where possible.
+        NoSpaceError: If there is too little free space; found before writing where possible.
         NotSharedError: If the ranks do not save to one place that all of them reach.
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.

@@ -65,7 +65,7 @@ PEER_SECONDS = 60.0
 def run(
     train: Callable[[TrainingJob], T], *, prepare: Callable[[TrainingJob], object] | None = None
 ) -> T:
-    """Call a training function; under `remesh run`, enter it again whenever the world changes.
+    """Call a training function; under `remesh run`, again after each change of the world.
 
     The function makes its process groups, model and manager, resumes and trains. Give its manager
     the job (`remesh.Manager(..., job=job)`): then `resume` takes the state from the memory of the

@@ -92,7 +92,7 @@ class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
 
 
 class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
-    """What failed in a round.
+    """The failures of a round.
 
     Attributes:
         round: The round.
@@ -111,7 +111,7 @@ class RoundFailures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it is now.
+    """The current state of a job.
 
     Attributes:
         time: The present time, in seconds since the epoch.

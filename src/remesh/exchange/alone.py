@@ -8,7 +8,7 @@ from remesh.exchange.protocol import Buffers
 
 
 class Alone:
-    """A group of one rank: every message comes straight back."""
+    """A group of one rank, which receives its own messages."""
 
     rank = 0
     world_size = 1

@@ -38,7 +38,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """What the ranks of one group share.
+    """The state that the ranks of one group share.
 
     Args:
         world_size: Number of ranks.

@@ -46,9 +46,9 @@ from remesh.storage import Storage, ask_together, list_with_sizes, open_storage
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place to load from, with what cannot be seen from the place itself.
+    """A checkpoint to load, with its format or the classes that its pickles may import.
 
-    Stands for the path in `remesh.load` and `remesh.Checkpoint`.
+    Pass it instead of the path to `remesh.load` and `remesh.Checkpoint`.
 
     Attributes:
         path: A path, URL or storage, as everywhere.

@@ -47,7 +47,7 @@ __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What became of a data file.
+    """State of a data file of a damaged checkpoint.
 
     Attributes:
         path: Relative to the damaged checkpoint.
@@ -65,7 +65,7 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What can be saved of a damaged checkpoint, and what is lost.
+    """The entries of a damaged checkpoint that can be saved, and those that are lost.
 
     Attributes:
         source: The damaged checkpoint.
@@ -134,7 +134,7 @@ class RepairReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepairPlan:
-    """What `write_repaired` needs to know.
+    """The input of `write_repaired`.
 
     Attributes:
         storage: The damaged checkpoint.
@@ -142,7 +142,7 @@ class RepairPlan:
         files: Its data files.
         tensors: What is whole.
         document: The values of the new checkpoint.
-        report: All this for people.
+        report: The same for human readers.
     """
 
     storage: Storage

@@ -17,11 +17,11 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class FileSystemSpace:
-    """Room in the file system of a storage.
+    """The free space in the file system of a storage.
 
     Attributes:
-        identity: Equal for storages, on any rank, that share this room.
-        free_bytes: What may still be written.
+        identity: Equal for storages, on any rank, that share this space.
+        free_bytes: Bytes that may still be written.
         directory: Equal on ranks that reach the same directory under the name of the root; empty
             if that is not known.
         existing: The nearest directory that exists at or above the root; empty if that is not

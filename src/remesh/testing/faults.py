@@ -21,7 +21,7 @@ from remesh.events import Event
 
 
 class InjectedError(Exception):
-    """What a rank raises where a test wants it to; deliberately none of remesh's exceptions."""
+    """The exception of an injected fault; deliberately none of remesh's exceptions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class FlipBit:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """To readers, each matching file seems to end early.
+    """Readers find the end of each matching file too early.
 
     Attributes:
         path: Pattern of paths.
@@ -81,7 +81,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Matching calls take their time.
+    """Matching calls are delayed.
 
     Attributes:
         operation: Name of the operation.

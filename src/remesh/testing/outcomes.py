@@ -50,7 +50,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The rank's process ended without a word.
+    """The rank's process ended without a result.
 
     Attributes:
         exit_code: As in `subprocess`: negative for a signal.
@@ -82,7 +82,7 @@ Outcome: TypeAlias = Returned[T] | Raised | Died | TimedOut
 
 
 def returned_values(outcomes: Sequence[Outcome[T]]) -> list[T]:
-    """What the ranks returned, if all did.
+    """The return values of the ranks, if all returned.
 
     Args:
         outcomes: One for each rank.

@@ -75,7 +75,7 @@ def run_processes(
 def run_processes_outcomes(
     world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[Outcome[T]]:
-    """The same, reporting how each rank ended instead of raising, dead ranks included.
+    """Like `run_processes`, but return how each rank ended, dead ranks included.
 
     Every rank has the whole time, whatever becomes of the others.
     """

@@ -41,7 +41,7 @@ def run_ranks(
 def run_ranks_outcomes(
     world_size: int, fn: Callable[..., T], *args: object, timeout: float = 240.0
 ) -> list[Outcome[T]]:
-    """The same, reporting how each rank ended instead of raising."""
+    """Like `run_ranks`, but return how each rank ended."""
     group = ThreadGroup(world_size, timeout=timeout)
     outcomes: dict[int, Outcome[T]] = {}
 

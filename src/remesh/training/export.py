@@ -79,7 +79,7 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was exported.
+    """The result of an export.
 
     Attributes:
         files: Names of the weight files.

@@ -70,7 +70,7 @@ _LOGGER = logging.getLogger("remesh")
 
 
 class Manager:
-    """Saves a job's state as policies say, keeps what they say, and resumes. Collective.
+    """Saves a job's state, removes old checkpoints and resumes, by policies. Collective.
 
     Use it as a context manager: leaving the block saves the last step and waits for that save. An
     exception that leaves the block, or a process that ends without `close`, gives up a save in
@@ -82,7 +82,7 @@ class Manager:
         every: When to save: a number of steps, or policies (`remesh.training.policies`). None for
             saves by `save` and requests only.
         keep: Number of checkpoints to keep, or policies (`remesh.training.retention`). None: all.
-        randomness: What decides the random numbers of this process.
+        randomness: The roles and generators of this process's random numbers.
         config: The job's configuration, a plain value; its digest is recorded.
         memory_every: Steps between two snapshots in the memory of the nodes, from which the job
             resumes after a crash of processes; None for none. It needs `remesh run`, and as much
@@ -90,14 +90,14 @@ class Manager:
         memory_replicas: On how many further nodes each snapshot lies; each needs as much memory.
         save_at_end: Whether `close`, or the end of the block, saves the step of the last call of
             `step`, if `every` has not saved it and the state has not changed since.
-        background: Write beside the training. Otherwise a save returns when it is durable.
+        background: Write in the background. Otherwise a save returns when it is durable.
         group: See `remesh.save`.
         arena_bytes: See `remesh.Saver`.
         deadline: See `remesh.Saver`.
         buffers: See `remesh.save`; also for snapshots in memory.
         verify_replicas: See `remesh.save`.
-        job: What `remesh.elastic.run` gave the training function: `resume` then takes the state
-            from the memory of the processes that go on, if they hold all of it.
+        job: The job that `remesh.elastic.run` passes to the training function: `resume` then takes
+            the state from the memory of the surviving processes, if they hold all of it.
         on_event: See `remesh.save`. Also called from background threads.
 
     Raises:

@@ -42,7 +42,7 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Save when so many seconds have passed since the last save began, by the clock of rank 0."""
+    """Save when `seconds` have passed since the last save began, by the clock of rank 0."""
 
     seconds: float
 

@@ -42,7 +42,7 @@ MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a training goes on from.
+    """The checkpoint from which a training run resumes.
 
     Attributes:
         info: The checkpoint.

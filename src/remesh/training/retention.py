@@ -98,7 +98,7 @@ def keep_policies(keep: int | KeepPolicy | Sequence[KeepPolicy] | None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """What becomes of a checkpoint.
+    """Whether a checkpoint is kept, and why.
 
     Attributes:
         info: The checkpoint.

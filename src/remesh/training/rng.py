@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class Randomness:
-    """What a manager should know of the job's random numbers.
+    """The roles, generators and seed of a job's random numbers, for a manager.
 
     Attributes:
         role: Names of axes → (this process's coordinate, size): everything that decides what this
@@ -208,7 +208,7 @@ def _to_json(state: object) -> bytes:
 
 
 def derived_seed(seed: int, step: int, stream: str, role: Mapping[str, tuple[int, int]]) -> int:
-    """The seed of a stream after the grid of roles has changed.
+    """The seed of a random stream after the grid of roles has changed.
 
     It is the first 8 bytes, least significant first, of the BLAKE2b hash of the text
     `<seed>/<step>/<stream>/<axis>=<coordinate>:<size>,...` with axes in their order.

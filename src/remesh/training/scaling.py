@@ -42,7 +42,7 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """What was decided about a change of the global batch.
+    """The decision on a change of the global batch.
 
     Attributes:
         rule: The rule that the user chose.

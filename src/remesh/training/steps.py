@@ -20,7 +20,7 @@ _log = logging.getLogger("remesh")
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """What one step of the optimizer is made of.
+    """The samples of one step of the optimizer: ranks, batch size and accumulation.
 
     Attributes:
         world_size: Ranks that share the samples: those of the data-parallel axis.
@@ -60,7 +60,7 @@ def convert_step(
     new_accumulation: int = 1,
     rounding: Rounding = "exact",
 ) -> int:
-    """How many new steps take the samples of so many old ones.
+    """The number of new steps that take the samples of a number of old steps.
 
     A step of a script is either a batch of each rank, and then the accumulation is left at 1, or a
     step of the optimizer, and then it is given. Batch sizes may be left out if they did not change.

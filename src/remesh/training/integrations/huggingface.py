@@ -40,7 +40,7 @@ _PROGRESS = "trainer"
 
 
 class RemeshCallback(TrainerCallback):
-    """Saves when the manager's policies say so, and resumes.
+    """Saves by the manager's policies, and resumes.
 
     Weights, optimizer, scheduler, gradient scaler and random numbers are those of a state of
     remesh, so a run may go on with another number of processes. Position in the data and log are

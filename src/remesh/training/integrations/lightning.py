@@ -71,7 +71,7 @@ class EpochLoader(DataLoader[Any]):
 
 
 class RemeshCallback(Callback):
-    """Saves when policies say so, and resumes when training begins.
+    """Saves by policies, and resumes when training begins.
 
     Leave `ckpt_path` out of `Trainer.fit`: what is resumed is the newest checkpoint below the root.
     Steps are those of the optimizer (`trainer.global_step`). What other callbacks remember is not

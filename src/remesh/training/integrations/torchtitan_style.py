@@ -98,10 +98,10 @@ class CheckpointManager:
             self.manager.wait()
 
     def load(self, step: int = LATEST) -> bool:
-        """Load a step, or the newest that can be loaded; whether there was one.
+        """Load a step, or the newest that can be loaded. Returns whether there was one.
 
-        With a step of its own choice the random numbers stay what they are, for these belong to
-        going on where a run has ended.
+        Only the newest checkpoint restores random numbers. With an explicit step they do not
+        change.
 
         Raises:
             RemeshError: As `remesh.Manager.resume`.
