@@ -85,7 +85,7 @@ def write_heartbeat(path: StrPath, beat: Heartbeat) -> None:
 
     Args:
         path: The heartbeat file; its directory must exist.
-        beat: What to write.
+        beat: The heartbeat to write.
 
     Raises:
         StorageError: If the file cannot be written.
@@ -111,7 +111,7 @@ def request(path: StrPath, what: Request) -> None:
 
     Args:
         path: The heartbeat file.
-        what: What to ask for; it takes the place of an earlier request.
+        what: The request; it replaces an earlier request.
 
     Raises:
         StorageError: If the file cannot be written.

@@ -132,7 +132,7 @@ def reshard(
         group: See `remesh.save`.
         on_report: Is given this rank's `RestoreReport`; `bytes_read` counts what this rank took of
             its own source, for itself and for others.
-        on_event: Told of `save.described` and `save.planned` for the source, and of the moments in
+        on_event: Called at `save.described` and `save.planned` for the source, and at the points in
             `remesh.events.LOAD_POINTS` from `load.planned` on.
 
     Returns:

@@ -68,7 +68,7 @@ class Saver:
     Args:
         state: A state like those to come: its memory is got ready in the background (see `warm`).
         group: See `remesh.save`.
-        writer: Who writes what is staged: threads of this process, or a process of its own, which
+        writer: What writes the staged state: threads of this process, or a separate process, which
             the trainer's GIL does not slow down, and which goes on if the trainer dies. A process
             opens the place by itself, so it takes a path or a URL and no `Storage`.
         max_in_flight: Saves in flight at most. A further one first waits for the oldest, and so
@@ -77,9 +77,9 @@ class Saver:
             state for each save in flight, but all ranks of a node together at most half of the
             memory that is free within the container's limits. With less than the rank's share,
             staging waits for the disk.
-        deadline: Seconds without the end of a save in sight after which its background gives up.
+        deadline: Seconds that a background save waits for other ranks before it fails.
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
-            so many seconds have passed: who has not finished, and who is slowest.
+            so many seconds have passed: the ranks that have not finished, and the slowest.
         format: See `remesh.save`.
         format_options: See `remesh.save`.
         without: Small files of the format that the caller writes by itself.
@@ -462,10 +462,10 @@ def save_async(
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> SaveHandle:
-    """Save beside the training. Collective until it returns.
+    """Save in the background. Collective until it returns.
 
     The same as `save_async` of one `Saver` for the group, which lives as long as the process. Make
-    a `Saver` to choose its memory, who writes, or what happens at exit.
+    a `Saver` to choose its memory, its writer, or its behaviour at exit.
 
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """

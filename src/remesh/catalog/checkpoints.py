@@ -65,9 +65,9 @@ class TrackerRun:
     Attributes:
         tracker: `tensorboard`, `wandb`, `swanlab` or `mlflow`.
         run_id: Its id there; for TensorBoard the directory of its event files.
-        project: What it belongs to, where the id alone does not find it: the project of Weights &
+        project: The project of the run, if the id alone does not find it: the project of Weights &
             Biases or SwanLab. Empty elsewhere.
-        owner: Whose project that is; empty if unknown.
+        owner: The owner of that project; empty if unknown.
     """
 
     tracker: str

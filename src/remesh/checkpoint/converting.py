@@ -102,8 +102,8 @@ def convert(
 ) -> ConversionReport:
     """Write a checkpoint in another format. One process converts, or all of a group.
 
-    Tensors are read and written a few MiB at a time. What the checkpoint holds besides is carried
-    over as it is, where the format takes it. The new checkpoint is committed last, so a conversion
+    Tensors are read and written a few MiB at a time. All other entries of the checkpoint are
+    copied unchanged, if the format takes them. The new checkpoint is committed last: a conversion
     that is killed leaves none. A second attempt goes on where it was killed, if it has the same
     arguments, writes to a directory of a file system and replaces nothing: what is there is read
     and compared with digests that were noted beside it. When the checkpoint is committed it is

@@ -275,7 +275,7 @@ class Checkpoint:
 
         Args:
             name: Stored name.
-            box: What to read, in global elements; by default everything.
+            box: The box to read, in global elements; by default the whole tensor.
 
         Returns:
             A new array of the box's shape. Element types that numpy does not have (bfloat16,

@@ -23,7 +23,7 @@ class RestoreReport:
             name → stored names.
         missing: Names that the state has and the checkpoint lacks; they kept what they had.
         kept: Names that a transformation says to leave as they are.
-        unexpected: Names that the checkpoint holds and no rank asked for.
+        unexpected: Names that the checkpoint holds and no rank requested.
         unchecked: Names that ranks asked for and that a repair has taken over without a digest that
             proves them: they may be wrong.
         bytes_needed: Bytes of tensor data that this rank wanted, in stored dtypes.

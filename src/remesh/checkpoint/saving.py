@@ -70,7 +70,7 @@ def save(
         metadata: A JSON object to record beside the state, taken from rank 0. For
             `huggingface` it is the model's `config.json`; other formats of other systems cannot
             store it.
-        buffers: Whose buffers of modules are stored where those of ranks differ, such as running
+        buffers: Which buffers of modules are stored if those of ranks differ, such as running
             statistics of BatchNorm: those of the lowest rank (`"rank0"`), the mean of all
             (`"mean"`), or each rank's own (`"per_rank"`), which a load gives back to the rank of
             the same number, and to others those of the lowest. None: they must be equal, or are
