@@ -12,6 +12,9 @@ from remesh.storage.memory import MemoryStorage
 from remesh.storage.protocol import Storage
 from remesh.storage.room import is_network_device
 
+NUM_TOGETHER = 16
+"""Requests at a time: each waits for the network and takes hardly any processor."""
+
 _Answer = TypeVar("_Answer")
 
 
@@ -34,7 +37,7 @@ def is_remote(storage: Storage) -> bool:
 
 
 def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
-    """Ask a storage a few things: at the same time if each takes a round trip of a network.
+    """Ask a storage several things: at the same time if each takes a round trip of a network.
 
     Args:
         storage: What is asked.
@@ -44,10 +47,11 @@ def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -
         The answers, in order.
 
     Raises:
-        RemeshError: The first failure, in the order of the questions.
+        RemeshError: The first failure, in the order of the questions; all others are asked, too,
+            if they are asked at the same time.
     """
     if len(questions) < 2 or not is_remote(storage):
         return [question() for question in questions]
-    with ThreadPoolExecutor(len(questions)) as threads:
+    with ThreadPoolExecutor(min(len(questions), NUM_TOGETHER)) as threads:
         asked = [threads.submit(question) for question in questions]
     return [answer.result() for answer in asked]

@@ -33,10 +33,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.distance import ask_together
 from remesh.storage.hedging import Hedge
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
@@ -65,9 +66,6 @@ MAX_PARTS = 10_000
 
 NUM_UPLOADS = 4
 """Parts of a file that are on their way at a time."""
-
-NUM_DELETIONS = 16
-"""Objects that are removed at a time, where a request removes one."""
 
 READ_BYTES = 16 << 20
 """Bytes asked for at a time, so that the timeout of a request holds for any file."""
@@ -322,10 +320,7 @@ class ObjectStorage:
             with suppress(*_FAILURES):
                 obstore.delete(self._store, list(paths))
                 return
-        with ThreadPoolExecutor(NUM_DELETIONS) as threads:
-            deletions = [threads.submit(self.delete, path) for path in paths]
-        for deletion in deletions:
-            deletion.result()
+        ask_together(self, [partial(self.delete, path) for path in paths])
 
     def sync(self) -> None:
         """See `Storage.sync`; there is nothing to do."""
