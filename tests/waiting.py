@@ -1,9 +1,10 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for what other threads and processes do, and whether they live."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
@@ -16,3 +17,12 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> 
     while not holds():
         assert time.monotonic() < ends, f"{what}: not within {seconds:g} s"
         time.sleep(0.02)
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether a process runs; one that has ended and is not reaped does not."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is looked at
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -35,6 +35,7 @@ import remesh
 from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
 from remesh.sharded import ShardedTensor
+from tests.waiting import is_alive
 
 MAX_STEPS = 30
 """Steps of a launch that is not killed; the next one begins so many further."""
@@ -143,14 +144,6 @@ def arrays_of(state: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, np.ndarray):
             found[name] = value
     return found
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 # ---------------------------------------------------------------------------------------------

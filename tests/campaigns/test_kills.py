@@ -20,13 +20,12 @@ from tests.campaigns.killed_saving import (
     Death,
     Launch,
     Way,
-    is_alive,
     place_of,
     save_until_killed,
     whole_state,
 )
 from tests.campaigns.settings import dice_of, lengths, seed
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 WAYS: tuple[Way, ...] = ("save", "thread", "process")
 TIDY_EVERY = 10

@@ -14,18 +14,9 @@ from remesh.elastic.directories import BEATS, agent_directory
 from remesh.heartbeat import AgentLock
 from tests.elastic.cluster import REMESH, kill
 from tests.elastic.zygote import Command
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 ORPHAN = Path(__file__).with_name("orphan.py")
-
-
-def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not reaped does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_the_lock_of_an_agent_is_free_when_it_has_ended(tmp_path: Path) -> None:
@@ -71,11 +62,11 @@ def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: st
     apart, within = (int(training.stdout.readline()) for _ in range(2))
     try:
         wait_until(lambda: os.getpgid(apart) == apart, "a session of its own")
-        assert lives(within)
+        assert is_alive(within)
         assert watching.poll() is None
         watching.communicate()  # closes the pipe, as the end of the agent does
-        assert not lives(within)
-        assert lives(apart)
+        assert not is_alive(within)
+        assert is_alive(apart)
     finally:
         for pid in (apart, within):
             kill(pid)
@@ -109,7 +100,7 @@ def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -
         pids = [int(file.read_text()) for file in files]
         agent.kill()
         agent.wait()
-        wait_until(lambda: not any(map(lives, pids)), "the end of both processes")
+        wait_until(lambda: not any(map(is_alive, pids)), "the end of both processes")
         assert (tmp_path / "noticed").exists()
     finally:
         agent.kill()
@@ -129,7 +120,7 @@ def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Pa
         assert agent.wait(120) == 0
         pids = [int((tmp_path / "pid-0").read_text())]
         assert not list(tmp_path.glob(f"{BEATS}*"))  # neither its own nor that of a dead one
-        wait_until(lambda: not lives(pids[0]), "the end of the training")
+        wait_until(lambda: not is_alive(pids[0]), "the end of the training")
         assert (tmp_path / "noticed").exists()
     finally:
         agent.kill()

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from remesh.cli import cli
+from remesh.elastic import hooks
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
 from remesh.elastic.jobs import Jobs, is_name, job_token
@@ -23,7 +24,7 @@ from remesh.errors import MasterError
 from tests.browser import BROWSER, browse
 from tests.elastic.test_master import ask, join_all, speaker
 from tests.elastic.test_page import text_of
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 TOKEN = "the master's own"
 
@@ -122,15 +123,44 @@ def test_the_page_lists_jobs(tmp_path: Path) -> None:
         assert "restart budget" in text_of(browse(f"{url}/jobs/a", tmp_path, "--dump-dom"))
 
 
+def exclude_a_node(job: str) -> None:
+    """Have one of two nodes report that its hardware is broken."""
+    join_all(job, [0, 1])
+    broken = {"rank": 2, "local_rank": 0, "exit_code": 201, "time": 1.0}
+    failure = {"node_id": 1, "round": 1} | broken
+    assert ask(job, "failures", speaker(1, 1) | {"failures": [failure]})[0] == 200
+
+
 def test_a_command_is_run_for_excluded_nodes(tmp_path: Path) -> None:
     out = tmp_path / "told"
     command = f'echo "$REMESH_JOB $REMESH_NODE $REMESH_NODE_ID $REMESH_REASON" >> {out}'
-    broken = {"rank": 2, "local_rank": 0, "exit_code": 201, "time": 1.0}
     with start(tmp_path / "jobs", token="", on_excluded=command) as url:
-        job = f"{url}/jobs/a"
-        join_all(job, [0, 1])
-        failure = {"node_id": 1, "round": 1} | broken
-        assert ask(job, "failures", speaker(1, 1) | {"failures": [failure]})[0] == 200
+        exclude_a_node(f"{url}/jobs/a")
         wait_until(out.exists, "the command runs")
         wait_until(lambda: out.read_text().endswith("\n"), "it has ended")
     assert out.read_text().startswith("a host-1 1 ")
+
+
+def end_a_master_that_runs(command: str, out: Path) -> None:
+    """End a master while it runs a command for an excluded node, which has to write `out`."""
+    with start(out.parent / "jobs", token="", on_excluded=command) as url:
+        exclude_a_node(f"{url}/jobs/a")
+        wait_until(lambda: out.exists() and out.read_text().endswith("\n"), "the command runs")
+
+
+def test_the_master_waits_for_a_command_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "FINISH_SECONDS", 600.0)
+    out = tmp_path / "out"
+    end_a_master_that_runs(f"echo started > {out}; sleep 0.2; echo ended >> {out}", out)
+    assert out.read_text() == "started\nended\n"
+
+
+def test_the_master_kills_a_command_that_hangs_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "FINISH_SECONDS", 0.0)
+    out = tmp_path / "out"
+    end_a_master_that_runs(f"sleep 1000 & echo $! > {out}; wait", out)
+    wait_until(lambda: not is_alive(int(out.read_text())), "what the command started ends, too")

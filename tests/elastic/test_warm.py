@@ -20,8 +20,7 @@ from remesh import script
 from remesh.elastic import child, guard
 from remesh.elastic.warm import LATER, Warm, modules_of
 from tests.elastic.cluster import kill
-from tests.elastic.test_guard import lives
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -145,8 +144,8 @@ def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None
     within, apart = (int(file.read_text().splitlines()[1]) for file in files)
     try:
         assert guard.kill_groups(str(agent.beats), 60) == []
-        assert not lives(within)
-        assert lives(apart)  # it has a session of its own
+        assert not is_alive(within)
+        assert is_alive(apart)  # it has a session of its own
         # They are ours, so their signals are seen.
         assert [one.proc.wait(60) for one in agent.handlers] == [-signal.SIGKILL] * 2
     finally:
@@ -162,7 +161,7 @@ def test_a_server_that_died_is_replaced_and_its_processes_go_on(
     assert server is not None
     server.kill()
     server.wait()
-    assert lives(first["pid"])
+    assert is_alive(first["pid"])
     assert agent.handlers[0].proc.poll() is None
     agent.warm.look_after()
     assert "it ended with exit code -9" in caplog.text
@@ -218,10 +217,10 @@ def test_server_and_processes_end_with_their_agent(agent: Agent) -> None:
     )
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
-    assert all(map(lives, pids))
+    assert all(map(is_alive, pids))
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(map(lives, pids)), "the end of both")
+    wait_until(lambda: not any(map(is_alive, pids)), "the end of both")
 
 
 def test_what_is_preloaded_without_being_asked_for(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from remesh.testing import (
     run_ranks,
 )
 from remesh.testing.outcomes import Died, Returned
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 WORLD_SIZE = 2
 
@@ -47,14 +47,6 @@ def stored_value(place: Path) -> float:
     assert isinstance(value, float)
     assert (checkpoint.read_array("w") == value).all()
     return value
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it may end while it is looked at
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("arena_bytes", [None, CHUNK_SIZE])

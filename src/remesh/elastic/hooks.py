@@ -8,8 +8,10 @@ cannot know how far the command came: the command must not mind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """Time between two looks at the job."""
+FINISH_SECONDS = 5.0
+"""How long a command that runs when the master ends has to finish, before it is killed."""
 
 
 def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
@@ -60,9 +64,22 @@ async def report_exclusions(current: Callable[[], Iterable[tuple[str, Job]]], co
 async def _run(command: str, what: dict[str, str], name: str) -> None:
     # What it prints must not be taken for the URL, which is on stdout.
     process = await asyncio.create_subprocess_shell(
-        command, env=os.environ | what, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr
+        command,
+        env=os.environ | what,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # so that whatever it starts can be killed with it
     )
-    code = await process.wait()
+    try:
+        code = await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), FINISH_SECONDS)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        raise
     if code:
         log.error("the command for the excluded node %s ended with code %d", name, code)
     else:

@@ -169,6 +169,8 @@ class Jobs:
             await self._keep_time(end_with_job=end_with_job)
         finally:
             telling.cancel()
+            # A command that runs has to end before the event loop does.
+            await asyncio.gather(telling, return_exceptions=True)
 
     def _tell_of_exclusions(self) -> asyncio.Future[None]:
         if self.on_excluded is None:
