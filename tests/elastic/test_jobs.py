@@ -141,6 +141,14 @@ def test_a_command_is_run_for_excluded_nodes(tmp_path: Path) -> None:
     assert out.read_text().startswith("a host-1 1 ")
 
 
+def test_a_command_that_cannot_be_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    command = f"true {'x' * (1 << 20)}"  # longer than the system takes
+    with start(tmp_path / "jobs", token="", on_excluded=command) as url:
+        exclude_a_node(f"{url}/jobs/a")
+        wait_until(lambda: "cannot be started" in caplog.text, "the failure is reported")
+    assert "the excluded node host-1 cannot be started" in caplog.text
+
+
 def end_a_master_that_runs(command: str, out: Path) -> None:
     """End a master while it runs a command for an excluded node, which has to write `out`."""
     with start(out.parent / "jobs", token="", on_excluded=command) as url:

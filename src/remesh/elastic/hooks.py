@@ -62,14 +62,17 @@ async def report_exclusions(current: Callable[[], Iterable[tuple[str, Job]]], co
 
 
 async def _run(command: str, what: dict[str, str], name: str) -> None:
-    # What it prints must not be taken for the URL, which is on stdout.
-    process = await asyncio.create_subprocess_shell(
-        command,
-        env=os.environ | what,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=sys.stderr,
-        start_new_session=True,  # so that whatever it starts can be killed with it
-    )
+    try:
+        process = await asyncio.create_subprocess_shell(
+            command,
+            env=os.environ | what,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr,  # what it prints must not be taken for the URL, which is on stdout
+            start_new_session=True,  # so that all processes that it starts can be killed with it
+        )
+    except OSError as error:
+        log.error("the command for the excluded node %s cannot be started: %s", name, error)
+        return
     try:
         code = await process.wait()
     except asyncio.CancelledError:

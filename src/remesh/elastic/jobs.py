@@ -170,7 +170,9 @@ class Jobs:
         finally:
             telling.cancel()
             # A command that runs has to end before the event loop does.
-            await asyncio.gather(telling, return_exceptions=True)
+            [ended] = await asyncio.gather(telling, return_exceptions=True)
+            if isinstance(ended, Exception):
+                raise ended
 
     def _tell_of_exclusions(self) -> asyncio.Future[None]:
         if self.on_excluded is None:
