@@ -36,19 +36,22 @@ def exclusions_of(job: Job) -> dict[tuple[int, str], tuple[str, str]]:
     }
 
 
-async def report_exclusions(current: Callable[[], Iterable[tuple[str, Job]]], command: str) -> None:
-    """Run a command for each node that a job excludes, until this is cancelled.
+async def report_exclusions(
+    current: Callable[[], Iterable[tuple[str, Job]]], command: str, ending: asyncio.Event
+) -> None:
+    """Run a command for each node that a job excludes, until the master ends.
 
     Args:
         current: The jobs as they are now, with their names.
         command: For the shell; finds the node in `REMESH_NODE`, its id in `REMESH_NODE_ID`, why in
             `REMESH_REASON`, and the name of the job in `REMESH_JOB`.
+        ending: Set when the master ends. A command that runs then has `FINISH_SECONDS` to finish.
     """
     told: set[tuple[str, int, str]] = set()
-    while True:
+    while not ending.is_set():
         for job_name, job in current():
             for (node_id, incarnation), (name, reason) in exclusions_of(job).items():
-                if (job_name, node_id, incarnation) in told:
+                if ending.is_set() or (job_name, node_id, incarnation) in told:
                     continue
                 told.add((job_name, node_id, incarnation))
                 what = {
@@ -57,11 +60,12 @@ async def report_exclusions(current: Callable[[], Iterable[tuple[str, Job]]], co
                     "REMESH_NODE_ID": str(node_id),
                     "REMESH_REASON": reason,
                 }
-                await _run(command, what, name)
-        await asyncio.sleep(POLL_SECONDS)
+                await _run(command, what, name, ending)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ending.wait(), POLL_SECONDS)
 
 
-async def _run(command: str, what: dict[str, str], name: str) -> None:
+async def _run(command: str, what: dict[str, str], name: str, ending: asyncio.Event) -> None:
     try:
         process = await asyncio.create_subprocess_shell(
             command,
@@ -73,16 +77,14 @@ async def _run(command: str, what: dict[str, str], name: str) -> None:
     except OSError as error:
         log.error("the command for the excluded node %s cannot be started: %s", name, error)
         return
-    try:
-        code = await process.wait()
-    except asyncio.CancelledError:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), FINISH_SECONDS)
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        raise
+    finished, is_ending = map(asyncio.ensure_future, (process.wait(), ending.wait()))
+    await asyncio.wait({finished, is_ending}, return_when=asyncio.FIRST_COMPLETED)
+    is_ending.cancel()
+    await asyncio.wait({finished}, timeout=FINISH_SECONDS)
+    if not finished.done():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    code = await finished
     if code:
         log.error("the command for the excluded node %s ended with code %d", name, code)
     else:

@@ -164,24 +164,20 @@ class Jobs:
         Raises:
             NotLeadingError: If another server may have taken over.
         """
-        telling = self._tell_of_exclusions()
+        ending = asyncio.Event()
+        telling = asyncio.create_task(self._tell_of_exclusions(ending))
         try:
             await self._keep_time(end_with_job=end_with_job)
         finally:
-            telling.cancel()
-            # A command that runs has to end before the event loop does.
-            [ended] = await asyncio.gather(telling, return_exceptions=True)
-            if isinstance(ended, Exception):
-                raise ended
+            ending.set()
+            await telling
 
-    def _tell_of_exclusions(self) -> asyncio.Future[None]:
-        if self.on_excluded is None:
-            return asyncio.get_running_loop().create_future()
-
+    async def _tell_of_exclusions(self, ending: asyncio.Event) -> None:
         def current() -> list[tuple[str, Job]]:
             return [(name, master.job) for name, master in self._masters.items()]
 
-        return asyncio.create_task(report_exclusions(current, self.on_excluded))
+        if self.on_excluded is not None:
+            await report_exclusions(current, self.on_excluded, ending)
 
     async def _keep_time(self, *, end_with_job: bool) -> None:
         loop = asyncio.get_running_loop()
