@@ -88,9 +88,10 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
     assert num_chunks < all_chunks
     remaining = [path for path in (tmp_path / BUCKET / "step_2").rglob("*") if path.is_file()]
     # The small values are uploaded beside the data and may have arrived; nothing refers to them.
-    # Parts that have arrived are in a hidden file of the server. It ignores conditions of puts, so
-    # that writers announce theirs by hidden objects, which nobody can remove from a dead server.
-    hidden = (".rclone", ".remesh-put-values.msgpack-")
+    # Parts that have arrived are in a hidden file of the server. It ignores conditions of puts,
+    # which is found out by a hidden object, and writers announce theirs by others. They cannot be
+    # removed from a dead server.
+    hidden = (".rclone", ".remesh-put-probe-", ".remesh-put-values.msgpack-")
     visible = {path.name for path in remaining if not path.name.startswith(hidden)}
     assert visible <= {"values.msgpack"}
     # What was saved before is whole; as plain files, for this server answers ranges wrongly.

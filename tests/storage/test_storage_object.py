@@ -184,6 +184,22 @@ class TestPuts:
         with pytest.raises(CheckpointExistsError, match="record exists already"):
             storage.put("record", b"1", overwrite=False)
 
+    def test_a_failure_leaves_no_probe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, num_puts, real_put = MemoryStore(), 0, obstore.put
+
+        def fail_second(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_puts
+            num_puts += 1
+            if num_puts == 2:
+                raise OSError("the server has lost its disk")
+            return real_put(*args, **kwargs)
+
+        monkeypatch.setattr(obstore, "put", fail_second)
+        with pytest.raises(StorageError, match="lost its disk"):
+            ObjectStorage("memory://", store).put("record", b"1", overwrite=False)
+        assert num_puts == 2
+        assert obstore.list(store).collect() == []
+
     def test_a_small_file_does_not_replace_one_made_meanwhile(self, root: str) -> None:
         ours, theirs = open_storage(root), open_storage(root)
         writer = ours.create("file", 3)

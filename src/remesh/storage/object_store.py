@@ -454,9 +454,10 @@ class ObjectStorage:
                 self._honours_conditions = False
                 text = "%s: the store ignores If-None-Match; writers announce themselves instead"
                 _LOGGER.warning(text, self._url)
-            # Without the right to remove objects a save works all the same.
-            with suppress(StorageError):
-                self.delete(probe)
+            finally:
+                # Without the right to remove objects a save works all the same.
+                with suppress(StorageError):
+                    self.delete(probe)
         return self._honours_conditions
 
     def _check_ranges(self, path: str) -> None:
