@@ -22,6 +22,7 @@ from remesh.testing import Raised, Returned, run_ranks, run_ranks_outcomes
 from remesh.testing.outcomes import Outcome
 from remesh.testing.system_calls import Call, SystemCalls
 from tests.campaigns.test_power_loss import CHANGES, number_at, save_part
+from tests.descriptors import open_below
 from tests.waiting import wait_until
 
 NUMBERS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
@@ -133,7 +134,9 @@ def meet(root: Path, num_ranks: int, fault: OneFault) -> str:
         assert {outcome.value for outcome in loads if isinstance(outcome, Returned)} == {there}
     if verified:
         assert checks == [Returned(True)]
-    assert num_descriptors() == descriptors
+    assert open_below(str(root)) == []
+    # Fewer, if what an earlier test has left to the garbage collector was collected meanwhile.
+    assert num_descriptors() <= descriptors
     wait_until(lambda: threading.active_count() <= threads, "all threads end")
     assert number_at(path) == there
     assert verify(path)
@@ -202,5 +205,5 @@ def test_a_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """A test that cannot fail would show nothing."""
     monkeypatch.setattr("remesh.storage.local_io.LocalWriter.abort", stays_open)
     fault = OneFault(1, Kind(errno.EIO), only="fallocate")
-    with pytest.raises(AssertionError, match="num_descriptors"):
+    with pytest.raises(AssertionError, match=r"data-.*\.safetensors"):
         meet(tmp_path, 1, fault)

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
 from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer
 from remesh.storage.local_io import open_direct
 from remesh.storage.room import network_mount, room_identity
+from tests.descriptors import open_below
 
 MIB = 1 << 20
 
@@ -40,15 +40,6 @@ def random_bytes(size: int, seed: int = 0) -> Buffer:
 
 def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def open_below(place: str) -> list[str]:
-    """What this process has open below a directory, whatever else it opens and closes."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [path for path in found if path.startswith(place)]
 
 
 # ----- direct I/O -----
