@@ -66,28 +66,38 @@ class Bed:
     def start_node(self, name: str, gpus: int = GPUS, *, path: str = "") -> None:
         """Start a node.
 
+        The command looks for the new process by its command line, which is empty for a moment
+        while the process replaces itself by `exec`. If it looks just then, it takes the node for
+        ended, kills it and fails; it is then run a second time.
+
         Args:
             name: Its name.
             gpus: The GPUs that it claims to have.
             path: Where its pods look for modules first.
         """
-        self.nodes.add(name)
         self._created.add(f"api/v1/nodes/{name}")
         words = (name, "--gpus", str(gpus))
-        self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
+        started = self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
+        if "did not become ready" in started.stderr:
+            started = self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
+        assert started.returncode == 0, started.stderr
+        self.nodes.add(name)
 
     def kill_node(self, name: str) -> None:
         self.nodes.discard(name)
-        self._command("REMESH_TEST_KILL_KUBE_NODE", name)
+        killed = self._command("REMESH_TEST_KILL_KUBE_NODE", name)
+        assert killed.returncode == 0, killed.stderr
 
-    def _command(self, variable: str, *words: str, path: str = "") -> None:
+    def _command(
+        self, variable: str, *words: str, path: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         root = str(Path(__file__).parents[2])
         tools = {
             "PYTHONPATH": os.pathsep.join([*filter(None, [path]), str(Path(root, "src")), root]),
             "REMESH_TESTBED_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
         }
-        done = subprocess.run(
+        return subprocess.run(
             [os.environ[variable], *words],
             env=os.environ | tools,
             capture_output=True,
@@ -95,7 +105,6 @@ class Bed:
             timeout=120,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
 
     def apply(self, manifest: dict[str, Any]) -> None:
         """Create an object; no error if it is there."""
