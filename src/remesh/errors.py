@@ -64,7 +64,7 @@ __all__ = [
 
 
 class RemeshError(Exception):
-    """Base class of all errors of remesh.
+    """Base class of all errors of remesh except `WorldChangedError`.
 
     Attributes:
         rank: The rank on which the error arose, or None if it arose here or outside a

@@ -131,14 +131,37 @@ def exclude_a_node(job: str) -> None:
     assert ask(job, "failures", speaker(1, 1) | {"failures": [failure]})[0] == 200
 
 
+def output_at_the_end(
+    command: str, tmp_path: Path, finish_seconds: float = hooks.FINISH_SECONDS
+) -> str:
+    """What a command for an excluded node has written to `$OUT` when the master has ended.
+
+    The master ends as soon as the command has written a line.
+    """
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "FINISH_SECONDS", finish_seconds)
+        patch.setenv("OUT", str(out))
+        with start(tmp_path / "jobs", token="", on_excluded=command) as url:
+            exclude_a_node(f"{url}/jobs/a")
+            wait_until(lambda: out.exists() and out.read_text().endswith("\n"), "the command runs")
+    return out.read_text()
+
+
 def test_a_command_is_run_for_excluded_nodes(tmp_path: Path) -> None:
-    out = tmp_path / "told"
-    command = f'echo "$REMESH_JOB $REMESH_NODE $REMESH_NODE_ID $REMESH_REASON" >> {out}'
-    with start(tmp_path / "jobs", token="", on_excluded=command) as url:
-        exclude_a_node(f"{url}/jobs/a")
-        wait_until(out.exists, "the command runs")
-        wait_until(lambda: out.read_text().endswith("\n"), "it has ended")
-    assert out.read_text().startswith("a host-1 1 ")
+    command = 'echo "$REMESH_JOB $REMESH_NODE $REMESH_NODE_ID $REMESH_REASON" >> "$OUT"'
+    assert output_at_the_end(command, tmp_path).startswith("a host-1 1 ")
+
+
+def test_the_master_waits_for_a_command_when_it_ends(tmp_path: Path) -> None:
+    command = 'echo started > "$OUT"; sleep 0.2; echo ended >> "$OUT"'
+    assert output_at_the_end(command, tmp_path, finish_seconds=600.0) == "started\nended\n"
+
+
+def test_the_master_kills_a_command_that_hangs_when_it_ends(tmp_path: Path) -> None:
+    command = 'sleep 1000 & echo $! > "$OUT"; wait'
+    written = output_at_the_end(command, tmp_path, finish_seconds=0.0)
+    wait_until(lambda: not is_alive(int(written)), "what the command started ends, too")
 
 
 def test_a_command_that_cannot_be_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,28 +170,3 @@ def test_a_command_that_cannot_be_started(tmp_path: Path, caplog: pytest.LogCapt
         exclude_a_node(f"{url}/jobs/a")
         wait_until(lambda: "cannot be started" in caplog.text, "the failure is reported")
     assert "the excluded node host-1 cannot be started" in caplog.text
-
-
-def end_a_master_that_runs(command: str, out: Path) -> None:
-    """End a master while it runs a command for an excluded node, which has to write `out`."""
-    with start(out.parent / "jobs", token="", on_excluded=command) as url:
-        exclude_a_node(f"{url}/jobs/a")
-        wait_until(lambda: out.exists() and out.read_text().endswith("\n"), "the command runs")
-
-
-def test_the_master_waits_for_a_command_when_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "FINISH_SECONDS", 600.0)
-    out = tmp_path / "out"
-    end_a_master_that_runs(f"echo started > {out}; sleep 0.2; echo ended >> {out}", out)
-    assert out.read_text() == "started\nended\n"
-
-
-def test_the_master_kills_a_command_that_hangs_when_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "FINISH_SECONDS", 0.0)
-    out = tmp_path / "out"
-    end_a_master_that_runs(f"sleep 1000 & echo $! > {out}; wait", out)
-    wait_until(lambda: not is_alive(int(out.read_text())), "what the command started ends, too")

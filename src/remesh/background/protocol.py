@@ -55,7 +55,7 @@ class WriteTask(_Message, frozen=True):
         save_id: Names the save.
         rank: This rank.
         num_ranks: Number of ranks.
-        deadline: Seconds without the end of the save in sight after which it is given up.
+        deadline: Seconds that the save waits for other ranks before it fails.
         report_seconds: Seconds between two reports of a save that takes long.
         format: Name of the format.
         files: The data files that this rank writes.
