@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import zstandard
 
 import remesh
 from remesh import values
@@ -49,7 +50,7 @@ def read_checkpoint() -> Callable[[Path], Arrays]:
 
 @pytest.fixture(scope="module")
 def check() -> Callable[[Path], None]:
-    found: Callable[[Path], None] = run_programs(*PROGRAMS)["check"]
+    found: Callable[[Path], None] = run_programs(*PROGRAMS[:2])["check"]
     return found
 
 
@@ -70,9 +71,9 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def test_the_reader_is_short_and_needs_only_numpy() -> None:
-    assert len(PROGRAMS) == 2
-    reader, checker = PROGRAMS
-    assert len(reader.splitlines()) <= 65
+    assert len(PROGRAMS) == 3
+    reader, checker, _ = PROGRAMS
+    assert len(reader.splitlines()) <= 75
     imported = {
         name.partition(".")[0]
         for node in ast.walk(ast.parse(reader))
@@ -185,6 +186,39 @@ def test_it_reads_what_several_ranks_wrote(
     assert len(list((tmp_path / "c").glob("data-*/0*.safetensors"))) == 3
 
 
+def test_it_reads_compressed_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    state = {
+        "w": torch.from_numpy(rng.standard_normal((1000, 1500)).astype(np.float32) * 0.02),
+        "b": random_tensor(torch.bfloat16, 700, 5),
+        "moment": torch.zeros(700_000, dtype=torch.float64),
+        "z": torch.full((3,), 2.5 + 1j, dtype=torch.complex128),
+    }
+
+    def save(exchange: Exchange) -> None:
+        rank = exchange.rank
+        mine = {name: tensor for at, (name, tensor) in enumerate(state.items()) if at % 2 == rank}
+        remesh.save({"mine": mine, "n": 1}, tmp_path, compress="zstd", group=exchange)
+
+    run_ranks(2, save)
+    assert json.loads((tmp_path / "remesh.json").read_text())["record"]["version"] == 3
+    plain = run_programs(*PROGRAMS[:2])
+    with pytest.raises(ValueError, match="section 12"):
+        plain["read_checkpoint"](tmp_path)
+    programs = run_programs(*PROGRAMS)
+    programs["check"](tmp_path)
+    found = programs["read_checkpoint"](tmp_path)
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        f"mine.{name}": bytes_of(tensor) for name, tensor in state.items()
+    }
+    path = next(tmp_path.glob("data-*/00000.safetensors"))
+    sound = path.read_bytes()
+    for place in (3, len(sound) // 2, len(sound) - 1):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        with pytest.raises((AssertionError, ValueError, zstandard.ZstdError)):
+            programs["check"](tmp_path)
+
+
 def test_it_reads_an_empty_checkpoint(
     read_checkpoint: Callable[[Path], Arrays], check: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -196,7 +230,7 @@ def test_it_reads_an_empty_checkpoint(
 def test_it_refuses_a_newer_version(
     read_checkpoint: Callable[[Path], Arrays], tmp_path: Path
 ) -> None:
-    (tmp_path / "remesh.json").write_text('{"record":{"format":"remesh","version":3},"digest":""}')
+    (tmp_path / "remesh.json").write_text('{"record":{"format":"remesh","version":4},"digest":""}')
     with pytest.raises(ValueError, match="newer"):
         read_checkpoint(tmp_path)
 
@@ -276,12 +310,14 @@ def test_the_members_of_the_record() -> None:
     assert re.findall(r"`(\w+)`", stated[1]) == [
         f.name for f in msgspec.structs.fields(native.FileRecord)
     ]
-    assert f"| `version` | `{native.FORMAT_VERSION}` |" in PAGE
-    assert PAGE.startswith(f"# The native format, version {native.FORMAT_VERSION}\n")
+    plain, compressed = native.PLAIN_VERSION, native.COMPRESSED_VERSION
+    assert compressed == native.FORMAT_VERSION
+    assert f"| `version` | `{compressed}` if data files are compressed" in PAGE
+    assert PAGE.startswith(f"# The native format, versions {plain} and {compressed}\n")
 
 
 def test_the_columns_and_metadata_of_the_index(tmp_path: Path) -> None:
-    remesh.save({"w": np.zeros((2, 3)), "b": np.zeros(3, np.int8)}, tmp_path)
+    remesh.save({"w": np.zeros((2, 3)), "b": np.zeros(3, np.int8)}, tmp_path, compress="zstd")
     [path] = tmp_path.glob("data-*/index.safetensors")
     columns, metadata = decode_columns(path.read_bytes(), "index")
     rows = rows_below("3.1. ")

@@ -22,7 +22,7 @@ from remesh.formats.framing import Part, part_of
 from remesh.formats.native import CommitRecord, FileRecord, ValuesDocument
 from remesh.geometry import Box
 from remesh.index import Index, StoredFile
-from remesh.integrity import block_digests, hex_digest
+from remesh.integrity import WrittenFile, block_digests, hex_digest
 from remesh.safetensors_file import decode_header
 from remesh.storage import MemoryStorage
 from remesh.tables import BoxTable, TensorTable
@@ -72,9 +72,9 @@ def write(
             parts.append([])
             continue
         files.append(bytes(content))
-        digests = block_digests(np.frombuffer(content, np.uint8))
+        written = WrittenFile(block_digests(np.frombuffer(content, np.uint8)))
         path = native.data_path("id", rank)
-        parts.append([part_of(path, num_bytes, positions, digests)])
+        parts.append([part_of(path, num_bytes, positions, written)])
     return Written(files, native_writer.build_index(boxes, assignments, parts, {}))
 
 

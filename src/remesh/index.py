@@ -11,6 +11,9 @@ and is still read.
 A piece is stored row-major, without gaps, at `position` of its file. Digests belong to files: each
 file is cut into blocks of `block_size` bytes (the last may be shorter), and every block has an
 xxh3-128 digest. Checkpoints of other systems have no digests; `block_size` is 0 then.
+
+Files may be compressed (`remesh.compression`). Positions, sizes and digests are those of the
+content all the same; where each block lies in the stored file is known in addition.
 """
 
 from __future__ import annotations
@@ -86,6 +89,9 @@ class Index(Mapping[str, StoredTensor]):
         block_size: Bytes of a digest block; 0 if there are no digests.
         digests: (blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files.
         first_block: Row in `digests` of the first block of each file, and their total.
+        stored_begin: If files are compressed, the byte of its stored file at which each block
+            begins; otherwise empty. The blocks of a file lie there without gaps, in any order.
+        stored_bytes: If files are compressed, the size of each stored file; otherwise empty.
     """
 
     tensors: TensorTable
@@ -95,6 +101,8 @@ class Index(Mapping[str, StoredTensor]):
     block_size: int = 0
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
     first_block: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    stored_begin: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    stored_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     _rows: dict[str, int] = field(init=False, repr=False)
     _first_piece: IntArray = field(init=False, repr=False)
     _columns: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
@@ -169,6 +177,27 @@ class Index(Mapping[str, StoredTensor]):
         sizes = np.zeros(len(self.tensors), dtype=np.int64)
         np.add.at(sizes, rows.tensor, rows.sizes * self.tensors.itemsizes[rows.tensor])
         return int(sizes[kinds][of].sum())
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether files are stored in another form than the one that positions are of."""
+        return len(self.stored_bytes) > 0
+
+    @property
+    def stored_sizes(self) -> list[int]:
+        """Bytes of each file as it is stored."""
+        if self.is_compressed:
+            sizes: list[int] = self.stored_bytes.tolist()
+            return sizes
+        return [file.num_bytes for file in self.files]
+
+    def stored_blocks(self, file: int) -> tuple[IntArray, IntArray]:
+        """Where each block of a compressed file begins in the stored file, and its length there."""
+        begin = self.stored_begin[self.first_block[file] : self.first_block[file + 1]]
+        order = np.argsort(begin, kind="stable")
+        length = np.empty_like(begin)
+        length[order] = np.diff(begin[order], append=self.stored_bytes[file])
+        return begin, length
 
     @property
     def num_bytes_held(self) -> int:
@@ -282,6 +311,8 @@ class Index(Mapping[str, StoredTensor]):
             "block.digest": self.digests,
             "block.first": self.first_block,
         }
+        if self.is_compressed:
+            columns |= dict(zip(_STORED, (self.stored_begin, self.stored_bytes), strict=True))
         for name, lists in zip(_LISTS, pieces.lists, strict=True):
             columns |= {f"{name}.list": lists.number, f"{name}.ends": lists.ends}
             columns[name] = lists.values
@@ -326,7 +357,8 @@ class Index(Mapping[str, StoredTensor]):
                 columns = _unpacked(columns, _max_rows(data))
                 tensors = TensorTable.from_columns(columns)
                 pieces = _pieces_of(columns, _max_rows(data))
-                index = cls(tensors, pieces, files, *further, columns["block.first"])
+                blocks = [columns[name] for name in ("block.first", *_STORED) if name in columns]
+                index = cls(tensors, pieces, files, *further, *blocks)
             _check_numbers(index)
             return index
         except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -373,6 +405,10 @@ _VERSION_1 = {"box.offset": "bd", "box.shape": "bd", "piece.file": "b", "piece.p
 _VERSION_1 |= {"box.tensor": "b", "tensor.name_ends": "t", "tensor.dtype": "t", "tensor.ndim": "t"}
 _VERSION_1 |= {"tensor.shape": "td", "block.first": "f"}
 """Dims of each column in version 1; equal letters are equal extents."""
+
+
+_STORED = ("block.begin", "file.num_bytes")
+"""Columns of compressed files alone."""
 
 
 def _max_rows(data: bytes) -> int:
@@ -431,13 +467,18 @@ def _unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
     """
     _check_unpacked(columns)
     found = {name: columns[name] for name in _UNPACKED}
-    for name in _PACKED:
+    is_compressed = any(name in columns for name in _STORED)
+    for name in (*_PACKED, *(_STORED if is_compressed else ())):
         column = columns[name]
         _require(column.dtype == np.int64 and column.ndim == 1, f"{name} is not packed")
         try:
             found[name] = unpack(column, max_rows)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    if is_compressed:
+        num_files, num_blocks = len(found["block.first"]) - 1, len(found["block.digest"])
+        has_all = [len(found[name]) for name in _STORED] == [num_blocks, num_files]
+        _require(has_all, "compressed blocks are others")
     num_tensors = len(found["tensor.name_ends"])
     for name in (*_OF_TENSORS, *(f"{name}.list" for name in _LISTS)):
         _require(len(found[name]) == num_tensors, f"{name} has {len(found[name])} rows")
@@ -496,6 +537,27 @@ def _check_numbers(index: Index) -> None:
         first_blocks = np.cumsum([0, *num_blocks])
         _require(index.first_block.tolist() == first_blocks.tolist(), "files and blocks differ")
         _require(len(index.digests) == first_blocks[-1], "files and digests differ")
+    if index.is_compressed:
+        _check_stored(index)
+
+
+def _check_stored(index: Index) -> None:
+    """Check that the stored blocks of compressed files are possible.
+
+    Raises:
+        ValueError: If not.
+    """
+    _require(index.block_size, "compressed files have no blocks")
+    for number, file in enumerate(index.files):
+        stored_size = int(index.stored_bytes[number])
+        _require(0 <= stored_size <= file.num_bytes, "a compressed file is larger than its content")
+        begin, length = index.stored_blocks(number)
+        if not len(begin):
+            continue
+        full = np.full(len(begin), index.block_size)
+        full[-1] = file.num_bytes - (len(begin) - 1) * index.block_size
+        _require(begin.min() == 0, "compressed blocks leave a gap")
+        _require(((length > 0) & (length <= full)).all(), "impossible size of a compressed block")
 
 
 def _check_pieces(index: Index, file_sizes: IntArray) -> None:

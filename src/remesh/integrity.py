@@ -25,6 +25,22 @@ Digests = npt.NDArray[np.uint64]
 """(blocks, 2): the high and low 64 bits of each digest."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenFile:
+    """What is known of a data file once it is written.
+
+    Attributes:
+        digests: Those of its blocks; none if it is not digested.
+        stored_begin: If it may be compressed, the byte of the stored file at which each block
+            begins.
+        stored_bytes: If it may be compressed, the size of the stored file.
+    """
+
+    digests: Digests
+    stored_begin: IntArray | None = None
+    stored_bytes: int | None = None
+
+
 def hex_digest(data: bytes) -> str:
     """The xxh3-128 digest of a small file, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)

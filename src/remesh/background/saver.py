@@ -49,6 +49,7 @@ from remesh.formats.framing import Part
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.host_memory import available_memory
+from remesh.pipeline import Compress
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
@@ -87,6 +88,7 @@ class Saver:
             for its end, or aborts it.
         buffers: See `remesh.save`.
         verify_replicas: See `remesh.save`.
+        compress: See `remesh.save`.
         on_event: See `remesh.save`. Also called from background threads; with a writer process
             shortly after the moment, so what it raises may come too late to stop the save.
 
@@ -111,6 +113,7 @@ class Saver:
         at_exit: Literal["wait", "abort"] = "wait",
         buffers: Buffers | None = None,
         verify_replicas: bool = False,
+        compress: Compress | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
         check_count("Saver", "max_in_flight", max_in_flight, 1)
@@ -130,6 +133,7 @@ class Saver:
         self._at_exit = at_exit
         self._buffers = check_buffers(buffers)
         self._verify_replicas = verify_replicas
+        self._compress = compress
         self._on_event = on_event
         self._cache = PlanCache()
         self._in_flight: list[SaveHandle] = []
@@ -238,6 +242,7 @@ class Saver:
             self._verify_replicas,
             self._format,
             self._format_options,
+            compress=self._compress,
             meets=meets,
         )
         return replace(options, without=self._without, keeps=True)
@@ -449,7 +454,7 @@ def _saver_of(group: Any) -> Saver:
     return Saver(group=group)
 
 
-def save_async(
+def save_async(  # noqa: PLR0913 - each option stands for itself
     state: Any,
     path: Any,
     *,
@@ -459,6 +464,7 @@ def save_async(
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
     verify_replicas: bool = False,
+    compress: Compress | None = None,
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> SaveHandle:
@@ -470,6 +476,13 @@ def save_async(
     Args are those of `remesh.save`, and errors those of `Saver.save_async`.
     """
     options = options_of(
-        overwrite, metadata, buffers, verify_replicas, format, format_options, meets=True
+        overwrite,
+        metadata,
+        buffers,
+        verify_replicas,
+        format,
+        format_options,
+        compress=compress,
+        meets=True,
     )
     return _saver_of(group)._begin(state, path, options, on_event)  # noqa: SLF001 - this module

@@ -42,7 +42,7 @@ from remesh.background.protocol import (
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
 from remesh.errors import ExchangeError, StorageError
-from remesh.formats.framing import Part, with_digests
+from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
@@ -158,9 +158,9 @@ class SaveServer:
     def _write(self) -> None:
         """Write this rank's file and put its part."""
         task = self._task
-        digests = None
+        written = None
         if task.files.paths:
-            digests = self._writer.write(
+            written = self._writer.write(
                 self._create, self._counted(), self._stop_staging, self._write_beside
             )
         else:
@@ -171,14 +171,14 @@ class SaveServer:
             raise self._staging_error
         self._check_given_up()
         self._parts.extend(task.kept)
-        if digests is not None:
+        if written is not None:
             self._storage.sync()
             self._emit("save.file_finished", task.num_bytes)
-            told = zip(task.parts, digests, strict=True)
+            told = zip(task.parts, written, strict=True)
             for number, (part, found) in enumerate(told):
                 is_kept = number in self._copied
                 self._parts.append(
-                    msgspec.structs.replace(with_digests(part, found), is_kept=is_kept)
+                    msgspec.structs.replace(as_written(part, found), is_kept=is_kept)
                 )
         if task.rank > 0:
             # Rank 0 may have removed all files before this rank had written its own.

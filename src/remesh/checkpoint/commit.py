@@ -93,7 +93,9 @@ def finish(
         emit("save.kept", sum(part.num_bytes for part in unchanged))
         if any(parts[1:]):
             files = (
-                (rank, part.path, part.num_bytes) for rank, own in enumerate(parts) for part in own
+                (rank, part.path, part.stored_size)
+                for rank, own in enumerate(parts)
+                for part in own
             )
             prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
             check_arrived(storage, prefix, files)

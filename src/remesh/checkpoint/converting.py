@@ -44,7 +44,7 @@ from remesh.formats.decoding import decoded
 from remesh.formats.table import FORMATS, Place, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
 from remesh.integrity import raw_digest
-from remesh.pipeline import JOURNALS, Journal
+from remesh.pipeline import JOURNALS, Compress, Journal
 from remesh.sharded import ArrayLike, Part, ShardedObject
 from remesh.state import Description, Role, TensorEntry
 from remesh.storage import SharedFiles, Storage, list_directory, open_storage
@@ -87,7 +87,7 @@ class ConversionReport:
     __repr__ = short_repr
 
 
-def convert(
+def convert(  # noqa: PLR0913 - each option stands for itself
     source: Any,
     path: Any,
     *,
@@ -97,6 +97,7 @@ def convert(
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
     format_options: Mapping[str, object] | None = None,
+    compress: Compress | None = None,
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> ConversionReport:
@@ -118,6 +119,7 @@ def convert(
         overwrite: Replace a checkpoint of the format that is there.
         metadata: As of `remesh.save`. None for that of the source, if both are of remesh.
         format_options: As of `remesh.save`.
+        compress: As of `remesh.save`.
         group: A torch process group or an `Exchange` whose ranks share the work; all of them call
             it. None for this process alone.
         on_event: Called at the points in `remesh.events.SAVE_POINTS`.
@@ -158,7 +160,9 @@ def convert(
         _warn_of_unchecked(description, place.storage.url, format)
     num_values = len(description.values) + len(description.merged_lists) + len(description.objects)
     exchange = Alone() if group is None else exchange_of(group)
-    options = options_of(overwrite, metadata, None, False, format, format_options)
+    options = options_of(
+        overwrite, metadata, None, False, format, format_options, compress=compress
+    )
     bound = None if program is None else str(program.bind(_names_in(contents)))
     told = (__version__, repr(options), bound, sorted(_names_in(contents)), exchange.world_size)
     key = _key_of(place, contents, identity, told)
@@ -186,7 +190,9 @@ def _write(
     on_event: OnEvent,
 ) -> int:
     """Save this rank's share of a description; how many bytes an earlier attempt had written."""
-    with _journal_at(open_storage(path), options.overwrite, exchange, key) as journal:
+    # Where the blocks of a compressed file lie is known when it is complete.
+    may_resume = not options.overwrite and options.compress is None
+    with _journal_at(open_storage(path), may_resume, exchange, key) as journal:
         options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
         share = _share_of(description, exchange.rank, exchange.world_size)
         cache = PlanCache(journal=journal)
@@ -249,7 +255,7 @@ def _key_of(place: Place, contents: Contents, identity: str, told: tuple[object,
 
 @contextmanager
 def _journal_at(
-    storage: Storage, overwrite: bool, exchange: Exchange, key: bytes
+    storage: Storage, may_resume: bool, exchange: Exchange, key: bytes
 ) -> Iterator[Journal | None]:
     """The journal of this rank, where one can be kept, until the conversion ends. Collective.
 
@@ -267,7 +273,7 @@ def _journal_at(
                 held.callback(release)
             return b"locked" if release is not None else b""
 
-        if overwrite or not run_on_one(exchange, lock):
+        if not (may_resume and run_on_one(exchange, lock)):
             yield None
         else:
             yield held.enter_context(closing(Journal(storage, exchange.rank, key)))

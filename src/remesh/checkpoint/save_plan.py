@@ -52,10 +52,10 @@ from remesh.formats.framing import Existing, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
 from remesh.geometry import IntArray
 from remesh.integrity import raw_digest
-from remesh.pipeline import Journal
+from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.storage import FileSystemSpace, SharedFiles, Storage
+from remesh.storage import FileSystemSpace, SharedFiles, Storage, is_remote
 from remesh.tables import BoxTable
 
 
@@ -77,6 +77,7 @@ class SaveOptions:
         without: Small files that the caller writes by itself.
         keeps: Whether files that did not change since the last save of the `PlanCache` are kept.
         resumes: Whether files of an earlier attempt may be there.
+        compress: How data files are compressed; None if they are not.
     """
 
     overwrite: bool
@@ -90,6 +91,11 @@ class SaveOptions:
     without: tuple[str, ...] = ()
     keeps: bool = False
     resumes: bool = False
+    compress: Compress | None = None
+
+    def compress_in(self, storage: Storage) -> Compress | None:
+        """How data files are compressed in a storage: one that is near is not worth the time."""
+        return None if self.compress == "auto" and not is_remote(storage) else self.compress
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,7 +220,7 @@ class _Described(msgspec.Struct, frozen=True):
     document: bytes
     replicas: list[str]
     url: str
-    options: tuple[str | None, str, str]
+    options: tuple[str | None, str, str, str | None]
     space: tuple[str, int, str] | None
     num_bytes_to_keep: int
 
@@ -376,7 +382,12 @@ class _Rank:
                 self.document if is_spokesman else b"",
                 self.replicas,
                 self.storage.url,
-                (self.options.buffers, self.options.compares, self.options.format),
+                (
+                    self.options.buffers,
+                    self.options.compares,
+                    self.options.format,
+                    self.options.compress,
+                ),
                 None if space is None else (space.identity, space.free_bytes, space.directory),
                 self.num_bytes_to_keep() if self.options.keeps else 0,
             )
@@ -504,7 +515,8 @@ class _Rank:
         frames = writer.frames(
             self.tensors.boxes, rows, self.exchange.rank, save_id, assignment.grid
         )
-        stream = lay_out(frames, self.tensors)
+        compress = self.options.compress_in(self.storage)
+        stream = lay_out(frames, self.tensors, compress=compress)
         return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
 
     def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:
@@ -519,7 +531,11 @@ class _Rank:
         there = {part.path for part in kept}
         left = [file for file in files if file.frame.path not in there]
         stream = lay_out(
-            [file.frame for file in left], tensors, [file.numbers for file in left], CHUNK_SIZE
+            [file.frame for file in left],
+            tensors,
+            [file.numbers for file in left],
+            CHUNK_SIZE,
+            self.options.compress_in(self.storage),
         )
         return RankSavePlan(
             save_id,
@@ -546,12 +562,13 @@ def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
 
 
-def _check_options(options: Sequence[tuple[str | None, str, str]]) -> None:
+def _check_options(options: Sequence[tuple[str | None, ...]]) -> None:
     """Ranks that treat copies differently would wait for each other."""
     other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
     if other is not None:
         raise StateError(
-            f"ranks 0 and {other} disagree about buffers, verify_replicas or format\n"
+            f"ranks 0 and {other} disagree about buffers, verify_replicas, format or "
+            "compress\n"
             f"They are {options[0]} and {options[other]}; pass the same on all ranks"
         )
 

@@ -14,29 +14,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from remesh.checkpoint.arguments import check_flag, check_order
+from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored_memory import stored_copies
+from remesh.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange, run_joined
-from remesh.formats.framing import Part, with_digests
+from remesh.formats.framing import Part, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Journal, write_stream
+from remesh.pipeline import Compress, Journal, write_stream
 from remesh.progress import showing
 from remesh.storage import Storage, open_storage
 
 
-def save(
+def save(  # noqa: PLR0913 - each option stands for itself
     state: Any,
     path: Any,
     *,
@@ -46,6 +47,7 @@ def save(
     metadata: Mapping[str, object] | None = None,
     buffers: Buffers | None = None,
     verify_replicas: bool = False,
+    compress: Compress | None = None,
     group: Any = None,
     on_event: OnEvent = ignore,
 ) -> None:
@@ -78,13 +80,19 @@ def save(
         verify_replicas: Compare every byte of all copies that ranks hold of one tensor, also of
             those that a framework or a description says are equal. Otherwise only plain tensors
             under one name are compared completely.
+        compress: How data files of the format `remesh` are compressed, without loss: `"zstd"`, or
+            `"auto"` where the storage is an object store or a network file system and takes the
+            bytes more slowly than they are compressed. None: not at all, so that programs that read
+            safetensors files can read them.
         group: A torch process group or an `Exchange`; by default torch's default group if it is
             initialised, else this process alone.
         on_event: Called at the points in `remesh.events.SAVE_POINTS`.
 
     Raises:
+        OptionError: If an option has a wrong type or value, or the library for `compress` is
+            missing.
         StateError: If the state cannot be stored, ranks disagree, a tensor has holes, or the format
-            cannot be written.
+            cannot be written, or not compressed.
         DivergedReplicaError: If ranks hold different values of what should be copies.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
         NoSpaceError: If there is too little free space; found before writing where possible.
@@ -92,7 +100,9 @@ def save(
         StorageError: If the storage fails.
         ExchangeError: If a rank died. Whether the save was committed is then seen by opening it.
     """
-    options = options_of(overwrite, metadata, buffers, verify_replicas, format, format_options)
+    options = options_of(
+        overwrite, metadata, buffers, verify_replicas, format, format_options, compress=compress
+    )
     save_agreed(
         state, path, options, group=group, cache=PlanCache(), on_event=on_event, is_shown=True
     )
@@ -106,6 +116,7 @@ def options_of(
     format: str,  # noqa: A002 - as in `save`
     format_options: Mapping[str, object] | None,
     *,
+    compress: Compress | None = None,
     meets: bool = False,
 ) -> SaveOptions:
     """What the caller of a save asked for.
@@ -113,11 +124,19 @@ def options_of(
     Raises:
         OptionError: If an option has a wrong type.
         StateError: If there is no such choice of buffers, the format cannot be written, or it has
-            no place for the metadata or no such option.
+            no place for the metadata, no such option, or no compressed files.
     """
     check_flag("save", "overwrite", overwrite)
     check_flag("save", "verify_replicas", verify_replicas)
     writer = writer_of(format)
+    if compress is not None:
+        check_choice("save", "compress", compress, get_args(Compress))
+        if not writer.has_digests:
+            raise StateError(
+                f"compress={compress!r}: files of format {format!r} are not compressed, so that "
+                "others can read them; leave compress away, or save in the format 'remesh'"
+            )
+        check_library()
     unknown = sorted({*(format_options or ())} - {*writer.options})
     if unknown:
         raise StateError(
@@ -136,6 +155,7 @@ def options_of(
         compares="all" if verify_replicas else "whole",
         format=writer.name,
         format_options=dict(format_options or {}),
+        compress=compress,
     )
 
 
@@ -232,7 +252,7 @@ def write(
     if journal is not None:
         journal.begin(mine.save_id, stream.identity, stream.layout.num_chunks)
     emit("save.file_created", num_bytes)
-    digests = write_stream(
+    written = write_stream(
         storage,
         stream.files,
         stream.layout,
@@ -243,7 +263,7 @@ def write(
     )
     storage.sync()
     emit("save.file_finished", num_bytes)
-    return [*mine.kept, *map(with_digests, stream.parts, digests)]
+    return [*mine.kept, *map(as_written, stream.parts, written)]
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:

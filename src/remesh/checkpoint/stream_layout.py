@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
 from remesh.formats.framing import Frame, Part, column_bytes
 from remesh.geometry import Box, IntArray, flat_runs
 from remesh.memory import CarrierArray, HostMemory, Memory
-from remesh.pipeline import FileLayout, FilePiece, StreamFiles, whole_files
+from remesh.pipeline import Compress, FileLayout, FilePiece, StreamFiles, whole_files
 from remesh.storage import ALIGNMENT
 from remesh.strided import Layout
 
@@ -98,6 +98,7 @@ def lay_out(
     tensors: LocalTensors,
     numbers: Sequence[IntArray] = (),
     alignment: int = ALIGNMENT,
+    compress: Compress | None = None,
 ) -> RankStream:
     """The stream of a rank.
 
@@ -106,6 +107,7 @@ def lay_out(
         tensors: The rank's boxes.
         numbers: For each file, the numbers of its boxes in the rank's assignment; by default all.
         alignment: Where files may begin in the stream.
+        compress: How the files are compressed; they begin with chunks then.
     """
     if any(frame.is_shared for frame in frames):
         return _lay_out_shared(frames, tensors)
@@ -127,11 +129,33 @@ def lay_out(
         starts.append(start)
         end = start + frame.num_bytes
     paths, sizes = [frame.path for frame in frames], [frame.num_bytes for frame in frames]
+    files = whole_files(paths, sizes, starts)
+    if compress is not None:
+        assert files.has_digests
+        element_start, element_bytes = _element_sizes(pieces)
+        files = replace(
+            files,
+            compress=compress,
+            element_start=element_start,
+            element_bytes=element_bytes,
+        )
     return RankStream(
         FileLayout(header, pieces, [piece.position for piece in pieces], end),
-        whole_files(paths, sizes, starts),
+        files,
         _parts_of(frames, numbers),
     )
+
+
+def _element_sizes(pieces: Sequence[FilePiece]) -> tuple[IntArray, IntArray]:
+    """The bytes of a stream at which the size of its elements changes, and the sizes."""
+    start, num_bytes = [0], [1]
+    for piece in pieces:
+        # The parts of a complex number are alike, and it is not.
+        size = piece.dtype.itemsize // (2 if piece.dtype.pairs else 1)
+        if size != num_bytes[-1]:
+            start.append(piece.position)
+            num_bytes.append(size)
+    return np.array(start, np.int64), np.array(num_bytes, np.int64)
 
 
 def _parts_of(frames: Sequence[Frame], numbers: Sequence[IntArray] = ()) -> tuple[Part, ...]:

@@ -40,10 +40,10 @@ from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.stream_layout import lay_out
 from remesh.errors import CheckpointNotFoundError, StorageError
-from remesh.formats.framing import Frame, Grid, Part, Writer, with_digests
+from remesh.formats.framing import Frame, Grid, Part, Writer, as_written
 from remesh.formats.native import data_path
 from remesh.geometry import IntArray
-from remesh.integrity import BLOCK_SIZE, Digests, raw_digest
+from remesh.integrity import BLOCK_SIZE, WrittenFile, raw_digest
 from remesh.pipeline import has_digests
 from remesh.pipeline.write import FileCopy
 from remesh.storage import CopiedFiles, Storage, delete_files
@@ -88,14 +88,14 @@ class History:
         group: Group of each box.
         has_moved: Boxes that are in group 0 because they have changed in another one.
         storage: Where the save is; None if there was none.
-        files: Its files of this rank, with the digests of their blocks.
+        files: Its files of this rank, and what is known of each.
     """
 
     layout: bytes = b""
     group: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     has_moved: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
     storage: Storage | None = None
-    files: tuple[tuple[OwnFile, Digests], ...] = ()
+    files: tuple[tuple[OwnFile, WrittenFile], ...] = ()
 
     def of_layout(self, layout: bytes, is_frozen: Flags) -> History:
         """The history for boxes that may be others than those of the last save."""
@@ -126,16 +126,13 @@ class History:
             num_bytes: Bytes of each of the rank's boxes.
         """
         of_path = {part.path: part for part in parts}
-        told = [
-            (file, np.frombuffer(of_path[file.frame.path].digests, np.uint64).reshape(-1, 2))
-            for file in files
-        ]
-        before = {file.key: digests for file, digests in self.files}
+        told = [(file, of_path[file.frame.path].written) for file in files]
+        before = {file.key: written.digests for file, written in self.files}
         stays, changes = np.zeros((2, len(num_bytes)), np.bool_)
-        for file, digests in told:
+        for file, written in told:
             if file.key in before:
                 rows, positions = file.frame.rows, file.frame.positions
-                differs = (digests != before[file.key]).any(axis=1)
+                differs = (written.digests != before[file.key]).any(axis=1)
                 stays[rows] = ~_touch(differs, positions, num_bytes[rows])
                 changes[rows] = ~stays[rows] & (file.group > 0)
         group = np.where(changes, 0, self.group)
@@ -201,23 +198,21 @@ class FileSource(msgspec.Struct, frozen=True):
     Attributes:
         number: Number of the file in the save's stream.
         path: The file in the last checkpoint.
-        num_bytes: Its size.
-        digests: uint64 digests of its blocks, as bytes.
+        part: What was said of it.
     """
 
     number: int
-    path: str
-    num_bytes: int
-    digests: bytes
+    part: Part
 
     def copy_of(self, last: Storage, storage: Storage, new: str) -> FileCopy:
         """How a new file comes to be a copy of it."""
 
         def make() -> bool:
             copies = storage if isinstance(storage, CopiedFiles) else None
-            return copies is not None and copies.copy_from(last, self.path, new, self.num_bytes)
+            path, size = self.part.path, self.part.stored_size
+            return copies is not None and copies.copy_from(last, path, new, size)
 
-        return FileCopy(np.frombuffer(self.digests, np.uint64).reshape(-1, 2), make)
+        return FileCopy(self.part.written, make)
 
 
 def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
@@ -227,13 +222,17 @@ def sources_of(history: History, files: Sequence[OwnFile]) -> list[FileSource]:
         history: What is known of the last save.
         files: The files that the save writes.
     """
-    before = {file.key: (file.frame, digests) for file, digests in history.files}
+    before = {file.key: _last_part(file, written) for file, written in history.files}
     return [
-        FileSource(number, frame.path, frame.num_bytes, digests.tobytes())
+        FileSource(number, before[file.key])
         for number, file in enumerate(files)
         if file.group and file.key in before
-        for frame, digests in [before[file.key]]
     ]
+
+
+def _last_part(file: OwnFile, written: WrittenFile) -> Part:
+    """What was said of a file of the last checkpoint, without the places of its pieces."""
+    return as_written(Part(file.frame.path, file.frame.num_bytes, b"", b""), written)
 
 
 def keep_files(
@@ -262,14 +261,14 @@ def keep_files(
     kept: list[Part] = []
     if at_once and not (isinstance(storage, CopiedFiles) and storage.copies_at_once):
         return kept
-    before = {file.key: (file.frame, digests) for file, digests in history.files}
+    before = {file.key: _last_part(file, written) for file, written in history.files}
     try:
         for file in files:
             if file.group and file.key in before:
-                frame, digests = before[file.key]
-                if _keep(storage, history.storage, frame, file, digests, tensors):
+                last = before[file.key]
+                if _keep(storage, history.storage, last, file, tensors):
                     stream = lay_out([file.frame], tensors, [file.numbers])
-                    part = with_digests(stream.parts[0], digests)
+                    part = as_written(stream.parts[0], last.written)
                     kept.append(msgspec.structs.replace(part, is_kept=True))
     except BaseException:
         drop_files(storage, kept)
@@ -280,17 +279,15 @@ def keep_files(
 def _keep(
     storage: Storage,
     last: Storage | None,
-    frame: Frame,
+    part: Part,
     file: OwnFile,
-    digests: Digests,
     tensors: LocalTensors,
 ) -> bool:
     """Let the storage copy a file, unless it changed or cannot be had."""
     if last is None or not isinstance(storage, CopiedFiles):
         return False
-    num_bytes = frame.num_bytes
     try:
-        is_there = last.size(frame.path) == num_bytes
+        is_there = last.size(part.path) == part.stored_size
     except (CheckpointNotFoundError, StorageError) as error:
         _LOGGER.debug("%s is written again: %s", file.frame.path, error)
         return False
@@ -298,8 +295,8 @@ def _keep(
     copies = stored_copies(tensors.memories)
     return (
         is_there
-        and has_digests(layout, digests, copies)
-        and storage.copy_from(last, frame.path, file.frame.path, num_bytes)
+        and has_digests(layout, part.written.digests, copies)
+        and storage.copy_from(last, part.path, file.frame.path, part.stored_size)
     )
 
 

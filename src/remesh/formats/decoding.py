@@ -1,9 +1,15 @@
 """Files that hold encoded bytes, shown as the decoded ones.
 
-An index says of each piece which bytes of which file it is. Bytes that are compressed are none of a
-file, so a reader names a file that is not there: the stored file, the range that is encoded, the
-codecs, and how many bytes come out. `decoded` gives a storage in which such a file can be read like
-any other. It decodes when a byte of the file is asked for, and keeps the few that it decoded last.
+`decoded` gives a storage in which all files of an index can be read as its positions say.
+
+In remesh's own format, files may be compressed block by block (`remesh.compression`); the index
+says where each block lies. Who asks for a range gets the blocks that it meets decoded. A block that
+cannot be decoded reads as zeros, so that its digest tells that it is damaged, as that of any other.
+
+Other systems compress chunks of tensors. An index says of each piece which bytes of which file it
+is; bytes that are compressed are none of a file, so a reader names a file that is not there: the
+stored file, the range that is encoded, the codecs, and how many bytes come out. It is decoded when
+a byte of it is asked for, and the few that were decoded last are kept.
 
 Nothing is decoded that says of itself to be larger than the reader expects. A file of one repeated
 value, which is stored nowhere, has the codec `fill`.
@@ -16,15 +22,17 @@ import re
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from remesh.compression import decode_block
 from remesh.errors import FormatVersionError
 from remesh.formats.checks import damaged
 from remesh.index import Index
-from remesh.storage import Buffer, FileSystemSpace, Storage, Writer
+from remesh.storage import Buffer, Storage, StorageView
 
 KEPT_BYTES = 256 << 20
 """Decoded bytes that are kept, at most; the last file is kept even if it is larger."""
@@ -74,12 +82,82 @@ def encoded_file(name: str) -> EncodedFile | None:
 
 def decoded(storage: Storage, index: Index) -> Storage:
     """A storage in which all files of an index can be read; most often the same."""
+    if index.is_compressed:
+        return DecompressedFiles(storage, index)
     if any("#" in file.path and encoded_file(file.path) for file in index.files):
         return DecodedFiles(storage)
     return storage
 
 
-class DecodedFiles:
+class DecompressedFiles(StorageView):
+    """The compressed files of an index, which are read as what they hold.
+
+    Sizes are those of the stored files.
+
+    Args:
+        storage: Where the files are.
+        index: Says which files there are, and where their blocks lie.
+    """
+
+    def __init__(self, storage: Storage, index: Index) -> None:
+        super().__init__(storage)
+        self._index = index
+        self._rows = {file.path: row for row, file in enumerate(index.files)}
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        row = self._rows.get(path)
+        if row is None:
+            return self._storage.read(path, start, stop)
+        size = self._index.files[row].num_bytes
+        end = size if stop is None else min(stop, size)
+        data = np.empty(max(end - start, 0), np.uint8)
+        self.read_into(path, start, data)
+        return data.tobytes()
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        row = self._rows.get(path)
+        if row is None:
+            return self._storage.read_into(path, start, buffer)
+        size, step = self._index.files[row].num_bytes, self._index.block_size
+        stop = min(start + buffer.size, size)
+        if stop <= start:
+            return 0
+        first, last = start // step, -(-stop // step)
+        for number, stored in self._stored(row, first, last):
+            begin, end = number * step, min((number + 1) * step, size)
+            if start <= begin and end <= stop:
+                block = buffer[begin - start : end - start]
+                self._decode(path, stored, block)
+            else:
+                block = np.empty(end - begin, np.uint8)
+                self._decode(path, stored, block)
+                low, high = max(begin, start), min(end, stop)
+                buffer[low - start : high - start] = block[low - begin : high - begin]
+        return stop - start
+
+    def _stored(self, row: int, first: int, last: int) -> Iterator[tuple[int, Buffer]]:
+        """Some blocks of a file as they are stored; those that lie together are read together."""
+        begins, lengths = self._index.stored_blocks(row)
+        begins, lengths = begins[first:last], lengths[first:last]
+        order = np.argsort(begins)
+        ends = begins + lengths
+        is_gap = begins[order][1:] != ends[order][:-1]
+        for together in np.split(order, np.flatnonzero(is_gap) + 1):
+            begin, end = int(begins[together[0]]), int(ends[together[-1]])
+            data = np.empty(end - begin, np.uint8)
+            num_read = self._storage.read_into(self._index.files[row].path, begin, data)
+            for number in together.tolist():
+                at = int(begins[number]) - begin
+                yield first + number, data[:num_read][at : at + int(lengths[number])]
+
+    def _decode(self, path: str, stored: Buffer, block: Buffer) -> None:
+        if not decode_block(stored, block, f"{self.url}/{path}"):
+            block[:] = 0
+
+
+class DecodedFiles(StorageView):
     """A storage that is read through codecs; see `remesh.storage.Storage`.
 
     Args:
@@ -87,18 +165,9 @@ class DecodedFiles:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        super().__init__(storage)
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """See `Storage.url`."""
-        return self._storage.url
-
-    def list(self, prefix: str = "") -> list[str]:
-        """See `Storage.list`; of stored files."""
-        return self._storage.list(prefix)
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""
@@ -126,26 +195,6 @@ class DecodedFiles:
         data = self.read(path, start, start + buffer.size)
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         return len(data)
-
-    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
-        """See `Storage.put`."""
-        self._storage.put(path, data, overwrite=overwrite)
-
-    def create(self, path: str, num_bytes: int) -> Writer:
-        """See `Storage.create`."""
-        return self._storage.create(path, num_bytes)
-
-    def delete(self, path: str) -> None:
-        """See `Storage.delete`."""
-        self._storage.delete(path)
-
-    def sync(self) -> None:
-        """See `Storage.sync`."""
-        self._storage.sync()
-
-    def space(self) -> FileSystemSpace | None:
-        """See `Storage.space`."""
-        return self._storage.space()
 
     def _decoded(self, name: str, file: EncodedFile) -> bytes:
         with self._lock:

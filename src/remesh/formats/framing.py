@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from remesh.errors import CheckpointError
 from remesh.formats.building import exists
 from remesh.formats.native import ValuesDocument
 from remesh.geometry import Box, IntArray
 from remesh.index import Index
-from remesh.integrity import Digests
+from remesh.integrity import WrittenFile
 from remesh.storage import Storage
 from remesh.tables import BoxTable
 
@@ -77,6 +78,9 @@ class Part(msgspec.Struct, frozen=True):
         numbers: int64 numbers of the boxes in the rank's assignment, as bytes; None for all boxes
             of it, in its order.
         is_kept: Whether the file did not change since the save before, and was not written again.
+        stored_begin: int64 bytes of the stored file at which its blocks begin, as bytes; None if it
+            is not compressed.
+        stored_bytes: Size of the stored file; None if it is not compressed.
     """
 
     path: str
@@ -85,16 +89,39 @@ class Part(msgspec.Struct, frozen=True):
     digests: bytes
     numbers: bytes | None = None
     is_kept: bool = False
+    stored_begin: bytes | None = None
+    stored_bytes: int | None = None
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of the file as it is stored."""
+        return self.num_bytes if self.stored_bytes is None else self.stored_bytes
+
+    @property
+    def written(self) -> WrittenFile:
+        """What is known of the file."""
+        begin = self.stored_begin
+        return WrittenFile(
+            np.frombuffer(self.digests, "<u8").reshape(-1, 2),
+            None if begin is None else np.frombuffer(begin, "<i8"),
+            self.stored_bytes,
+        )
 
 
-def part_of(path: str, num_bytes: int, positions: IntArray, digests: Digests) -> Part:
+def part_of(path: str, num_bytes: int, positions: IntArray, written: WrittenFile) -> Part:
     """What a rank says of the only file that it wrote."""
-    return with_digests(Part(path, num_bytes, column_bytes(positions), b""), digests)
+    return as_written(Part(path, num_bytes, column_bytes(positions), b""), written)
 
 
-def with_digests(part: Part, digests: Digests) -> Part:
+def as_written(part: Part, written: WrittenFile) -> Part:
     """What a rank says of a file once it is written."""
-    return msgspec.structs.replace(part, digests=digests.astype("<u8", copy=False).tobytes())
+    begin = written.stored_begin
+    return msgspec.structs.replace(
+        part,
+        digests=written.digests.astype("<u8", copy=False).tobytes(),
+        stored_begin=None if begin is None else column_bytes(begin),
+        stored_bytes=written.stored_bytes,
+    )
 
 
 def column_bytes(numbers: IntArray) -> bytes:

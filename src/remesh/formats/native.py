@@ -56,7 +56,10 @@ from remesh.state import MAX_PATH, Path, cut_name
 from remesh.storage import Storage, ask_together
 
 FORMAT_NAME = "remesh"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""The newest version of the format that is read; the oldest that suffices is written."""
+PLAIN_VERSION = 2
+COMPRESSED_VERSION = 3
 RECORD_NAME = "remesh.json"
 
 NUM_BEGINNINGS = 10
@@ -73,8 +76,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Relative to the checkpoint.
-        num_bytes: Its size.
-        digest: xxh3-128 in hex; for data files, of the digests of their blocks.
+        num_bytes: Its size as it is stored.
+        digest: xxh3-128 in hex; for data files, of the digests of the blocks of their content.
     """
 
     path: str
@@ -474,8 +477,8 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
         CorruptCheckpointError: If index and record speak of different files.
     """
     damages = []
-    told = zip(index.files, file_digests(index), strict=True)
-    indexed = [(file.path, file.num_bytes, digest) for file, digest in told]
+    told = zip(index.files, index.stored_sizes, file_digests(index), strict=True)
+    indexed = [(file.path, size, digest) for file, size, digest in told]
     recorded = [(file.path, file.num_bytes, file.digest) for file in record.files]
     if indexed != recorded:
         raise CorruptCheckpointError(

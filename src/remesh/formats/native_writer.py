@@ -19,8 +19,9 @@ from remesh.dtypes import DTYPES
 from remesh.errors import CheckpointNotFoundError
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, SmallFile, Writer, no_grid
 from remesh.formats.native import (
+    COMPRESSED_VERSION,
     FORMAT_NAME,
-    FORMAT_VERSION,
+    PLAIN_VERSION,
     RECORD_NAME,
     CommitRecord,
     FileRecord,
@@ -86,6 +87,9 @@ def build_index(
     position = np.zeros(len(boxes), dtype=np.int64)
     files: list[StoredFile] = []
     digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
+    begins: list[IntArray] = []
+    sizes: list[int] = []
+    is_compressed = False
     written = [(rows, part) for rows, own in zip(assignments, parts, strict=True) for part in own]
     for all_rows, part in written:
         numbers = None if part.numbers is None else np.frombuffer(part.numbers, dtype=np.int64)
@@ -93,8 +97,14 @@ def build_index(
         file[rows] = len(files)
         position[rows] = np.frombuffer(part.positions, dtype=np.int64)
         files.append(StoredFile(part.path, part.num_bytes))
-        digests.append(np.frombuffer(part.digests, dtype=np.uint64).reshape(-1, 2))
-        first_block.append(first_block[-1] + len(digests[-1]))
+        one = part.written
+        digests.append(one.digests)
+        first_block.append(first_block[-1] + len(one.digests))
+        # In a file that is not compressed, blocks lie where they belong.
+        begin = one.stored_begin
+        begins.append(np.arange(len(one.digests)) * BLOCK_SIZE if begin is None else begin)
+        sizes.append(part.num_bytes if one.stored_bytes is None else one.stored_bytes)
+        is_compressed |= begin is not None
     return Index.of(
         boxes,
         file,
@@ -104,6 +114,7 @@ def build_index(
         BLOCK_SIZE,
         np.concatenate(digests),
         np.array(first_block, dtype=np.int64),
+        *((np.concatenate(begins), np.array(sizes, dtype=np.int64)) if is_compressed else ()),
     )
 
 
@@ -127,7 +138,7 @@ def small_files(saved: Saved) -> list[SmallFile]:
     index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
     record = CommitRecord(
         format=FORMAT_NAME,
-        version=FORMAT_VERSION,
+        version=COMPRESSED_VERSION if index.is_compressed else PLAIN_VERSION,
         save_id=saved.save_id,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         world_size=saved.world_size,
@@ -135,8 +146,10 @@ def small_files(saved: Saved) -> list[SmallFile]:
         index=_record_of(index_path, encoded),
         values=_record_of(values_path, document),
         files=tuple(
-            FileRecord(path=file.path, num_bytes=file.num_bytes, digest=digest)
-            for file, digest in zip(index.files, file_digests(index), strict=True)
+            FileRecord(path=file.path, num_bytes=size, digest=digest)
+            for file, size, digest in zip(
+                index.files, index.stored_sizes, file_digests(index), strict=True
+            )
         ),
         metadata=dict(saved.metadata),
     )

@@ -24,7 +24,7 @@ from remesh.errors import CheckpointError, CheckpointExistsError, CorruptCheckpo
 from remesh.formats import native, native_writer
 from remesh.formats.framing import Part, Saved, SmallFile, part_of
 from remesh.geometry import Box, IntArray, flat_span
-from remesh.integrity import digest_of_digests
+from remesh.integrity import WrittenFile, digest_of_digests
 from remesh.maintenance.damage_scan import (
     DataFileState,
     LostTensor,
@@ -387,7 +387,8 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         assignments.append(rows)
         if file.state == "sound":
             _take_over(plan.storage, file, storage, path)
-            parts.append([part_of(path, file.num_bytes, tensors.position[rows], file.digests)])
+            written = WrittenFile(file.digests)
+            parts.append([part_of(path, file.num_bytes, tensors.position[rows], written)])
         else:
             parts.append([_copy_pieces(plan, file, rows, storage, path)])
     *others, record = native_writer.small_files(saved)
@@ -413,11 +414,11 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
     try:
         num_chunks = -(-file.num_bytes // CHUNK_SIZE)
         run_workers(2, num_chunks, min(CHUNK_SIZE, file.num_bytes), copy)
-        [digests] = writer.finish()
+        [written] = writer.finish()
     except BaseException:
         writer.abort()
         raise
-    if digest_of_digests(digests) != digest_of_digests(file.digests):
+    if digest_of_digests(written.digests) != digest_of_digests(file.digests):
         raise CorruptCheckpointError(
             f"{source.url}/{file.path} changed between two readings\nSee whether the disk fails or "
             "a process writes there, and try again"
@@ -438,8 +439,8 @@ def _copy_pieces(
         pieces.append(FilePiece(memory, shape, dtype, position))
     places = positions.tolist()
     layout = FileLayout(header, pieces, places, num_bytes)
-    [digests] = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
-    return part_of(path, num_bytes, positions, digests)
+    [written] = write_stream(target, one_file(path, num_bytes), layout, lambda _size: None)
+    return part_of(path, num_bytes, positions, written)
 
 
 @dataclass(frozen=True, slots=True)

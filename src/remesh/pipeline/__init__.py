@@ -16,6 +16,7 @@ from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.journal import JOURNALS, Journal
 from remesh.pipeline.read import Destination, read_runs
 from remesh.pipeline.write import (
+    Compress,
     FileLayout,
     FilePiece,
     StreamFiles,
@@ -27,6 +28,7 @@ from remesh.pipeline.write import (
 
 __all__ = [
     "JOURNALS",
+    "Compress",
     "Destination",
     "FileLayout",
     "FilePiece",

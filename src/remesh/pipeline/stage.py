@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from remesh.integrity import Digests
+from remesh.integrity import WrittenFile
 from remesh.memory import CopyQueue
 from remesh.pipeline.arena import Arena, Chunk
 from remesh.pipeline.workers import run_threads
@@ -191,7 +191,7 @@ class StagedWriter:
         on_chunk: Callable[[int], None],
         on_failure: Callable[[], None],
         meanwhile: Callable[[], None],
-    ) -> list[Digests] | None:
+    ) -> list[WrittenFile] | None:
         """Write what is staged and make it durable.
 
         Args:
@@ -201,7 +201,7 @@ class StagedWriter:
             meanwhile: What else is to be done once the file exists, beside the writing.
 
         Returns:
-            The digests of each file, or None if it was given up because of `cancel`.
+            What is known of each file, or None if it was given up because of `cancel`.
 
         Raises:
             StorageError: If the storage fails; the file is gone then, if the storage still can.

@@ -16,19 +16,25 @@ from __future__ import annotations
 import bisect
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from remesh.dtypes import DType
 from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
-from remesh.integrity import BLOCK_SIZE, Digests, block_digests, raw_digest
+from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
 from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
+from remesh.pipeline.block_codec import BlockCodec, joined
 from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, SharedFiles, Storage, Writer
+
+Compress = Literal["zstd", "auto"]
+"""How files are compressed: always, or where it makes writing faster."""
 
 CHUNK_SIZE = 2 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
@@ -124,6 +130,11 @@ class StreamFiles:
         num_bytes: Its length; what the stream has between two ranges is not written.
         is_shared: Whether other ranks write other ranges of the files. Otherwise each file is one
             range, and does not exist before.
+        compress: How the files are compressed (`remesh.save`); None if they are not. Each begins
+            with a chunk if they are.
+        element_start: If they are compressed, bytes of the stream at which the size of its elements
+            changes, from 0 on, ascending.
+        element_bytes: The size of the elements from there on.
     """
 
     paths: tuple[str, ...]
@@ -133,6 +144,16 @@ class StreamFiles:
     position: IntArray
     num_bytes: IntArray
     is_shared: bool = False
+    compress: Compress | None = None
+    element_start: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    element_bytes: IntArray = field(default_factory=lambda: np.ones(1, np.int64))
+
+    @property
+    def codec(self) -> BlockCodec | None:
+        """What compresses the files; None if they are not compressed."""
+        if self.compress is None:
+            return None
+        return BlockCodec(self.compress == "auto", self.element_start, self.element_bytes)
 
     @property
     def has_digests(self) -> bool:
@@ -169,11 +190,11 @@ class FileCopy:
     """How a file may come to be without being written.
 
     Attributes:
-        digests: Those of its blocks, if it does.
+        written: What is known of it, if it does.
         make: Makes it; returns whether that was done.
     """
 
-    digests: Digests
+    written: WrittenFile
     make: Callable[[], bool]
 
 
@@ -218,6 +239,10 @@ class ChunkWriter:
         self._files = files
         self._has_digests = files.has_digests
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
+        self._codec = files.codec
+        self._stored_begin = np.zeros(len(self._digests), np.int64)
+        self._stored_bytes = [0] * len(files.paths)
+        self._known: dict[int, WrittenFile] = {}
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
@@ -235,7 +260,7 @@ class ChunkWriter:
         position = number * CHUNK_SIZE - int(self._files.start[file])
         found = block_digests(chunk[: int(self._files.num_bytes[file]) - position])
         first = position // BLOCK_SIZE
-        is_same = np.array_equal(found, copy.digests[first : first + len(found)])
+        is_same = np.array_equal(found, copy.written.digests[first : first + len(found)])
         if not is_same:
             self._copies.pop(file, None)
         return is_same
@@ -244,8 +269,7 @@ class ChunkWriter:
         """Make the copies of files of which all chunks are held."""
         for file, copy in self._copies.items():
             if copy.make():
-                first = int(self._files.start[file]) // BLOCK_SIZE
-                self._digests[first : first + len(copy.digests)] = copy.digests
+                self._known[file] = copy.written
                 self._left[file] = 0
                 self.copied.add(file)
 
@@ -256,8 +280,24 @@ class ChunkWriter:
     def write(self, number: int, chunk: Buffer) -> None:
         """Write a chunk; any thread, any order."""
         for file, position, part in self._parts(number, chunk):
-            self._writer_of(file).write(position, part)
+            if self._codec is None:
+                self._writer_of(file).write(position, part)
+            else:
+                self._append(self._codec, file, number * CHUNK_SIZE, part)
         self.accept(number, chunk)
+
+    def _append(self, codec: BlockCodec, file: int, start: int, part: Buffer) -> None:
+        """Write the stored form of what a file has from a byte of the stream on."""
+        blocks = codec.encode(start, part)
+        lengths = np.array([len(block) for block in blocks], np.int64)
+        with self._lock:
+            begin = self._stored_bytes[file]
+            self._stored_bytes[file] += int(lengths.sum())
+        first = start // BLOCK_SIZE
+        self._stored_begin[first : first + len(blocks)] = begin + np.cumsum(lengths) - lengths
+        began = time.perf_counter()
+        self._writer_of(file).write(begin, joined(blocks))
+        codec.written(len(part), time.perf_counter() - began)
 
     def accept(self, number: int, chunk: Buffer) -> None:
         """Take notice of a chunk that is in the files."""
@@ -296,18 +336,26 @@ class ChunkWriter:
             if len(part):
                 yield file, position + skipped, part
 
-    def finish(self) -> list[Digests]:
-        """Make the files durable; the digests of the blocks of each, none if not digested."""
-        files = self._files
+    def finish(self) -> list[WrittenFile]:
+        """Make the files durable; what is known of each."""
         if self._is_single:
-            self._open[0].finish()
+            self._open[0].finish(self._size(0))
         else:
             assert not self._left.any(), "the files are not complete"
+        return [self._known.get(file) or self._written(file) for file in range(len(self._left))]
+
+    def _written(self, file: int) -> WrittenFile:
         if not self._has_digests:
-            return [np.zeros((0, 2), dtype=np.uint64) for _ in files.paths]
-        first = (files.start // BLOCK_SIZE).tolist()
-        counts = (-(-files.num_bytes // BLOCK_SIZE)).tolist()
-        return [self._digests[a : a + n] for a, n in zip(first, counts, strict=True)]
+            return WrittenFile(np.zeros((0, 2), dtype=np.uint64))
+        first = int(self._files.start[file]) // BLOCK_SIZE
+        blocks = slice(first, first - int(-self._files.num_bytes[file] // BLOCK_SIZE))
+        if self._codec is None:
+            return WrittenFile(self._digests[blocks])
+        return WrittenFile(self._digests[blocks], self._stored_begin[blocks], self._size(file))
+
+    def _size(self, file: int) -> int | None:
+        """Size of the stored file, if that was not known before."""
+        return None if self._codec is None else self._stored_bytes[file]
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -339,7 +387,7 @@ class ChunkWriter:
             self._left[file] -= num_bytes
             is_complete = not self._left[file]
         if is_complete:
-            self._writer_of(file).finish()
+            self._writer_of(file).finish(self._size(file))
             del self._open[file]
 
 
@@ -352,7 +400,7 @@ def write_stream(
     *,
     copies: Callable[[], CopyQueue] | None = None,
     journal: Journal | None = None,
-) -> list[Digests]:
+) -> list[WrittenFile]:
     """Write the files of a stream and make them durable.
 
     Args:
@@ -362,10 +410,11 @@ def write_stream(
         on_chunk: Called after each chunk, in the thread that wrote it, with its size.
         meanwhile: What else is to be done once a single file exists, beside the writing.
         copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
-        journal: What an earlier attempt has written, and where to note what this one writes.
+        journal: What an earlier attempt has written, and where to note what this one writes; None
+            for files that are compressed.
 
     Returns:
-        The digests of the blocks of each file; see `ChunkWriter.finish`.
+        What is known of each file.
 
     Raises:
         NoSpaceError: If there is no room; the files are gone then.

@@ -41,6 +41,7 @@ from remesh.storage.sizes import SizedListing as SizedListing
 from remesh.storage.sizes import list_directory as list_directory
 from remesh.storage.sizes import list_sizes as list_sizes
 from remesh.storage.sizes import list_with_sizes as list_with_sizes
+from remesh.storage.view import StorageView as StorageView
 
 __all__ = [
     "ALIGNMENT",

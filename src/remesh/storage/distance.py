@@ -11,6 +11,7 @@ from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.protocol import Storage
 from remesh.storage.room import is_network_device
+from remesh.storage.view import StorageView
 
 NUM_TOGETHER = 16
 """Requests at a time: each waits for the network and takes hardly any processor."""
@@ -28,6 +29,8 @@ def is_remote(storage: Storage) -> bool:
 
     A directory that cannot be looked at counts as local; reading it will say what is wrong.
     """
+    while isinstance(storage, StorageView):
+        storage = storage.behind
     if is_local(storage):
         try:
             return is_network_device(os.stat(storage.url).st_dev)

@@ -147,13 +147,15 @@ class LocalWriter:
         except OSError as error:
             raise explain("write", self._path, error) from error
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         """See `Writer.finish`."""
         assert self._open, f"{self._path} is closed"
         # A failed fsync must not be tried again, for the second may succeed without the bytes:
         # the file is closed either way, and `abort` still removes it.
         try:
             try:
+                if num_bytes is not None:
+                    os.ftruncate(self._buffered, num_bytes)
                 sync_file(self._buffered)
             finally:
                 self._close()
@@ -229,8 +231,9 @@ class SharedWriter:
         except OSError as error:
             raise explain("write", self._path, error) from error
 
-    def finish(self) -> None:
-        """See `Writer.finish`."""
+    def finish(self, num_bytes: int | None = None) -> None:
+        """See `Writer.finish`; other processes count on the size."""
+        assert num_bytes in {None, self._num_bytes}
         try:
             try:
                 sync_file(self._open[0])

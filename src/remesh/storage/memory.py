@@ -118,9 +118,11 @@ class MemoryStorage:
                 "free\nFree some memory, or save to a disk"
             )
 
-    def _publish(self, path: str) -> None:
+    def _publish(self, path: str, num_bytes: int | None) -> None:
         with self._lock:
             content = self._unfinished.pop(path)
+            if num_bytes is not None and num_bytes < content.size:
+                content = content[:num_bytes].copy()
             content.flags.writeable = False
             self._files[path] = content
 
@@ -144,11 +146,11 @@ class MemoryWriter:
         assert 0 <= position <= position + data.size <= self._content.size
         self._content[position : position + data.size] = data
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         """See `Writer.finish`."""
         assert self._open, f"{self._path} is closed"
         self._open = False
-        self._storage._publish(self._path)  # noqa: SLF001 - two halves of one thing
+        self._storage._publish(self._path, num_bytes)  # noqa: SLF001 - two halves of one thing
 
     def abort(self) -> None:
         """See `Writer.abort`."""

@@ -38,7 +38,7 @@ class Parts:
 
     Args:
         name: The file, for messages.
-        num_bytes: Its size.
+        num_bytes: Its size, or the most that it can be.
         part_bytes: Size of each part, the last excepted.
         stall_seconds: How long the window may stand still.
     """
@@ -76,9 +76,17 @@ class Parts:
             position += taken.size
             data = data[taken.size :]
 
-    def finish(self) -> None:
-        """Let all parts leave, whether they are full or not."""
+    def finish(self, num_bytes: int | None = None) -> None:
+        """Let all parts leave, whether they are full or not.
+
+        Args:
+            num_bytes: Size of the file, if it is less than was said; what lies after it has not
+                been written.
+        """
         with self._changed:
+            if num_bytes is not None:
+                self._num_bytes = num_bytes
+                self._num_parts = -(-num_bytes // self._part_bytes)
             self._finished = True
             self._changed.notify_all()
 
@@ -95,19 +103,21 @@ class Parts:
         Raises:
             GivenUpError: If the writer was aborted.
         """
-        for number in range(self._num_parts):
-            yield self._take(number)
-        with self._changed:
-            self._changed.wait_for(lambda: self._finished or self._failure is not None)
-            self._check()
+        number = 0
+        while (part := self._take(number)) is not None:
+            yield part
+            number += 1
 
-    def _take(self, number: int) -> Buffer:
+    def _take(self, number: int) -> Buffer | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._finished or self._failure is not None or self._is_full(number)
             )
             self._check()
-            part = self._open(number)
+            if number >= self._num_parts:
+                return None
+            size = self._size_of(number)  # of the last part only now
+            part = self._open(number)[:size]
             del self._buffers[number], self._missing[number]
             self._first = number + 1
             self._changed.notify_all()
@@ -135,10 +145,13 @@ class Parts:
 
     def _open(self, number: int) -> Buffer:
         if number not in self._buffers:
-            size = min(self._part_bytes, self._num_bytes - number * self._part_bytes)
+            size = self._size_of(number)
             self._buffers[number] = np.zeros(size, np.uint8)
             self._missing[number] = size
         return self._buffers[number]
+
+    def _size_of(self, number: int) -> int:
+        return min(self._part_bytes, self._num_bytes - number * self._part_bytes)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -150,7 +163,7 @@ class StreamWriter:
 
     Args:
         name: The file, for messages.
-        num_bytes: Its size.
+        num_bytes: Its size, or the most that it can be.
         part_bytes: Size of the parts.
         upload: Takes the parts and makes the file exist when they end; if they raise instead, it
             undoes what it has done and raises.
@@ -181,10 +194,10 @@ class StreamWriter:
         assert self._open, f"{self._name} is closed"
         self._parts.write(position, data)
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         """See `Writer.finish`."""
         assert self._open, f"{self._name} is closed"
-        self._parts.finish()
+        self._parts.finish(num_bytes)
         self._thread.join()
         self._close()
         if self._error is not None:

@@ -51,8 +51,13 @@ class Writer(Protocol):
         """
         ...
 
-    def finish(self) -> None:
-        """Make the content durable and close; the file now exists with its whole size."""
+    def finish(self, num_bytes: int | None = None) -> None:
+        """Make the content durable and close; the file now exists.
+
+        Args:
+            num_bytes: Its size, where that turned out to be less than `create` was given; by
+                default the whole.
+        """
         ...
 
     def abort(self) -> None:
@@ -98,7 +103,7 @@ class Storage(Protocol):
         ...
 
     def create(self, path: str, num_bytes: int) -> Writer:
-        """Begin a file of known size, reserving its room where possible.
+        """Begin a file of this size, or of at most this size, reserving its room where possible.
 
         Raises:
             NoSpaceError: If there is no room.

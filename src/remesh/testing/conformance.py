@@ -192,6 +192,14 @@ class StorageConformance:
         assert storage.size("file") == 3 * ALIGNMENT
         assert storage.read("file", ALIGNMENT, 2 * ALIGNMENT) == _pattern(ALIGNMENT).tobytes()
 
+    @pytest.mark.parametrize("num_bytes", [0, 1, ALIGNMENT, 2 * ALIGNMENT + 7])
+    def test_a_file_may_be_shorter_than_was_said(self, storage: Storage, num_bytes: int) -> None:
+        writer = storage.create("file", 3 * ALIGNMENT)
+        writer.write(0, _aligned(_pattern(num_bytes)))
+        writer.finish(num_bytes)
+        assert storage.size("file") == num_bytes
+        assert storage.read("file") == _pattern(num_bytes).tobytes()
+
     def test_create_does_not_replace(self, storage: Storage) -> None:
         _write(storage, "file", _pattern(10))
         with pytest.raises(StorageError, match=r"file.*exists"):

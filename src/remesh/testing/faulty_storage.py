@@ -245,10 +245,10 @@ class FaultyWriter:
         wrong = self._storage.flip(self._path, position, right, when="written")
         self._inner.write(position, data if wrong == right else np.frombuffer(wrong, np.uint8))
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         """See `Writer.finish`."""
         self._storage.meet("finish", self._path)
-        self._inner.finish()
+        self._inner.finish(num_bytes)
 
     def abort(self) -> None:
         """See `Writer.abort`."""

@@ -1,0 +1,86 @@
+"""Whether and how the blocks of a file are compressed while it is written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remesh.compression import encode_block
+from remesh.geometry import IntArray
+from remesh.integrity import BLOCK_SIZE
+from remesh.storage import Buffer
+
+FIRST_BYTES = 64 << 20
+"""Bytes that are compressed before it is measured whether that pays: storages that take a file as a
+stream have room for the first few, so these say nothing of how fast they take the rest."""
+
+SMOOTHING = 0.25
+"""Weight of the newest measurement."""
+
+
+@dataclass(slots=True)
+class BlockCodec:
+    """Encodes the blocks of a stream, chunk by chunk.
+
+    If it adapts, a chunk is compressed if the chunks before it took longer to be written than to be
+    encoded. So where the storage is the limit, threads encode while they would wait for it, and
+    where it is not, they do not spend their time on it.
+
+    Args:
+        adapts: Whether it measures if encoding pays; otherwise it encodes always.
+        start: Bytes of the stream at which the size of the elements changes, from 0 on, ascending.
+        num_planes: The size of the elements from there on.
+        clock: Seconds.
+    """
+
+    adapts: bool
+    start: IntArray
+    num_planes: IntArray
+    clock: Callable[[], float] = time.perf_counter
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _num_bytes: int = field(init=False, default=0)
+    _encoding: float = field(init=False, default=0.0)
+    _writing: float = field(init=False, default=0.0)
+
+    def encode(self, start: int, data: Buffer) -> list[Buffer]:
+        """The stored form of each block of some bytes, which begin with a block.
+
+        Args:
+            start: Byte of the stream at which they begin.
+            data: The bytes.
+        """
+        blocks = [data[at : at + BLOCK_SIZE] for at in range(0, len(data), BLOCK_SIZE)]
+        with self._lock:
+            pays = self._num_bytes < FIRST_BYTES or self._encoding < self._writing
+            self._num_bytes += len(data)
+        if self.adapts and not pays:
+            return blocks
+        began = self.clock()
+        encoded = [
+            encode_block(block, self._planes_at(start + number * BLOCK_SIZE + len(block) // 2))
+            for number, block in enumerate(blocks)
+        ]
+        with self._lock:
+            self._encoding = _smoothed(self._encoding, (self.clock() - began) / len(data))
+        return encoded
+
+    def written(self, num_bytes: int, seconds: float) -> None:
+        """Take notice of how long it took to write the stored form of some bytes."""
+        with self._lock:
+            self._writing = _smoothed(self._writing, seconds / num_bytes)
+
+    def _planes_at(self, position: int) -> int:
+        return int(self.num_planes[np.searchsorted(self.start, position, "right") - 1])
+
+
+def _smoothed(old: float, new: float) -> float:
+    return new if not old else old + SMOOTHING * (new - old)
+
+
+def joined(blocks: Sequence[Buffer]) -> Buffer:
+    """Blocks one after the other."""
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)

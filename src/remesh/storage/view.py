@@ -1,0 +1,62 @@
+"""A storage that shows the files of another one."""
+
+from __future__ import annotations
+
+from remesh.storage.protocol import Buffer, FileSystemSpace, Storage, Writer
+
+
+class StorageView:
+    """A storage as it is; subclasses show some of its files in another form.
+
+    Args:
+        storage: Where the files are.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    @property
+    def behind(self) -> Storage:
+        """The storage itself."""
+        return self._storage
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._storage.url
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Storage.list`; of stored files."""
+        return self._storage.list(prefix)
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        return self._storage.size(path)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        return self._storage.read(path, start, stop)
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        """See `Storage.read_into`."""
+        return self._storage.read_into(path, start, buffer)
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """See `Storage.put`."""
+        self._storage.put(path, data, overwrite=overwrite)
+
+    def create(self, path: str, num_bytes: int) -> Writer:
+        """See `Storage.create`."""
+        return self._storage.create(path, num_bytes)
+
+    def delete(self, path: str) -> None:
+        """See `Storage.delete`."""
+        self._storage.delete(path)
+
+    def sync(self) -> None:
+        """See `Storage.sync`."""
+        self._storage.sync()
+
+    def space(self) -> FileSystemSpace | None:
+        """See `Storage.space`."""
+        return self._storage.space()
