@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import Box
-from remesh.index import MIN_ROWS, Index, Piece, StoredFile, StoredTensor
+from remesh.index import Index, Piece, StoredFile, StoredTensor
+from remesh.index_columns import MIN_ROWS
 from remesh.packing import pack, unpack
 from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from tests.index_version_1 import version_1

@@ -28,12 +28,21 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh._repr import short_repr
-from remesh.dtypes import DTYPES
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
-from remesh.packing import pack, unpack
-from remesh.pieces import MAX_POSITION, Lists, PieceRows, Pieces, ranges
-from remesh.tables import BoxTable, Columns, TensorTable, decode_columns, encode_columns
+from remesh.index_columns import (
+    COMPRESSED,
+    LISTS,
+    ROWS_A_BYTE,
+    check_version_1,
+    max_rows_of,
+    pieces_of,
+    require,
+    unpacked,
+)
+from remesh.packing import pack
+from remesh.pieces import MAX_POSITION, PieceRows, Pieces, ranges
+from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 
 __all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
 
@@ -312,8 +321,8 @@ class Index(Mapping[str, StoredTensor]):
             "block.first": self.first_block,
         }
         if self.is_compressed:
-            columns |= dict(zip(_STORED, (self.stored_begin, self.stored_bytes), strict=True))
-        for name, lists in zip(_LISTS, pieces.lists, strict=True):
+            columns |= dict(zip(COMPRESSED, (self.stored_begin, self.stored_bytes), strict=True))
+        for name, lists in zip(LISTS, pieces.lists, strict=True):
             columns |= {f"{name}.list": lists.number, f"{name}.ends": lists.ends}
             columns[name] = lists.values
         packed = {
@@ -322,7 +331,7 @@ class Index(Mapping[str, StoredTensor]):
         }
         data = encode_columns(packed, metadata)
         num_rows = max(self.num_pieces, *(len(lists.values) for lists in pieces.lists))
-        lacking = -(-(num_rows - _max_rows(data)) // ROWS_A_BYTE)
+        lacking = -(-(num_rows - max_rows_of(data)) // ROWS_A_BYTE)
         if lacking > 0:
             packed["padding"] = np.zeros(lacking, dtype=np.uint8)
             data = encode_columns(packed, metadata)
@@ -349,15 +358,15 @@ class Index(Mapping[str, StoredTensor]):
                 columns["block.digest"],
             )
             if "box.tensor" in columns:
-                _check_columns(columns, len(files))
+                check_version_1(columns, len(files))
                 boxes = BoxTable.from_columns(columns)
                 places = columns["piece.file"], columns["piece.position"]
                 index = cls.of(boxes, *places, files, *further, columns["block.first"])
             else:
-                columns = _unpacked(columns, _max_rows(data))
+                columns = unpacked(columns, max_rows_of(data))
                 tensors = TensorTable.from_columns(columns)
-                pieces = _pieces_of(columns, _max_rows(data))
-                blocks = [columns[name] for name in ("block.first", *_STORED) if name in columns]
+                pieces = pieces_of(columns, max_rows_of(data))
+                blocks = [columns[name] for name in ("block.first", *COMPRESSED) if name in columns]
                 index = cls(tensors, pieces, files, *further, *blocks)
             _check_numbers(index)
             return index
@@ -380,136 +389,8 @@ def checked(index: Index, where: str) -> Index:
     return index
 
 
-ROWS_A_BYTE = 64
-"""Pieces that there may be for each byte of an index, beside `MIN_ROWS`: what a few words stand for
-shall not take more memory than their file accounts for. A writer pads an index that is shorter."""
-MIN_ROWS = 1 << 18
-
 MAX_OVERLAP = 1024
 """How often, on average, bytes may belong to a piece: ties and views share them, and not more."""
-
-_LISTS = ("piece.offset", "piece.shape", "piece.file", "piece.step")
-"""Columns of lists that tensors share, in the order of `Pieces.lists`."""
-
-_UNPACKED = {"tensor.name_bytes": (np.uint8, 1), "block.digest": (np.uint64, 2)}
-"""Element types and dims of the columns that are not packed."""
-
-_OF_TENSORS = ["tensor.name_ends", "tensor.dtype", "tensor.ndim", "tensor.position"]
-
-_PACKED = [
-    *("tensor.shape", "file.position", "block.first", *_OF_TENSORS),
-    *(f"{name}{what}" for name in _LISTS for what in ("", ".list", ".ends")),
-]
-
-_VERSION_1 = {"box.offset": "bd", "box.shape": "bd", "piece.file": "b", "piece.position": "b"}
-_VERSION_1 |= {"box.tensor": "b", "tensor.name_ends": "t", "tensor.dtype": "t", "tensor.ndim": "t"}
-_VERSION_1 |= {"tensor.shape": "td", "block.first": "f"}
-"""Dims of each column in version 1; equal letters are equal extents."""
-
-
-_STORED = ("block.begin", "file.num_bytes")
-"""Columns of compressed files alone."""
-
-
-def _max_rows(data: bytes) -> int:
-    return MIN_ROWS + ROWS_A_BYTE * len(data)
-
-
-def _require(holds: object, what: str) -> None:
-    if not holds:
-        raise ValueError(what)
-
-
-def _check_columns(columns: Columns, num_files: int) -> None:
-    """Check that the columns of an index of version 1 fit each other.
-
-    Raises:
-        KeyError: If one is missing.
-        ValueError: If not.
-    """
-    _check_unpacked(columns)
-    extents: dict[str, int] = {}
-    for name, dims in _VERSION_1.items():
-        column = columns[name]
-        _require(column.dtype == np.int64, f"{name} is {column.dtype}")
-        _require(column.ndim == len(dims), f"{name} has {column.ndim} dims")
-        for dim, extent in zip(dims, column.shape, strict=True):
-            _require(extents.setdefault(dim, extent) == extent, f"{name} has {extent} rows")
-    _check_tensors(columns)
-    tensor, file = columns["box.tensor"], columns["piece.file"]
-    _require(((tensor >= 0) & (tensor < extents["t"])).all(), "pieces of no tensor")
-    _require((np.diff(tensor) >= 0).all(), "pieces are not sorted by tensor")
-    _require(((file >= 0) & (file < num_files)).all(), "pieces of no file")
-
-
-def _check_unpacked(columns: Columns) -> None:
-    for name, (dtype, num_dims) in _UNPACKED.items():
-        column = columns[name]
-        _require(column.dtype == dtype, f"{name} is {column.dtype}")
-        _require(column.ndim == num_dims, f"{name} has {column.ndim} dims")
-    _require(columns["block.digest"].shape[1] == 2, "a digest is not two numbers")
-
-
-def _check_tensors(columns: Columns) -> None:
-    """Check what the columns say of tensors."""
-    ends, dtypes = columns["tensor.name_ends"], columns["tensor.dtype"]
-    _require((np.diff(ends, prepend=0) >= 0).all(), "names overlap")
-    _require(columns["tensor.name_bytes"].size == (ends[-1] if len(ends) else 0), "names are cut")
-    _require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
-
-
-def _unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
-    """The columns of an index, unpacked, which fit each other.
-
-    Raises:
-        KeyError: If one is missing.
-        ValueError: If not.
-    """
-    _check_unpacked(columns)
-    found = {name: columns[name] for name in _UNPACKED}
-    is_compressed = any(name in columns for name in _STORED)
-    for name in (*_PACKED, *(_STORED if is_compressed else ())):
-        column = columns[name]
-        _require(column.dtype == np.int64 and column.ndim == 1, f"{name} is not packed")
-        try:
-            found[name] = unpack(column, max_rows)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    if is_compressed:
-        num_files, num_blocks = len(found["block.first"]) - 1, len(found["block.digest"])
-        has_all = [len(found[name]) for name in _STORED] == [num_blocks, num_files]
-        _require(has_all, "compressed blocks are others")
-    num_tensors = len(found["tensor.name_ends"])
-    for name in (*_OF_TENSORS, *(f"{name}.list" for name in _LISTS)):
-        _require(len(found[name]) == num_tensors, f"{name} has {len(found[name])} rows")
-    # All dims follow each other.
-    num_dims, rest = divmod(len(found["tensor.shape"]), num_tensors) if num_tensors else (1, 0)
-    _require(num_dims > 0 and not rest, f"tensor.shape has {len(found['tensor.shape'])} numbers")
-    for name in ("tensor.shape", *_LISTS[:2]):
-        _require(len(found[name]) % num_dims == 0, f"{name} has {len(found[name])} numbers")
-        found[name] = np.ascontiguousarray(found[name].reshape(num_dims, -1).T)
-    _check_tensors(found)
-    return found
-
-
-def _pieces_of(columns: Columns, max_rows: int) -> Pieces:
-    """The pieces that unpacked columns say.
-
-    Raises:
-        ValueError: If lists are cut, or differ in their lengths, or there are too many pieces.
-    """
-    found = []
-    for name in _LISTS:
-        number, ends, values = (columns[f"{name}{what}"] for what in (".list", ".ends", ""))
-        _require((np.diff(ends, prepend=0) >= 0).all(), f"{name} overlaps")
-        _require(len(values) == (ends[-1] if len(ends) else 0), f"{name} is cut")
-        _require(((number >= 0) & (number < len(ends))).all(), f"{name} lacks a list")
-        found.append(Lists(number, ends, values))
-    lengths = found[0].lengths
-    for name, lists in zip(_LISTS, found, strict=True):
-        _require(np.array_equal(lists.lengths, lengths), f"{name} has other lengths")
-    _require(lengths.sum() <= max_rows, f"{lengths.sum()} pieces")
-    return Pieces(tuple(found), columns["file.position"], columns["tensor.position"])
 
 
 def _check_numbers(index: Index) -> None:
@@ -519,24 +400,24 @@ def _check_numbers(index: Index) -> None:
         ValueError: If not.
     """
     tensors = index.tensors
-    _require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
+    require(len(index) == len(tensors) + len(index.aliases), "a name is used twice")
     num_dims = tensors.shapes.shape[1]
-    _require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
+    require(((tensors.ndims >= 0) & (tensors.ndims <= num_dims)).all(), "impossible ndim")
     padding = np.arange(num_dims) >= tensors.ndims[:, None]
-    _require((tensors.shapes >= 0).all() and (tensors.shapes[padding] == 1).all(), "bad shape")
-    _require((tensors.ndims <= MAX_DIMS).all(), f"more than {MAX_DIMS} dims")
+    require((tensors.shapes >= 0).all() and (tensors.shapes[padding] == 1).all(), "bad shape")
+    require((tensors.ndims <= MAX_DIMS).all(), f"more than {MAX_DIMS} dims")
     # As floats, for a product that is too large for integers must not look like a small one.
     sizes = np.prod(np.maximum(tensors.shapes, 1), axis=1, dtype=np.float64) * tensors.itemsizes
-    _require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
+    require((sizes <= MAX_ELEMENTS).all(), "a tensor is too large to exist")
     file_sizes = [file.num_bytes for file in index.files]
-    _require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
+    require(all(0 <= size < 2**62 for size in file_sizes), "impossible size of a file")
     _check_pieces(index, np.array(file_sizes, dtype=np.int64))
-    _require(0 <= index.block_size < 2**62, "impossible size of blocks")
+    require(0 <= index.block_size < 2**62, "impossible size of blocks")
     if index.block_size:
         num_blocks = [-(-size // index.block_size) for size in file_sizes]
         first_blocks = np.cumsum([0, *num_blocks])
-        _require(index.first_block.tolist() == first_blocks.tolist(), "files and blocks differ")
-        _require(len(index.digests) == first_blocks[-1], "files and digests differ")
+        require(index.first_block.tolist() == first_blocks.tolist(), "files and blocks differ")
+        require(len(index.digests) == first_blocks[-1], "files and digests differ")
     if index.is_compressed:
         _check_stored(index)
 
@@ -547,17 +428,17 @@ def _check_stored(index: Index) -> None:
     Raises:
         ValueError: If not.
     """
-    _require(index.block_size, "compressed files have no blocks")
+    require(index.block_size, "compressed files have no blocks")
     for number, file in enumerate(index.files):
         stored_size = int(index.stored_bytes[number])
-        _require(0 <= stored_size <= file.num_bytes, "a compressed file is larger than its content")
+        require(0 <= stored_size <= file.num_bytes, "a compressed file is larger than its content")
         begin, length = index.stored_blocks(number)
         if not len(begin):
             continue
         full = np.full(len(begin), index.block_size)
         full[-1] = file.num_bytes - (len(begin) - 1) * index.block_size
-        _require(begin.min() == 0, "compressed blocks leave a gap")
-        _require(((length > 0) & (length <= full)).all(), "impossible size of a compressed block")
+        require(begin.min() == 0, "compressed blocks leave a gap")
+        require(((length > 0) & (length <= full)).all(), "impossible size of a compressed block")
 
 
 def _check_pieces(index: Index, file_sizes: IntArray) -> None:
@@ -568,15 +449,13 @@ def _check_pieces(index: Index, file_sizes: IntArray) -> None:
     """
     pieces, tensors = index.pieces_of_tensors, index.tensors
     offsets, extents, file = (one.values for one in (pieces.offsets, pieces.extents, pieces.files))
-    _require(len(pieces.in_file) == len(file_sizes), "positions of other files")
-    _require(((file >= 0) & (file < len(file_sizes))).all(), "pieces of no file")
-    _require(((offsets >= 0) & (offsets < MAX_ELEMENTS)).all(), "impossible offset")
+    require(len(pieces.in_file) == len(file_sizes), "positions of other files")
+    require(((file >= 0) & (file < len(file_sizes))).all(), "pieces of no file")
+    require(((offsets >= 0) & (offsets < MAX_ELEMENTS)).all(), "impossible offset")
     is_possible = ((extents > 0) & (extents <= MAX_ELEMENTS)).all()
-    _require(is_possible, "a piece is empty or leaves its tensor")
+    require(is_possible, "a piece is empty or leaves its tensor")
     for part in (pieces.in_file, pieces.in_tensor, pieces.steps.values):
-        _require(
-            ((part >= -MAX_POSITION) & (part <= MAX_POSITION)).all(), "a piece leaves its file"
-        )
+        require(((part >= -MAX_POSITION) & (part <= MAX_POSITION)).all(), "a piece leaves its file")
     filled = np.flatnonzero(pieces.offsets.lengths)
     if not len(filled):
         return
@@ -587,15 +466,15 @@ def _check_pieces(index: Index, file_sizes: IntArray) -> None:
     first = np.cumsum(lengths) - lengths
     highest = np.maximum.reduceat(rows.offsets + rows.extents, first, axis=0)
     is_inside = (highest[of] <= tensors.shapes[filled]).all()
-    _require(is_inside, "a piece is empty or leaves its tensor")
+    require(is_inside, "a piece is empty or leaves its tensor")
     num_bytes = np.prod(rows.extents, axis=1, dtype=np.float64) * tensors.itemsizes[rows.tensor]
     begin = rows.position - pieces.in_tensor[rows.tensor]
     low = np.minimum.reduceat(begin, first)[of] + own.in_tensor
     high = np.maximum.reduceat(begin + num_bytes - file_sizes[rows.file], first)[of]
     leaves = (low < 0) | (high + own.in_tensor > 0)
-    _require(not leaves.any(), "a piece leaves its file")
+    require(not leaves.any(), "a piece leaves its file")
     total = np.add.reduceat(num_bytes, first)[of].sum()
-    _require(
+    require(
         total <= MAX_OVERLAP * max(sum(file_sizes.tolist()), 1),
         "pieces share their bytes so often that it would take too much memory to read them",
     )

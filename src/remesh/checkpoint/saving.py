@@ -133,8 +133,8 @@ def options_of(
         check_choice("save", "compress", compress, get_args(Compress))
         if not writer.has_digests:
             raise StateError(
-                f"compress={compress!r}: files of format {format!r} are not compressed, so that "
-                "others can read them; leave compress away, or save in the format 'remesh'"
+                f"compress={compress!r}: files of format {format!r} are never compressed\nOther "
+                "programs could not read them; leave compress away, or save in the format 'remesh'"
             )
         check_library()
     unknown = sorted({*(format_options or ())} - {*writer.options})
