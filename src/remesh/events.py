@@ -67,6 +67,7 @@ SAVE_POINTS = (
     "save.values_written",
     "save.file_finished",
     "save.parts_gathered",
+    "save.stored",
     "save.kept",
     "save.index_written",
     "save.before_commit",
@@ -75,8 +76,9 @@ SAVE_POINTS = (
 )
 """The moments of a save. `planned`, `values_written` and those from `parts_gathered` to `committed`
 are rank 0's; staging is part of asynchronous saves only, and overlaps with writing, as does
-`values_written`. The bytes of `parts_gathered` are what all ranks have written, those of `kept` lie
-in files that did not change since the save before."""
+`values_written`. The bytes of `parts_gathered` are what all ranks have written, those of `stored`
+what that takes in the files, less if they are compressed, and those of `kept` lie in files that did
+not change since the save before."""
 
 LOAD_POINTS = ("load.opened", "load.planned", "load.run_read", "load.read", "load.done")
 """The moments of a load, in order."""

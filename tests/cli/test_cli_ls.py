@@ -45,6 +45,24 @@ def set_created(checkpoint: Path, created: str) -> None:
 # ----- a checkpoint -----
 
 
+def test_how_far_files_are_compressed(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    plain, compressed = tmp_path / "plain", tmp_path / "compressed"
+    remesh.save({"a": np.zeros(300_000)}, plain)
+    options = ["--format", "remesh", "--compress", "zstd"]
+    assert run("convert", plain, compressed, *options).exit_code == 0
+    assert "compressed" not in run("ls", plain).output.replace(str(tmp_path), "")
+    assert "in all, compressed to 0 % of 2.4 MB\n" in run("ls", compressed).output
+    before, after = (run_json("ls", path)["totals"] for path in (plain, compressed))
+    assert before["num_uncompressed_bytes"] == after["num_uncompressed_bytes"] > 2_400_000
+    assert before["num_file_bytes"] > 2_400_000 > 100_000 > after["num_file_bytes"]
+    page = tmp_path / "page.html"
+    assert run("report", compressed, "--output", page).exit_code == 0
+    assert ", compressed to 0 % of 2.4 MB" in page.read_text()
+    result = run("convert", plain, tmp_path / "dcp", "--format", "torch_dcp", "--compress", "zstd")
+    assert result.exit_code == 2
+    assert "files of format 'torch_dcp' are never compressed" in result.stderr
+
+
 def test_tensors_in_natural_order_with_ties(run: Run, checkpoint: Path) -> None:
     result = run("ls", checkpoint)
 
@@ -137,6 +155,7 @@ def test_json_of_a_checkpoint(run_json: RunJson, checkpoint: Path) -> None:
             "num_objects": 2,
             "num_files": 2,
             "num_file_bytes": num_bytes,
+            "num_uncompressed_bytes": sum(f.stat().st_size for f in data_files(checkpoint)),
         },
         "values": [
             {"name": "betas", "type": "tuple", "value": [0.9, 0.95]},

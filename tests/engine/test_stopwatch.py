@@ -56,6 +56,15 @@ def test_loads_and_background_saves(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert re.search(r"rank 0 read .*\(open .* s, plan .* s, read .* s, apply .* s\)", share)
 
 
+def test_a_compressed_save_says_what_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "remesh")
+    remesh.save({"a": np.zeros(300_000)}, tmp_path, compress="zstd")
+    (saved,) = caplog.records
+    assert re.search(r"^saved 2\.4 MB in .*\); compressed to 0\.0 MB: ", saved.getMessage())
+
+
 def test_what_fails_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "remesh")
     with pytest.raises(remesh.CheckpointNotFoundError):

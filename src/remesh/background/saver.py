@@ -40,7 +40,7 @@ from remesh.checkpoint.local import (
     tensors_to_store,
 )
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
-from remesh.checkpoint.saving import options_of, save_agreed
+from remesh.checkpoint.saving import check_compress, options_of, save_agreed
 from remesh.checkpoint.stopwatch import timed
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -133,6 +133,7 @@ class Saver:
         self._at_exit = at_exit
         self._buffers = check_buffers(buffers)
         self._verify_replicas = verify_replicas
+        check_compress("Saver", compress, writer_of(format))
         self._compress = compress
         self._on_event = on_event
         self._cache = PlanCache()

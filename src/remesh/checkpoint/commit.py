@@ -90,6 +90,7 @@ def finish(
         written = [part for own in parts for part in own if not part.is_kept]
         unchanged = [part for own in parts for part in own if part.is_kept]
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
+        emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
         if any(parts[1:]):
             files = (

@@ -32,6 +32,9 @@ _PHASES: Final[Mapping[str, str]] = {
 _COUNTED: Final = frozenset({"save.chunk_written", "load.run_read"})
 """Moments whose bytes add up to this rank's share."""
 
+_OF_SAVE: Final = frozenset({"save.parts_gathered", "save.stored", "save.kept"})
+"""Moments whose bytes are those of all ranks."""
+
 
 def timed(
     emit: Emit, what: str, rank: int, url: str, clock: Callable[[], float] = time.monotonic
@@ -49,19 +52,18 @@ def timed(
     started = clock()
     phase, since = ("agree" if what == "save" else "open"), started
     seconds: dict[str, float] = {}
-    num_bytes = total_bytes = kept_bytes = 0
+    num_bytes = 0
+    of_save: dict[str, int] = {}
 
     def mark(point: str, size: int = 0) -> None:
-        nonlocal phase, since, num_bytes, total_bytes, kept_bytes
+        nonlocal phase, since, num_bytes
         emit(point, size)
         now = clock()
         with lock:
             if point in _COUNTED:
                 num_bytes += size
-            if point == "save.parts_gathered":
-                total_bytes = size
-            if point == "save.kept":
-                kept_bytes = size
+            if point in _OF_SAVE:
+                of_save[point] = size
             begins = _PHASES.get(point)
             is_end = point == f"{what}.done"
             if is_end or (begins is not None and begins != phase):
@@ -73,9 +75,12 @@ def timed(
             did = "wrote" if what == "save" else "read"
             _LOGGER.debug("rank %d %s %s (%s): %s", rank, did, share, details, url)
             if rank == 0 and what == "save":
-                amount = _amount(total_bytes, now - started)
-                kept = f"; {kept_bytes / 1e6:.1f} MB did not change" if kept_bytes else ""
-                _LOGGER.info("saved %s (%s)%s: %s", amount, details, kept, url)
+                written, kept = of_save["save.parts_gathered"], of_save.get("save.kept")
+                stored = of_save.get("save.stored", written)
+                more = f"; compressed to {stored / 1e6:.1f} MB" if stored < written else ""
+                more += f"; {kept / 1e6:.1f} MB did not change" if kept else ""
+                amount = _amount(written, now - started)
+                _LOGGER.info("saved %s (%s)%s: %s", amount, details, more, url)
 
     return mark
 

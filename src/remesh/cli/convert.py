@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -18,6 +18,7 @@ from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats.huggingface_writer import CONFIG_NAME
 from remesh.formats.table import WRITERS
 from remesh.index import Index
+from remesh.pipeline import Compress
 from remesh.recipes import huggingface_to_megatron, megatron_to_huggingface
 from remesh.run_info import run_info
 from remesh.script import finish
@@ -64,6 +65,12 @@ RECIPES = ("huggingface-to-megatron", "megatron-to-huggingface")
     help="JSON to record; for huggingface the model's config.json.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the format at DST.")
+@click.option(
+    "--compress",
+    type=click.Choice(get_args(Compress)),
+    help="Compress the data files without loss, for --format remesh: always, or where DST is far "
+    "and slow.",
+)
 @output.json_option
 def convert(
     *,
@@ -75,6 +82,7 @@ def convert(
     only: tuple[str, ...],
     metadata_file: Path | None,
     overwrite: bool,
+    compress: Compress | None,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SRC, of any format, to DST in another one.
@@ -104,6 +112,7 @@ def convert(
             only=only or "*",
             metadata=metadata,
             overwrite=overwrite,
+            compress=compress,
             group=group,
         )
     if rank == 0:

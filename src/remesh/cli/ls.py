@@ -177,6 +177,7 @@ def _totals(
         "num_objects": len(objects),
         "num_files": len(index.files),
         "num_file_bytes": places.num_file_bytes(checkpoint),
+        "num_uncompressed_bytes": sum(file.num_bytes for file in index.files),
     }
 
 
@@ -266,6 +267,7 @@ def _record_document(checkpoint: Checkpoint) -> dict[str, object]:
 def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None:
     """Where, when, by whom, and how much."""
     checkpoint, totals = listing.checkpoint, listing.totals
+    index = checkpoint.index
     tensors = output.plural(totals["num_tensors"], "tensor")
     pieces = output.plural(totals["num_pieces"], "piece")
     files = output.plural(totals["num_files"], "file")
@@ -277,12 +279,13 @@ def _print_head(console: Console, listing: _Listing, shows_values: bool) -> None
     num_others = totals["num_values"] + totals["num_objects"]
     hint = " (--values lists them)" if num_others and not shows_values else ""
     size = format_bytes(totals["num_tensor_bytes"])
+    in_files = format_bytes(totals["num_file_bytes"])
     facts = [
         _origin(checkpoint),
         ("tensors", f"{tensors} in {pieces}, {size}{ties}"),
         ("elements", _elements(checkpoint)),
         ("values", others + hint),
-        ("files", f"{files} with tensors, {format_bytes(totals['num_file_bytes'])} in all"),
+        ("files", f"{files} with tensors, {in_files} in all{places.shown_compression(index)}"),
     ]
     if checkpoint.metadata:
         facts.append(("metadata", output.format_value_short(dict(checkpoint.metadata), 200)))

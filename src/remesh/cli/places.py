@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import click
 
 from remesh import catalog
+from remesh._repr import format_bytes
 from remesh.catalog import Finding
 from remesh.checkpoint import Checkpoint
 from remesh.formats import native
 from remesh.formats.table import FORMATS, Source, formats_at, place_of
+from remesh.index import Index
 from remesh.storage import Storage, shown_url
 
 _FORMAT = f"{__name__}.format"
@@ -65,6 +67,15 @@ def num_file_bytes(checkpoint: Checkpoint) -> int:
     if checkpoint.format != native.FORMAT_NAME:
         return sum(file.num_bytes for file in checkpoint.index.files)
     return sum(file.num_bytes for file in catalog.files_of(checkpoint.record))
+
+
+def shown_compression(index: Index) -> str:
+    """How far the files of tensors are compressed, to stand after their size; mostly nothing."""
+    if not index.is_compressed:
+        return ""
+    content = sum(file.num_bytes for file in index.files)
+    share = sum(index.stored_sizes) / max(content, 1)
+    return f", compressed to {100 * share:.0f} % of {format_bytes(content)}"
 
 
 def no_such_name(path: str, name: str, names: Sequence[str]) -> str:

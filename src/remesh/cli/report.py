@@ -107,13 +107,14 @@ def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Rep
 def _facts(path: str, checkpoint: Checkpoint, num_values: int) -> list[tuple[str, str]]:
     index = checkpoint.index
     parts = summary.elements_by_part(index)
+    in_files = format_bytes(places.num_file_bytes(checkpoint)) + places.shown_compression(index)
     facts = [
         ("format", checkpoint.format),
         ("tensors", f"{len(index.tensors)} in {index.num_pieces} pieces"),
         ("tied names", str(len(index.aliases))),
         ("elements", f"{sum(parts.values()):,}"),
         ("bytes of tensors", format_bytes(index.num_bytes)),
-        ("bytes of files", format_bytes(places.num_file_bytes(checkpoint))),
+        ("bytes of files", in_files),
         ("plain values", str(num_values)),
     ]
     if checkpoint.format == native.FORMAT_NAME:

@@ -45,6 +45,7 @@ from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
 from remesh.heartbeat import HOLDS
+from remesh.pipeline import Compress
 from remesh.run_info import run_info
 from remesh.state import Joined
 from remesh.storage import is_local, open_storage
@@ -96,6 +97,7 @@ class Manager:
         deadline: See `remesh.Saver`.
         buffers: See `remesh.save`; also for snapshots in memory.
         verify_replicas: See `remesh.save`.
+        compress: See `remesh.save`.
         job: The job that `remesh.elastic.run` passes to the training function: `resume` then takes
             the state from the memory of the surviving processes, if they hold all of it.
         on_event: See `remesh.save`. Also called from background threads.
@@ -135,6 +137,7 @@ class Manager:
         deadline: float = 1800.0,
         buffers: Buffers | None = None,
         verify_replicas: bool = False,
+        compress: Compress | None = None,
         job: TrainingJob | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
@@ -152,6 +155,7 @@ class Manager:
             at_exit="abort",
             buffers=buffers,
             verify_replicas=verify_replicas,
+            compress=compress,
             on_event=self._hear,
         )
         self._roles = rng.agree_on_roles(self._exchange, self._randomness.role)
