@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import remesh
 from remesh.checkpoint import convert
-from remesh.errors import CheckpointExistsError, StateError
+from remesh.errors import CheckpointExistsError, StateError, StorageError
 from remesh.exchange import Exchange
+from remesh.pipeline import collect
+from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_processes, run_ranks
 from remesh.training import export_weights
@@ -157,51 +159,141 @@ def test_ranks_write_files_of_their_own_in_an_object_store(in_background: bool) 
         assert torch.equal(found[name], tensor)
         assert torch.equal(stored[name], tensor)
 
-    def cut(exchange: Exchange) -> None:
-        part = remesh.ShardedTensor.at_offset("w", torch.ones(2), (4,), (2 * exchange.rank,))
-        with pytest.raises(StateError, match=r"(?s)w: is cut over ranks.*export_weights"):
-            remesh.save({"w": part}, other, format="huggingface", group=exchange)
 
-    other = MemoryStorage()
-    run_ranks(2, cut)
-    assert other.list() == []
+def cut(rank: int, fill: int) -> dict[str, Any]:
+    """Columns and rows of tensors that are longer than a chunk, and a tensor of one rank."""
+    wide = np.arange(1_050_000, dtype=np.float32).reshape(700, 1500) + fill
+    tall = np.arange(1_500_000, dtype=np.int16).reshape(1500, 1000) + np.int16(fill)
+    few = slice(500 * rank, 500 * (rank + 1))
+    state: dict[str, Any] = {
+        "wide": remesh.ShardedTensor.at_offset(
+            "wide", wide[:, few].copy(), wide.shape, (0, few.start)
+        ),
+        "tall": remesh.ShardedTensor.at_offset(
+            "tall", tall[few].copy(), tall.shape, (few.start, 0)
+        ),
+        "same": np.arange(5.0) + fill,
+    }
+    if rank == 1:
+        state["alone"] = np.full((3, 3), fill, np.float16)
+    return state
+
+
+@pytest.mark.parametrize("limit", [10**9, 4_000_000])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_tensors_are_collected_for_an_object_store(
+    limit: int, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "ROUND_BYTES", CHUNK_SIZE)
+    storage = MemoryStorage()
+    options = {"max_shard_bytes": limit}
+
+    def one(exchange: Exchange) -> None:
+        with remesh.Saver(group=exchange, format="huggingface", format_options=options) as saver:
+            for fill in (0, 1):
+                state = cut(exchange.rank, fill)
+                if in_background:
+                    handle = saver.save_async(state, storage, overwrite=fill > 0)
+                    for value in state.values():
+                        is_cut = isinstance(value, remesh.ShardedTensor)
+                        array: Any = value.parts[0].data if is_cut else value
+                        array[...] = -1
+                    handle.result()
+                else:
+                    saver.save(state, storage, overwrite=fill > 0)
+
+    run_ranks(3, one)
+    places = json.loads(storage.read("model.safetensors.index.json"))["weight_map"]
+    files = {*places.values()}
+    assert {*storage.list()} == {*files, "model.safetensors.index.json"}
+    assert len(files) == (1 if limit == 10**9 else 2)
+    found = {name: value for path in files for name, value in load(storage.read(path)).items()}
+    assert {name: places[name] for name in found} == places
+    wide = np.arange(1_050_000, dtype=np.float32).reshape(700, 1500) + 1
+    tall = np.arange(1_500_000, dtype=np.int16).reshape(1500, 1000) + np.int16(1)
+    expected = {"wide": wide, "tall": tall, "same": np.arange(5.0) + 1}
+    expected["alone"] = np.ones((3, 3), np.float16)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name].numpy(), value)
+
+
+class NoObject(MemoryStorage):
+    """A store that takes no files of tensors."""
+
+    def create(self, path: str, num_bytes: int) -> Any:
+        raise StorageError(f"{path}: denied")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_failure_of_one_writer_is_raised_by_all(
+    in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "ROUND_BYTES", CHUNK_SIZE)
+    storage = NoObject()
+
+    def one(exchange: Exchange) -> None:
+        state = cut(exchange.rank, 0)
+        saver = remesh.Saver(group=exchange, format="huggingface")
+
+        def save() -> None:
+            if in_background:
+                saver.save_async(state, storage)
+                saver.close()
+            else:
+                saver.save(state, storage)
+
+        with pytest.raises(StorageError, match="denied"):
+            save()
+
+    run_ranks(3, one)
+    assert [path for path in storage.list() if not path.endswith("failed.msgpack")] == []
 
 
 def to_bucket(exchange: Exchange, bucket: str, endpoint: str) -> None:
-    """A model that FSDP2 has cut, in a bucket: refused, and the two ways that the refusal names."""
+    """A model that FSDP2 has cut, in a bucket: saved, in the background, and exported."""
     os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
     model = llama(tied=True)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(StateError, match="is cut over ranks"):
-        remesh.save(model, f"{bucket}/refused", format="huggingface")
     config = json.loads(model.config.to_json_string())
+    options = {"max_shard_bytes": LIMIT}
+    remesh.save(
+        model, f"{bucket}/saved", format="huggingface", format_options=options, metadata=config
+    )
+    with remesh.Saver(format="huggingface", writer="process") as saver:
+        handle = saver.save_async(model, f"{bucket}/background", metadata=config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        handle.result()
+    model = llama(tied=True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     export_weights(
         {"model": model}, f"{bucket}/exported", dtype=None, max_file_bytes=LIMIT, config=config
     )
-    remesh.save(model, f"{bucket}/saved")
 
 
 @pytest.mark.slow
 def test_shards_go_to_a_bucket(tmp_path: Path) -> None:
     """Written by two processes to a server of S3, and read by `from_pretrained`."""
     model = llama(tied=True)
+    expected = dict(model.state_dict())
+    tokens = torch.arange(8)[None]
     with s3_server() as server:
         bucket = f"s3://{BUCKET}"
         run_processes(2, to_bucket, bucket, server.endpoint)
-        config = json.loads(model.config.to_json_string())
-        convert(f"{bucket}/saved", f"{bucket}/converted", format="huggingface", metadata=config)
-        for name in ("exported", "converted"):
+        for name in ("saved", "background", "exported"):
             assert remesh.Checkpoint(f"{bucket}/{name}").format == "huggingface"
             (tmp_path / name).mkdir()
             storage = open_storage(f"{bucket}/{name}")
             for path in storage.list():
                 (tmp_path / name / path).write_bytes(storage.read(path))
         assert server.uploads() == []
-    tokens = torch.arange(8)[None]
-    for name in ("exported", "converted"):
+    for name in ("saved", "background", "exported"):
         found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert all(torch.equal(value, expected[key]) for key, value in found.state_dict().items())
         assert torch.equal(found(tokens).logits, model(tokens).logits)
-    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
 
 
 def test_a_conversion_to_an_object_store(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ from remesh.errors import RankFailedError
 from remesh.events import Emit
 from remesh.formats.framing import Part
 from remesh.memory import CopyQueue
-from remesh.pipeline import FileLayout
+from remesh.pipeline import Collection, FileLayout
 from remesh.pipeline.arena import Arena
+from remesh.pipeline.collect import CollectingStager
 from remesh.pipeline.stage import Filled, Stager
 
 
@@ -58,6 +59,7 @@ class SaveClient:
         connect: Makes the server, given what takes its messages.
         emit: Told of the events of the save.
         copies: See `Stager`.
+        collection: What the ranks hold together, if this one collects the tensors of its files.
         on_commit: Told, once the save is committed, what this rank has said of its files.
     """
 
@@ -71,13 +73,18 @@ class SaveClient:
         connect: Callable[[Callable[[ToClient], None]], Server],
         emit: Emit,
         copies: Callable[[], CopyQueue] | None,
+        collection: Collection | None,
         on_commit: Callable[[Sequence[Part]], None],
     ) -> None:
         self._task = task
         self._arena = arena
         self._emit = emit
         self._on_commit = on_commit
-        self._stager = Stager(layout, arena, self._hand_over, copies)
+        self._stager = (
+            Stager(layout, arena, self._hand_over, copies)
+            if collection is None
+            else CollectingStager(collection, layout, arena, self._hand_over, copies)
+        )
         self._server = connect(self.receive)
         self._may_run = threading.Event()
         self._lock = threading.Lock()
@@ -103,11 +110,13 @@ class SaveClient:
         A failure is the save's, and the other ranks are told of it through the storage.
         """
         error: BaseException | None = None
-        try:
+
+        def begin() -> None:
             self._server.receive(self._task)
             self._may_run.set()
-            if self._task.files.paths:
-                self._stager.stage(lambda size: self._see("save.chunk_staged", size))
+
+        try:
+            self._stager.stage(lambda size: self._see("save.chunk_staged", size), begin)
             self._see("save.staged", self._task.num_bytes)
         except BaseException as caught:
             error = caught

@@ -364,6 +364,7 @@ class Saver:
             connect=connect,
             emit=emit,
             copies=None if devices is None else devices.copies,
+            collection=mine.stream.collection,
             on_commit=remember,
         )
 

@@ -33,7 +33,7 @@ from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, enco
 from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.checkpoint.space import check_space
-from remesh.checkpoint.stream_layout import RankStream, lay_out
+from remesh.checkpoint.stream_layout import RankStream, lay_out, lay_out_collected
 from remesh.checkpoint.unchanged import (
     FileSource,
     History,
@@ -48,9 +48,11 @@ from remesh.errors import StateError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
-from remesh.formats.framing import Existing, Grid, Part, Saved, Writer
+from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
+from remesh.formats.whole_tensors import give_to_ranks
 from remesh.geometry import IntArray
+from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
@@ -236,6 +238,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
         compares: Whether there is anything to compare.
         meets: Whether the ranks find out whether they share the place.
         grid: What the writer of the format makes of the boxes.
+        holders: What all ranks hold, as an index, if ranks collect the tensors of their files.
     """
 
     save_id: str
@@ -245,6 +248,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
     compares: bool
     meets: bool
     grid: Grid
+    holders: bytes
 
 
 def make_save_plan(
@@ -434,6 +438,7 @@ class _Rank:
         check_space(spaces, num_bytes, self.storage.url)
         save_id = secrets.token_hex(6) if cache.journal is None else cache.journal.save_id
         grid = self.grid(plan.boxes, document)
+        holders = plan.index_of_holders(world_size).encode() if self.collects else b""
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
         )
@@ -458,6 +463,7 @@ class _Rank:
                     compares,
                     meets,
                     grid,
+                    holders,
                 )
             )
             for rank, rows in enumerate(cache.assignments)
@@ -466,16 +472,20 @@ class _Rank:
     def grid(self, boxes: BoxTable, document: native.ValuesDocument) -> Grid:
         """Rank 0: what the writer of the format makes of what is stored."""
         writer = writer_of(self.options.format)
-        grid = writer.grid
-        if writer.has_shared_files and not isinstance(self.storage, SharedFiles):
-            if writer.own_grid is None:
-                raise StateError(
-                    f"{self.storage.url}: format {writer.name!r} needs a directory, because it is "
-                    "one file that all ranks write\nTo an object store, save in another format, or "
-                    "use remesh.training.export_weights"
-                )
-            grid = writer.own_grid
-        return grid(boxes, document, self.options.format_options)
+        if self.collects and not writer.is_collected:
+            raise StateError(
+                f"{self.storage.url}: format {writer.name!r} needs a directory, because it is one "
+                "file that all ranks write\nTo an object store, save in format 'huggingface', or "
+                "use remesh.training.export_weights"
+            )
+        grid = writer.grid(boxes, document, self.options.format_options)
+        return give_to_ranks(grid, self.exchange.world_size) if self.collects else grid
+
+    @property
+    def collects(self) -> bool:
+        """Whether each file has one writer, which collects its tensors."""
+        has_shared_files = writer_of(self.options.format).has_shared_files
+        return has_shared_files and not isinstance(self.storage, SharedFiles)
 
     def comparison(self, looks: bool) -> Comparison:
         """What is compared; of options, those of rank 0 and of the others are the same."""
@@ -512,11 +522,16 @@ class _Rank:
         if self.options.keeps and writer.has_digests:
             return self.accept_files(writer, assignment)
         save_id = assignment.save_id
-        frames = writer.frames(
-            self.tensors.boxes, rows, self.exchange.rank, save_id, assignment.grid
-        )
-        compress = self.options.compress_in(self.storage)
-        stream = lay_out(frames, self.tensors, compress=compress)
+
+        def frames_of(boxes: BoxTable) -> Sequence[Frame]:
+            return writer.frames(boxes, rows, self.exchange.rank, save_id, assignment.grid)
+
+        if assignment.holders:
+            index = Index.decode(assignment.holders, "the save")
+            stream = lay_out_collected(frames_of, self.tensors, rows, index, self.exchange)
+        else:
+            compress = self.options.compress_in(self.storage)
+            stream = lay_out(frames_of(self.tensors.boxes), self.tensors, compress=compress)
         return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
 
     def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:

@@ -32,7 +32,7 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Compress, Journal, write_stream
+from remesh.pipeline import Collection, Compress, Journal, write_collected, write_stream
 from remesh.progress import showing
 from remesh.storage import Storage, open_storage
 
@@ -211,10 +211,19 @@ def _save_from(
     mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
 
     parts: list[Part] = []
+    beside = partial(write_beside, storage, mine.global_plan, emit)
+    failures: list[BaseException] = []
+    if mine.stream.collection is not None:
+        try:
+            parts.extend(_collect(storage, mine, mine.stream.collection, emit, beside))
+        except BaseException as error:  # noqa: BLE001 - raised by `write_mine`
+            failures.append(error)
 
     def write_mine() -> bytes:
-        beside = partial(write_beside, storage, mine.global_plan, emit)
-        parts.extend(write(storage, mine, emit, beside, journal=cache.journal))
+        if failures:
+            raise failures[0]
+        if mine.stream.collection is None:
+            parts.extend(write(storage, mine, emit, beside, journal=cache.journal))
         return msgspec.msgpack.encode(parts)
 
     def join(replies: list[bytes]) -> list[bytes]:
@@ -275,6 +284,31 @@ def write(
     storage.sync()
     emit("save.file_finished", num_bytes)
     return [*mine.kept, *map(as_written, stream.parts, written)]
+
+
+def _collect(
+    storage: Storage,
+    mine: RankSavePlan,
+    collection: Collection,
+    emit: Emit,
+    beside: Callable[[], None],
+) -> list[Part]:
+    """As `write`, of tensors that lie on several ranks. Collective."""
+    stream = mine.stream
+    num_bytes = stream.layout.num_bytes
+    written = write_collected(
+        storage,
+        stream.files,
+        stream.layout,
+        collection,
+        lambda size: emit("save.chunk_written", size),
+        beside,
+        begin=lambda: emit("save.file_created", num_bytes),
+        copies=stored_copies(mine.tensors.memories),
+    )
+    storage.sync()
+    emit("save.file_finished", num_bytes)
+    return list(map(as_written, stream.parts, written))
 
 
 def decode_parts(replies: Sequence[bytes]) -> list[list[Part]]:

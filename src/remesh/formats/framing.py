@@ -194,8 +194,8 @@ class Writer:
         has_shared_files: Whether ranks write parts of the same files.
         has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
             several files.
-        own_grid: With shared files, `grid` for a storage in which each file has one writer; None if
-            there the format cannot be written.
+        is_collected: With shared files, whether a storage in which each file has one writer takes
+            the format: then a rank writes whole files, of tensors that it collects.
         options: Names of the options that a caller may give.
     """
 
@@ -210,7 +210,7 @@ class Writer:
     has_metadata: bool = False
     has_shared_files: bool = False
     has_digests: bool = False
-    own_grid: Callable[[BoxTable, ValuesDocument, Mapping[str, object]], Grid] | None = None
+    is_collected: bool = False
     options: tuple[str, ...] = ()
 
 

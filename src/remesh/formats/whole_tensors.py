@@ -6,6 +6,9 @@ rank ever holds more than its boxes. Rows of a box that are not neighbours in th
 one by one.
 
 Files have the id of the save behind their names until all of them are durable.
+
+In an object store a file has one writer. There each file is given to a rank (`give_to_ranks`) that
+collects its tensors (`remesh.pipeline.collect`), and the id of the save is a part of its name.
 """
 
 from __future__ import annotations
@@ -40,10 +43,12 @@ class WholeFiles(msgspec.Struct, frozen=True):
     Attributes:
         files: The files.
         places: For each tensor its file and its first byte there.
+        writers: The rank that writes each file; empty if all ranks write all files.
     """
 
     files: list[WholeFile]
     places: dict[str, tuple[int, int]]
+    writers: list[int] = []
 
     def encode(self) -> Grid:
         """What all ranks get to know."""
@@ -56,8 +61,13 @@ def decode_files(grid: Grid) -> WholeFiles:
 
 
 def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
-    """The files of which a rank writes something; rank 0 writes all fillers."""
+    """The files of which a rank writes something.
+
+    If all ranks write all files, rank 0 writes all fillers. Else the boxes are whole tensors.
+    """
     plan = decode_files(grid)
+    if plan.writers:
+        return _own_frames(boxes, rank, save_id, plan)
     names = boxes.tensors.names
     placed = [plan.places[names[tensor]] for tensor in boxes.tensor[rows].tolist()]
     numbers, positions = np.array(placed, np.int64).reshape(-1, 2).T
@@ -66,7 +76,7 @@ def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid)
         here = numbers == number
         if rank == 0 or here.any():
             frame = Frame(
-                _written_name(file, save_id),
+                written_name(plan, number, save_id),
                 file.num_bytes,
                 rows[here],
                 positions[here],
@@ -77,13 +87,52 @@ def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid)
     return found
 
 
+def _own_frames(boxes: BoxTable, rank: int, save_id: str, plan: WholeFiles) -> list[Frame]:
+    """The files that a rank writes by itself."""
+    row_of = {boxes.tensors.names[tensor]: row for row, tensor in enumerate(boxes.tensor.tolist())}
+    here: dict[int, list[tuple[int, int]]] = {
+        number: [] for number, writer in enumerate(plan.writers) if writer == rank
+    }
+    for name, (number, position) in plan.places.items():
+        if number in here and name in row_of:  # a tensor without elements has no box
+            here[number].append((position, row_of[name]))
+    found = []
+    for number, placed in here.items():
+        file = plan.files[number]
+        positions, rows = np.array(sorted(placed), np.int64).reshape(-1, 2).T
+        name = written_name(plan, number, save_id)
+        frame = Frame(name, file.num_bytes, rows, positions, fillers=tuple(file.fillers))
+        found.append(frame)
+    return found
+
+
+def give_to_ranks(grid: Grid, world_size: int) -> Grid:
+    """Let each file be written by one rank: large ones first, to the rank that has least."""
+    plan = decode_files(grid)
+    writers = [0] * len(plan.files)
+    loads = [0] * world_size
+    for number in sorted(range(len(writers)), key=lambda number: -plan.files[number].num_bytes):
+        writers[number] = loads.index(min(loads))
+        loads[writers[number]] += plan.files[number].num_bytes
+    return msgspec.structs.replace(plan, writers=writers).encode()
+
+
 def renames(saved: Saved) -> Sequence[Rename]:
-    """How the files get their final names."""
+    """How the files get their final names, if they do not have them."""
+    plan = decode_files(saved.grid)
+    if plan.writers:
+        return []
     return [
-        Rename(_written_name(file, saved.save_id), file.name)
-        for file in decode_files(saved.grid).files
+        Rename(written_name(plan, number, saved.save_id), file.name)
+        for number, file in enumerate(plan.files)
     ]
 
 
-def _written_name(file: WholeFile, save_id: str) -> str:
-    return f"{file.name}.{save_id}"
+def written_name(plan: WholeFiles, number: int, save_id: str) -> str:
+    """The name under which a file is written."""
+    name = plan.files[number].name
+    if not plan.writers:
+        return f"{name}.{save_id}"
+    stem, dot, suffix = name.rpartition(".")
+    first, dash, rest = stem.partition("-")
+    return f"{first}-{save_id}{dash}{rest}{dot}{suffix}"

@@ -7,10 +7,12 @@ device, nothing unverified in the user's tensors, and memory that does not grow 
 
 `write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
-they do is planned in `remesh.planner`. `arena` and `stage` cut writing in two, so that a trainer
-need only wait for the first half.
+they do is planned in `remesh.planner`. `write_collected` joins the two, for files that one rank
+writes of tensors on several. `arena` and `stage` cut writing in two, so that a trainer need only
+wait for the first half.
 """
 
+from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.journal import JOURNALS, Journal
@@ -28,12 +30,14 @@ from remesh.pipeline.write import (
 
 __all__ = [
     "JOURNALS",
+    "Collection",
     "Compress",
     "Destination",
     "FileLayout",
     "FilePiece",
     "Journal",
     "MemoryTransfer",
+    "SpreadMemory",
     "StreamFiles",
     "has_digests",
     "one_file",
@@ -41,5 +45,6 @@ __all__ = [
     "read_runs",
     "read_together",
     "whole_files",
+    "write_collected",
     "write_stream",
 ]

@@ -83,12 +83,16 @@ class Stager:
         self._stop.set()
         self._arena.wake()
 
-    def stage(self, on_chunk: Callable[[int], None]) -> None:
+    def stage(
+        self, on_chunk: Callable[[int], None], begin: Callable[[], None] = lambda: None
+    ) -> None:
         """Copy everything out of the trainer's memory, or stop early after `cancel`.
 
         Args:
             on_chunk: Called after each chunk, in the thread that copied it, with its size.
+            begin: Called before the first chunk is taken.
         """
+        begin()
 
         def fill_some() -> None:
             waiting: tuple[Filled, Callable[[], None]] | None = None

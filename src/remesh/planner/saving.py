@@ -18,6 +18,7 @@ import numpy.typing as npt
 from remesh.coverage import MAX_SHOWN, check_coverage
 from remesh.errors import CoverageError, StateError
 from remesh.geometry import IntArray
+from remesh.index import Index, StoredFile
 from remesh.planner.holding import Distinct, Held, LocalBoxes, find_alike, widen
 from remesh.state import Role
 from remesh.tables import BoxTable, TensorTable
@@ -85,6 +86,18 @@ class SavePlan:
         totals = np.zeros(world_size, dtype=np.int64)
         np.add.at(totals, self.writer, self.boxes.num_bytes)
         return totals
+
+    def index_of_holders(self, world_size: int) -> Index:
+        """An index of all boxes in which file `n` stands for the memory of rank `n`."""
+        sizes = self.boxes.num_bytes
+        order = np.argsort(self.writer, kind="stable")
+        totals = self.bytes_per_rank(world_size)
+        ends = np.cumsum(sizes[order])
+        starts = np.empty_like(ends)
+        starts[order] = ends - sizes[order]
+        starts -= (np.cumsum(totals) - totals)[self.writer]
+        files = tuple(StoredFile(str(rank), size) for rank, size in enumerate(totals.tolist()))
+        return Index.of(self.boxes, self.writer, starts, files)
 
 
 def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:

@@ -1,0 +1,259 @@
+"""Files that one rank writes, of tensors that lie on several ranks.
+
+In an object store a file has one writer, which writes it from its beginning to its end. So the rank
+that writes a file collects the tensors of the file. All ranks go through rounds. In a round a rank
+lays out the next chunks of its files; what it does not hold itself, it gets from the other ranks by
+the engine that moves boxes between memories (`from_memory`); then it hands the chunks over to be
+written. Writing goes on beside the rounds, and memory is bounded by the chunks of a round and the
+messages of a transfer.
+
+If each rank holds all tensors of its files, as data-parallel replicas do, there are no rounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remesh.dtypes import CarrierDType
+from remesh.exchange import Exchange, run_on_all
+from remesh.geometry import Box
+from remesh.index import Index
+from remesh.integrity import WrittenFile
+from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
+from remesh.pipeline.arena import Arena
+from remesh.pipeline.from_memory import plan_between_memories
+from remesh.pipeline.read import Destination
+from remesh.pipeline.stage import Filled, StagedWriter, Stager
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
+from remesh.planner import ReadLimits, plan_load
+from remesh.storage import Storage
+from remesh.strided import Layout
+from remesh.tables import BoxTable
+
+ROUND_BYTES = 32 << 20
+"""Bytes of its files that a rank lays out in a round: enough that a round is worth its messages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collection:
+    """What the ranks of a save hold together.
+
+    Attributes:
+        exchange: The ranks.
+        index: All boxes; file `n` stands for what rank `n` holds.
+        held: The boxes that this rank holds, copies included.
+        memories: The memory of each.
+        waiting: Tensor, box and destination of what this rank lacks in the current round.
+    """
+
+    exchange: Exchange
+    index: Index
+    held: BoxTable
+    memories: list[Memory]
+    waiting: list[tuple[int, Box, CarrierArray]] = field(default_factory=list)
+
+    def plan_transfer(self) -> Callable[[], None]:
+        """Plan the transfer of all that ranks lack; returns what executes it. Both collective."""
+        waiting = self.waiting.copy()
+        self.waiting.clear()
+        wanted = BoxTable.of(self.index.tensors, [(tensor, box) for tensor, box, _ in waiting])
+        destinations = [Destination(box.offset, HostMemory(into)) for _, box, into in waiting]
+        regions = plan_load(self.index, wanted, ReadLimits()).regions
+        ranks = range(self.exchange.world_size)
+        transfer = plan_between_memories(
+            self.exchange, self.index, ranks, regions, len(destinations), self.held
+        )
+        return lambda: transfer.execute(
+            self.exchange, self.memories, destinations, lambda _num_bytes: None
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpreadMemory:
+    """A whole tensor of which other ranks hold boxes.
+
+    Attributes:
+        collection: Where the boxes are.
+        tensor: Row of the tensor in its index.
+    """
+
+    collection: Collection
+    tensor: int
+
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return self.collection.index.tensors.dtype(self.tensor).carrier
+
+    @property
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`: the elements lie in no memory of this rank."""
+        return None
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """Note what is wanted; the array is filled when the transfer of the round has ended."""
+        self.collection.waiting.append((self.tensor, box, into))
+
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Nothing is read into what is being saved."""
+        raise AssertionError(f"{box} of {values.shape} cannot be changed")
+
+
+class CollectingStager(Stager):
+    """A stager of files whose tensors lie on several ranks; `stage` is collective.
+
+    A rank that is cancelled gives its boxes to the others until the last round.
+
+    Args:
+        collection: What the ranks hold.
+        layout: See `Stager`.
+        arena: See `Stager`.
+        hand_over: See `Stager`.
+        copies: See `Stager`; used if there are no rounds.
+        check: Called in each round; all ranks raise what it raises.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        layout: FileLayout,
+        arena: Arena,
+        hand_over: Callable[[Filled], None],
+        copies: Callable[[], CopyQueue] | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(layout, arena, hand_over, copies)
+        self._collection = collection
+        self._check = check
+
+    def stage(
+        self, on_chunk: Callable[[int], None], begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """See `Stager.stage`; all ranks raise the failure of one."""
+        # Two rounds fit into the arena, if it has room for more than one chunk.
+        chunks = max(1, min(ROUND_BYTES, self._arena.budget // 2) // CHUNK_SIZE)
+        pieces = self._layout.pieces
+        lacks = any(isinstance(piece.memory, SpreadMemory) for piece in pieces)
+
+        def tell() -> bytes:
+            begin()
+            return np.array([lacks, -(-self._layout.num_chunks // chunks)], "<i8").tobytes()
+
+        replies = run_on_all(self._collection.exchange, tell)
+        told = np.array([np.frombuffer(reply, "<i8") for reply in replies])
+        if not told[:, 0].any():
+            super().stage(on_chunk)
+            return
+        for number in range(int(told[:, 1].max())):
+            numbers = range(number * chunks, (number + 1) * chunks)
+            self._round(numbers[: self._layout.num_chunks - numbers.start], on_chunk)
+
+    def _round(self, numbers: range, on_chunk: Callable[[int], None]) -> None:
+        """Lay out some chunks of this rank's files, and get what this rank lacks of them."""
+        exchange = self._collection.exchange
+        filled: list[Filled] = []
+
+        def fill() -> bytes:
+            self._check()
+            for number in numbers:
+                chunk = self._arena.take(self._stop)
+                if chunk is None:
+                    self._collection.waiting.clear()
+                    break
+                filled.append(Filled(number, 0, chunk))
+                data = self._layout.fill_chunk(number, chunk.buffer)
+                filled[-1] = Filled(number, len(data), chunk)
+            return b""
+
+        def move() -> bytes:
+            execute()
+            while filled and not self._stop.is_set():
+                self._hand_over(filled[0])
+                on_chunk(filled.pop(0).num_bytes)
+            return b""
+
+        try:
+            run_on_all(exchange, fill)
+            execute = self._collection.plan_transfer()
+            run_on_all(exchange, move)
+        finally:
+            for one in filled:
+                self._arena.give(one.chunk)
+
+
+def write_collected(
+    storage: Storage,
+    files: StreamFiles,
+    layout: FileLayout,
+    collection: Collection,
+    on_chunk: Callable[[int], None],
+    meanwhile: Callable[[], None],
+    *,
+    begin: Callable[[], None],
+    copies: Callable[[], CopyQueue] | None = None,
+) -> list[WrittenFile]:
+    """Write the files of a stream of tensors that lie on several ranks. Collective.
+
+    Args:
+        storage: Where to.
+        files: The files of this rank.
+        layout: What the stream holds.
+        collection: What the ranks hold.
+        on_chunk: See `write_stream`.
+        meanwhile: What else is to be done, beside the writing.
+        begin: What is to be done before; all ranks raise its failure.
+        copies: See `write_stream`; used if there are no rounds.
+
+    Returns:
+        What is known of each file.
+
+    Raises:
+        StorageError: If the storage fails. What another rank raises in a round is raised here, too;
+            a failure after the last round is not known to other ranks.
+    """
+    arena = Arena(2 * min(ROUND_BYTES, max(layout.num_bytes, CHUNK_SIZE)), CHUNK_SIZE)
+    staged = StagedWriter(arena.give, at_once=True)
+    written: list[WrittenFile] = []
+    errors: list[BaseException] = []
+
+    def check() -> None:
+        if errors:
+            raise errors[0]
+
+    stager = CollectingStager(collection, layout, arena, staged.put, copies, check=check)
+
+    def write() -> None:
+        try:
+            found = staged.write(
+                lambda: ChunkWriter(storage, files, layout.num_bytes),
+                on_chunk,
+                lambda: None,
+                meanwhile,
+            )
+            written.extend(found or ())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            errors.append(error)
+
+    writing = threading.Thread(target=write, name="remesh-write")
+
+    def start() -> None:
+        begin()
+        writing.start()
+
+    try:
+        stager.stage(lambda _num_bytes: None, start)
+    except BaseException:
+        staged.cancel()
+        raise
+    finally:
+        staged.end()
+        if writing.ident is not None:
+            writing.join()
+        arena.close()
+    check()
+    return written
