@@ -38,6 +38,9 @@ MAX_PLANES = 16
 _WORDS = frozenset({2, 4, 8})
 """Numbers of planes of which shifts are faster than copies byte by byte."""
 
+_MAGIC = b"\x28\xb5\x2f\xfd"
+"""How a frame of zstd begins."""
+
 Bytes = npt.NDArray[np.uint8]
 
 _local = threading.local()
@@ -118,6 +121,11 @@ def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
     _join(found[:whole].reshape(num_planes, size), into[:whole])
     into[whole:] = found[whole:]
     return True
+
+
+def is_encoded(data: bytes) -> bool:
+    """Whether bytes begin like an encoded block, and not like a safetensors file."""
+    return len(data) > 5 and 0 < data[0] <= MAX_PLANES and data[1:5] == _MAGIC
 
 
 def _planes(block: Bytes, num_planes: int) -> Bytes:

@@ -212,7 +212,7 @@ class Index(Mapping[str, StoredTensor]):
     def num_bytes_held(self) -> int:
         """Bytes of memory that the columns take."""
         columns = [column for one in self.pieces_of_tensors.lists for column in one.columns]
-        columns += [self.tensors.shapes, self.first_block]
+        columns += [self.tensors.shapes, self.first_block, self.stored_begin, self.stored_bytes]
         return sum(column.nbytes for column in columns) + self.digests.nbytes
 
     def piece_range(self, row: int) -> tuple[int, int]:
@@ -422,13 +422,20 @@ def _check_numbers(index: Index) -> None:
         _check_stored(index)
 
 
+MAX_COMPRESSED_BLOCK = 16 << 20
+"""Bytes of a block of compressed files: it is decoded in memory, whatever its file takes."""
+
+MAX_RATIO = 32 << 10
+"""Bytes that come out of a byte of a zstd frame: a block of it takes 4 and stands for 128 KiB."""
+
+
 def _check_stored(index: Index) -> None:
     """Check that the stored blocks of compressed files are possible.
 
     Raises:
         ValueError: If not.
     """
-    require(index.block_size, "compressed files have no blocks")
+    require(0 < index.block_size <= MAX_COMPRESSED_BLOCK, "impossible size of compressed blocks")
     for number, file in enumerate(index.files):
         stored_size = int(index.stored_bytes[number])
         require(0 <= stored_size <= file.num_bytes, "a compressed file is larger than its content")
@@ -438,7 +445,8 @@ def _check_stored(index: Index) -> None:
         full = np.full(len(begin), index.block_size)
         full[-1] = file.num_bytes - (len(begin) - 1) * index.block_size
         require(begin.min() == 0, "compressed blocks leave a gap")
-        require(((length > 0) & (length <= full)).all(), "impossible size of a compressed block")
+        is_possible = (length <= full) & (length * MAX_RATIO >= full)
+        require(is_possible.all(), "impossible size of a compressed block")
 
 
 def _check_pieces(index: Index, file_sizes: IntArray) -> None:

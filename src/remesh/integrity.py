@@ -101,9 +101,25 @@ def names_in_range(index: Index, file: int, start: int, stop: int) -> Iterator[s
         yield index.tensors.names[row]
 
 
+def names_in_stored_range(index: Index, file: int, start: int, stop: int) -> list[str]:
+    """Names of the tensors with a byte in [start, stop) of a file as it is stored."""
+    if not index.is_compressed:
+        return list(names_in_range(index, file, start, stop))
+    begin, length = index.stored_blocks(file)
+    hit = np.flatnonzero((begin < stop) & (begin + length > start))
+    together = np.split(hit, np.flatnonzero(np.diff(hit) > 1) + 1) if len(hit) else []
+    step = index.block_size
+    spans = [(int(blocks[0]) * step, int(blocks[-1] + 1) * step) for blocks in together]
+    names = (name for span in spans for name in names_in_range(index, file, *span))
+    return list(dict.fromkeys(names))
+
+
 @dataclass(frozen=True, slots=True)
 class Damage:
     """A stretch of a file that is not what was written.
+
+    Of a compressed file, damaged blocks are told by their bytes of the content; bytes that the
+    stored file lacks or has too many, by those of the stored file.
 
     Attributes:
         path: The file, relative to the checkpoint.

@@ -3,8 +3,8 @@
 `decoded` gives a storage in which all files of an index can be read as its positions say.
 
 In remesh's own format, files may be compressed block by block (`remesh.compression`); the index
-says where each block lies. Who asks for a range gets the blocks that it meets decoded. A block that
-cannot be decoded reads as zeros, so that its digest tells that it is damaged, as that of any other.
+says where each block lies. A read decodes the blocks that its range meets. A block that cannot be
+decoded reads as bytes that do not have its digest, so that it is found like any other damage.
 
 Other systems compress chunks of tensors. An index says of each piece which bytes of which file it
 is; bytes that are compressed are none of a file, so a reader names a file that is not there: the
@@ -31,7 +31,9 @@ import numpy as np
 from remesh.compression import decode_block
 from remesh.errors import FormatVersionError
 from remesh.formats.checks import damaged
+from remesh.geometry import IntArray
 from remesh.index import Index
+from remesh.integrity import block_digests
 from remesh.storage import Buffer, Storage, StorageView
 
 KEPT_BYTES = 256 << 20
@@ -103,6 +105,7 @@ class DecompressedFiles(StorageView):
         super().__init__(storage)
         self._index = index
         self._rows = {file.path: row for row, file in enumerate(index.files)}
+        self._places: dict[int, tuple[IntArray, IntArray]] = {}
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
@@ -129,18 +132,19 @@ class DecompressedFiles(StorageView):
             begin, end = number * step, min((number + 1) * step, size)
             if start <= begin and end <= stop:
                 block = buffer[begin - start : end - start]
-                self._decode(path, stored, block)
+                self._decode(row, number, stored, block)
             else:
                 block = np.empty(end - begin, np.uint8)
-                self._decode(path, stored, block)
+                self._decode(row, number, stored, block)
                 low, high = max(begin, start), min(end, stop)
                 buffer[low - start : high - start] = block[low - begin : high - begin]
         return stop - start
 
     def _stored(self, row: int, first: int, last: int) -> Iterator[tuple[int, Buffer]]:
         """Some blocks of a file as they are stored; those that lie together are read together."""
-        begins, lengths = self._index.stored_blocks(row)
-        begins, lengths = begins[first:last], lengths[first:last]
+        if row not in self._places:
+            self._places[row] = self._index.stored_blocks(row)
+        begins, lengths = (column[first:last] for column in self._places[row])
         order = np.argsort(begins)
         ends = begins + lengths
         is_gap = begins[order][1:] != ends[order][:-1]
@@ -152,9 +156,14 @@ class DecompressedFiles(StorageView):
                 at = int(begins[number]) - begin
                 yield first + number, data[:num_read][at : at + int(lengths[number])]
 
-    def _decode(self, path: str, stored: Buffer, block: Buffer) -> None:
-        if not decode_block(stored, block, f"{self.url}/{path}"):
-            block[:] = 0
+    def _decode(self, row: int, number: int, stored: Buffer, block: Buffer) -> None:
+        index = self._index
+        if decode_block(stored, block, f"{self.url}/{index.files[row].path}"):
+            return
+        block[:] = 0
+        expected = index.digests[int(index.first_block[row]) + number]
+        if np.array_equal(block_digests(block, index.block_size)[0], expected):
+            block[:] = 0xFF
 
 
 class DecodedFiles(StorageView):

@@ -49,7 +49,7 @@ from remesh.integrity import (
     Damage,
     digest_of_digests,
     hex_digest,
-    names_in_range,
+    names_in_stored_range,
     repair_advice,
 )
 from remesh.state import MAX_PATH, Path, cut_name
@@ -492,6 +492,6 @@ def check_files(storage: Storage, record: CommitRecord, index: Index) -> list[Da
             size = 0
         if size != file.num_bytes:
             start, stop = sorted((size, file.num_bytes))
-            names = names_in_range(index, number, start, stop)
+            names = names_in_stored_range(index, number, start, stop)
             damages.append(Damage(file.path, start, stop, tuple(names)))
     return damages

@@ -14,6 +14,9 @@ The files of one save are read one after the other:
    not in a bad block.
 4. A tensor is whole if its good pieces cover it exactly once.
 
+Compressed files are read as what they hold: positions, blocks and sizes are those of the content.
+Where their blocks lie, only an index says; without one, nothing can be found in them.
+
 Bytes for which there is no old digest may be wrong: in a file that has lost its first bytes, all
 pieces seem to be there. Tensors with such bytes are *unchecked*, and taken only on request.
 """
@@ -29,6 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remesh.compression import is_encoded
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
@@ -37,9 +41,10 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.geometry import Box, uncovered
+from remesh.formats.decoding import decoded
+from remesh.geometry import Box, IntArray, uncovered
 from remesh.index import Index
-from remesh.integrity import BLOCK_SIZE, Digests, block_digests, digest_of_digests
+from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
 from remesh.maintenance.small_files import SmallFiles
 from remesh.pipeline.workers import run_workers
 from remesh.safetensors_file import Header, HeaderEntry, decode_header, header_length
@@ -81,10 +86,10 @@ class ScannedFile:
 
     Attributes:
         path: Relative to the damaged checkpoint.
-        num_bytes: Its size.
+        num_bytes: Its size, if it is compressed that of its content.
         state: `sound` files can be used as they are.
         problem: What is wrong with it, in words; empty if it is sound.
-        digests: Digests of its blocks.
+        written: The digests of its blocks, and where they lie if it is compressed.
         bad: Which blocks must not be used.
         is_checked: Which blocks an old digest proves.
         pieces: What it holds or should hold.
@@ -94,7 +99,7 @@ class ScannedFile:
     num_bytes: int
     state: DataFileState
     problem: str
-    digests: Digests
+    written: WrittenFile
     bad: _Flags
     is_checked: _Flags
     pieces: Sequence[ScannedPiece]
@@ -119,10 +124,21 @@ def _blocks_of(piece: ScannedPiece) -> slice:
 # ---------------------------------------------------------------------------------------------
 
 
-def scan_data_files(storage: Storage, small: SmallFiles) -> list[ScannedFile]:
+def contents_of(storage: Storage, small: SmallFiles) -> Storage:
+    """A storage in which compressed files can be read, if an index says where their blocks lie."""
+    index = small.index
+    return storage if index is None or index.block_size != BLOCK_SIZE else decoded(storage, index)
+
+
+def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> list[ScannedFile]:
     """Read every data file of a save once; those that are named somewhere and gone are listed too.
 
     Memory is bounded by what the headers need.
+
+    Args:
+        storage: The damaged checkpoint.
+        contents: `contents_of` it.
+        small: Its small files.
     """
     folder = f"{native.data_folder(small.save_id)}/"
     # The index is the one file of that ending which has no pieces.
@@ -132,7 +148,18 @@ def scan_data_files(storage: Storage, small: SmallFiles) -> list[ScannedFile]:
         paths += [file.path for file in small.record.files]
     if small.index is not None and small.index_state != "damaged":
         paths += [file.path for file in small.index.files]
-    return [_find_file(storage, small, path) for path in sorted(set(paths))]
+    files = []
+    for path in sorted(set(paths)):
+        known = _Known.of(small, path)
+        try:
+            size = storage.size(path)
+        except CheckpointNotFoundError:
+            files.append(_without_blocks(path, "missing", "it is gone", known.pieces))
+        except StorageError as error:
+            files.append(_without_blocks(path, "unreadable", str(error), known.pieces))
+        else:
+            files.append(_scan_file(contents, small, known, path, size))
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +167,8 @@ class _Known:
     """What the small files say of a data file."""
 
     num_bytes: int | None
+    stored_begin: IntArray | None
+    stored_bytes: int | None
     digest: str | None
     blocks: Digests | None
     pieces: Sequence[ScannedPiece] | None
@@ -147,6 +176,7 @@ class _Known:
     @classmethod
     def of(cls, small: SmallFiles, path: str) -> _Known:
         num_bytes, digest, blocks, pieces = None, None, None, None
+        begin, stored = None, None
         for file in () if small.record is None else small.record.files:
             if file.path == path:
                 num_bytes, digest = file.num_bytes, file.digest
@@ -154,11 +184,15 @@ class _Known:
         number = None if index is None else _row_of(index, path)
         if index is not None and number is not None:
             if index.block_size == BLOCK_SIZE:
-                blocks = index.digests[index.first_block[number] : index.first_block[number + 1]]
+                rows = slice(index.first_block[number], index.first_block[number + 1])
+                blocks = index.digests[rows]
+                if index.is_compressed:
+                    begin, stored = index.stored_begin[rows], int(index.stored_bytes[number])
+                    num_bytes = index.files[number].num_bytes
             if small.index_state == "intact":
                 num_bytes = index.files[number].num_bytes
                 pieces = _pieces_of(index, number)
-        return cls(num_bytes, digest, blocks, pieces)
+        return cls(num_bytes, begin, stored, digest, blocks, pieces)
 
 
 def _row_of(index: Index, path: str) -> int | None:
@@ -177,47 +211,60 @@ def _pieces_of(index: Index, number: int) -> list[ScannedPiece]:
     return pieces
 
 
-def _find_file(storage: Storage, small: SmallFiles, path: str) -> ScannedFile:
-    known = _Known.of(small, path)
-    try:
-        size = storage.size(path)
-    except CheckpointNotFoundError:
-        return _without_blocks(path, "missing", "it is gone", known.pieces)
-    except StorageError as error:
-        return _without_blocks(path, "unreadable", str(error), known.pieces)
+def _scan_file(
+    contents: Storage, small: SmallFiles, known: _Known, path: str, size: int
+) -> ScannedFile:
+    """Read a file; `size` is that of the stored one."""
+    # Blocks that a compressed file lacks can be read, too: as damaged ones.
+    there = size if known.stored_bytes is None else known.num_bytes
+    assert there is not None
     header, problem = None, ""
     pieces: Sequence[ScannedPiece] = []
     try:
-        header = _read_header(storage, path, size)
+        header = _read_header(contents, path, there)
         pieces = _pieces_in(header, path)
     except (CorruptCheckpointError, StorageError) as error:
         problem = str(error)
+        if known.stored_bytes is None and _may_be_compressed(contents, small, path):
+            problem = f"{path}: it is compressed, and only the lost index says where its blocks lie"
     expected = known.num_bytes
     if expected is None and header is not None:
         expected = header.data_start + max(
             (entry.data_offsets[1] for entry in header.entries.values()), default=0
         )
-    num_bytes = size if expected is None else min(size, expected)
-    digests, unreadable = _digest_blocks(storage, path, num_bytes)
+    num_bytes = there if expected is None else min(there, expected)
+    digests, unreadable = _digest_blocks(contents, path, num_bytes)
+    written = WrittenFile(digests, known.stored_begin, known.stored_bytes)
     bad, is_checked = _compare(known, digests, num_bytes, is_cut=num_bytes != expected)
     bad |= unreadable
     if known.pieces is not None:
         pieces = known.pieces
     elif header is None or problem or bad[: -(-header.data_start // BLOCK_SIZE)].any():
         why = problem or f"{path}: its header is damaged"
-        return ScannedFile(path, num_bytes, "unreadable", why, digests, bad, is_checked, [])
+        return ScannedFile(path, num_bytes, "unreadable", why, written, bad, is_checked, [])
     elif not is_checked[: -(-header.data_start // BLOCK_SIZE)].all():
         # Bytes may be proven, but not what they are.
         is_checked = np.zeros_like(is_checked)
-    state, why = _state_of(size, expected, bad, unreadable, problem)
-    return ScannedFile(path, num_bytes, state, why, digests, bad, is_checked, pieces)
+    stored_bytes = expected if known.stored_bytes is None else known.stored_bytes
+    state, why = _state_of(size, stored_bytes, bad, unreadable, problem)
+    return ScannedFile(path, num_bytes, state, why, written, bad, is_checked, pieces)
+
+
+def _may_be_compressed(storage: Storage, small: SmallFiles, path: str) -> bool:
+    """Whether a file in which no header is found may be a compressed one."""
+    if small.record is not None:
+        return small.record.version >= native.COMPRESSED_VERSION
+    try:
+        return is_encoded(storage.read(path, 0, 8))
+    except (StorageError, CheckpointNotFoundError):
+        return False
 
 
 def _without_blocks(
     path: str, state: DataFileState, problem: str, pieces: Sequence[ScannedPiece] | None
 ) -> ScannedFile:
-    digests, flags = np.zeros((0, 2), np.uint64), np.zeros(0, np.bool_)
-    return ScannedFile(path, 0, state, problem, digests, flags, flags, pieces or [])
+    written, flags = WrittenFile(np.zeros((0, 2), np.uint64)), np.zeros(0, np.bool_)
+    return ScannedFile(path, 0, state, problem, written, flags, flags, pieces or [])
 
 
 def _state_of(

@@ -31,6 +31,7 @@ from remesh.maintenance.damage_scan import (
     ScannedFile,
     ScannedTensors,
     assemble_tensors,
+    contents_of,
     scan_data_files,
 )
 from remesh.maintenance.orphans import remove_files
@@ -138,6 +139,7 @@ class RepairPlan:
 
     Attributes:
         storage: The damaged checkpoint.
+        contents: The same, with compressed files as what they hold.
         small: What there is of its small files.
         files: Its data files.
         tensors: What is whole.
@@ -146,6 +148,7 @@ class RepairPlan:
     """
 
     storage: Storage
+    contents: Storage
     small: SmallFiles
     files: tuple[ScannedFile, ...]
     tensors: ScannedTensors
@@ -197,7 +200,7 @@ def plan_repair(
         small = read_small_files(storage, save_id)
         identity = "" if small.record is None else native.identity_of(small.record)
         with native.unless_replaced(storage, identity):
-            files = tuple(scan_data_files(storage, small))
+            files = tuple(scan_data_files(storage, contents_of(storage, small), small))
         native.check_current(storage, identity)
         return small, files
 
@@ -222,7 +225,8 @@ def plan_repair(
         notes=(),
     )
     report = replace(report, notes=tuple(_notes(report)))
-    return RepairPlan(storage, small, files, tensors, document, report)
+    contents = contents_of(storage, small)
+    return RepairPlan(storage, contents, small, files, tensors, document, report)
 
 
 def _notes(report: RepairReport) -> Iterable[str]:
@@ -386,8 +390,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
         rows = rows[np.lexsort(order)]
         assignments.append(rows)
         if file.state == "sound":
-            _take_over(plan.storage, file, storage, path)
-            written = WrittenFile(file.digests)
+            written = _take_over(plan, file, storage, path)
             parts.append([part_of(path, file.num_bytes, tensors.position[rows], written)])
         else:
             parts.append([_copy_pieces(plan, file, rows, storage, path)])
@@ -398,17 +401,18 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
     return record
 
 
-def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -> None:
-    """Let the storage copy a sound file, or move its bytes where it cannot."""
+def _take_over(plan: RepairPlan, file: ScannedFile, target: Storage, path: str) -> WrittenFile:
+    """Let the storage copy a sound file, or move its bytes, not compressed, where it cannot."""
     copies = target if isinstance(target, CopiedFiles) else None
-    if copies is not None and copies.copy_from(source, file.path, path, file.num_bytes):
-        return
+    stored = file.num_bytes if file.written.stored_bytes is None else file.written.stored_bytes
+    if copies is not None and copies.copy_from(plan.storage, file.path, path, stored):
+        return file.written
     writer = ChunkWriter(target, one_file(path, file.num_bytes), file.num_bytes)
 
     def copy(number: int, buffer: Buffer) -> None:
         start = number * CHUNK_SIZE
         chunk = buffer[: min(CHUNK_SIZE, file.num_bytes - start)]
-        _read_exactly(source, file.path, start, chunk)
+        _read_exactly(plan.contents, file.path, start, chunk)
         writer.write(number, chunk)
 
     try:
@@ -418,11 +422,12 @@ def _take_over(source: Storage, file: ScannedFile, target: Storage, path: str) -
     except BaseException:
         writer.abort()
         raise
-    if digest_of_digests(written.digests) != digest_of_digests(file.digests):
+    if digest_of_digests(written.digests) != digest_of_digests(file.written.digests):
         raise CorruptCheckpointError(
-            f"{source.url}/{file.path} changed between two readings\nSee whether the disk fails or "
-            "a process writes there, and try again"
+            f"{plan.storage.url}/{file.path} changed between two readings\nSee whether the disk "
+            "fails or a process writes there, and try again"
         )
+    return written
 
 
 def _copy_pieces(
@@ -435,7 +440,7 @@ def _copy_pieces(
     for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
         shape, dtype = boxes.box(row).shape, boxes.tensors.dtype(int(boxes.tensor[row]))
         start = int(plan.tensors.position[row])
-        memory = _StoredMemory(plan.storage, file.path, start, shape, dtype)
+        memory = _StoredMemory(plan.contents, file.path, start, shape, dtype)
         pieces.append(FilePiece(memory, shape, dtype, position))
     places = positions.tolist()
     layout = FileLayout(header, pieces, places, num_bytes)

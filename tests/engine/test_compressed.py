@@ -1,0 +1,381 @@
+"""Compressed checkpoints are what uncompressed ones are: in any layout, by any way of saving."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import load_file
+
+import remesh
+from remesh import catalog
+from remesh.checkpoint import convert, unchanged
+from remesh.errors import FormatVersionError, OptionError, StateError
+from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.formats.decoding import DecompressedFiles
+from remesh.formats.table import WRITERS
+from remesh.geometry import Box
+from remesh.integrity import BLOCK_SIZE
+from remesh.maintenance import orphans
+from remesh.pipeline.block_codec import FIRST_BYTES, BlockCodec
+from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
+from remesh.testing import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
+from tests.engine.bits import bits_of
+from tests.engine.compressed import (
+    COLUMNS,
+    ROWS,
+    part_of_state,
+    save_rows,
+    small_tensors,
+    stored_bytes,
+    truth,
+)
+from tests.engine.test_unchanged import Bytes, save_with, saver_of, tensors_of, training
+
+NUM_RANKS = 3
+Way = Literal["save", "thread", "process"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compressed") / "step_1"
+    run_ranks(NUM_RANKS, save_rows, path)
+    return path
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """What was loaded is what was saved, bit for bit."""
+    whole = truth()
+    for name, tensor in state.items():
+        if name in whole:
+            [part] = tensor.parts
+            np.testing.assert_array_equal(part.data, whole[name][part.box.slices], name)
+        else:
+            assert bits_of(tensor) == bits_of(small_tensors()[name]), name
+
+
+def check_stored(place: Any) -> None:
+    """A checkpoint holds everything that was saved."""
+    checkpoint = remesh.Checkpoint(place)
+    assert checkpoint.verify().ok
+    for name, array in truth().items():
+        assert checkpoint.read_array(name).tobytes() == array.tobytes(), name
+    for name, tensor in small_tensors().items():
+        assert bits_of(checkpoint.read(name)) == bits_of(tensor), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+def test_files_take_less_and_everything_is_there(saved: Path) -> None:
+    check_stored(saved)
+    index = remesh.Checkpoint(saved).index
+    assert remesh.Checkpoint(saved).record.version == 3
+    content = sum(file.num_bytes for file in index.files)
+    assert stored_bytes(saved) < 0.8 * content
+    # Noise is stored as it is, among blocks that are smaller.
+    lengths = np.concatenate([index.stored_blocks(row)[1] for row in range(NUM_RANKS)])
+    assert (lengths == BLOCK_SIZE).any()
+    assert (lengths < BLOCK_SIZE // 100).any()
+    [entry] = catalog.scan(open_storage(saved.parent))
+    assert entry.status == "committed"
+    files = [file for file in saved.rglob("*") if file.is_file()]
+    assert entry.num_bytes == sum(file.stat().st_size for file in files if "data-" in str(file))
+    assert not orphans.find_orphans(orphans.scan(saved.parent), now=1e12, older_than=0)
+
+
+@pytest.mark.parametrize("share_reads", [True, False])
+@pytest.mark.parametrize(("num_ranks", "dim"), [(2, 1), (1, 0)])
+def test_any_layout_is_filled(num_ranks: int, dim: int, share_reads: bool, saved: Path) -> None:
+    def load(exchange: Exchange) -> None:
+        state = part_of_state(exchange.rank, num_ranks, dim, fill=False)
+        remesh.load(state, saved, group=exchange, share_reads=share_reads)
+        check_state(state)
+
+    run_ranks(num_ranks, load)
+
+
+def test_parts_are_read(saved: Path) -> None:
+    weight = truth()["weight"]
+    checkpoint = remesh.Checkpoint(saved)
+    part = checkpoint.get_slice("weight")[10:30, 7:20_000]
+    assert part.numpy().tobytes() == weight[10:30, 7:20_000].tobytes()
+    box = Box((47, COLUMNS - 1), (1, 1))
+    assert checkpoint.read_array("weight", box).tobytes() == weight[47:, -1:].tobytes()
+    halves = {name: np.zeros((ROWS, COLUMNS // 2), np.float32) for name in ("left", "right")}
+    remesh.load(halves, saved, transform="weight -> left, right, axis=1")
+    found = np.concatenate([halves["left"], halves["right"]], axis=1)
+    assert found.tobytes() == weight.tobytes()
+
+
+class Reads(StorageView):
+    """A storage that notes which bytes are read into buffers."""
+
+    def __init__(self, storage: LocalStorage) -> None:
+        super().__init__(storage)
+        self.num_bytes: list[int] = []
+
+    def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+        self.num_bytes.append(buffer.size)
+        return super().read_into(path, start, buffer)
+
+
+def test_a_range_decodes_the_blocks_that_it_meets(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, reads = remesh.Checkpoint(saved).index, Reads(LocalStorage(saved))
+    files, path = DecompressedFiles(reads, index), index.files[0].path
+    _, lengths = index.stored_blocks(0)
+    buffer = np.empty(10, np.uint8)
+    assert files.read_into(path, BLOCK_SIZE - 5, buffer) == 10
+    assert sum(reads.num_bytes) == lengths[:2].sum()
+    assert files.read(path, BLOCK_SIZE - 5, BLOCK_SIZE + 5) == buffer.tobytes()
+    size = index.files[0].num_bytes
+    assert files.read_into(path, size - 3, buffer) == 3
+    assert files.read_into(path, size + 3, buffer) == 0
+    assert files.read(path, size) == files.read(path, 9, 5) == b""
+    # Ranks that take columns of the rows that others saved decode each block once, together.
+    decoded: list[int] = []
+    decode = DecompressedFiles._decode
+
+    def counted(self: Any, row: int, number: int, *rest: Any) -> None:
+        decoded.append(int(index.first_block[row]) + number)
+        decode(self, row, number, *rest)
+
+    monkeypatch.setattr(DecompressedFiles, "_decode", counted)
+
+    def load(exchange: Exchange) -> None:
+        state = part_of_state(exchange.rank, 4, 1, fill=False)
+        remesh.load(state, saved, group=exchange, share_reads=True)
+
+    run_ranks(4, load)
+    assert sorted(decoded) == list(range(len(index.digests)))
+
+
+def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2, timeout=120)
+    module = importlib.import_module("remesh.formats.decoding")
+    decode, seen = module.decode_block, threading.local()
+
+    def meet(*args: Any) -> bool:
+        if not hasattr(seen, "met"):
+            seen.met = True
+            together.wait()
+        return bool(decode(*args))
+
+    monkeypatch.setattr(module, "decode_block", meet)
+    index = remesh.Checkpoint(saved).index
+    files = DecompressedFiles(LocalStorage(saved), index)
+    found: dict[int, bytes] = {}
+
+    def read(row: int) -> None:
+        found[row] = files.read(index.files[row].path, 0, 2 * BLOCK_SIZE)
+
+    threads = [threading.Thread(target=read, args=(row,)) for row in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(data) == 2 * BLOCK_SIZE for data in found.values())
+    assert len(found) == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Saving
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["thread", "process"])
+def test_ranks_save_in_the_background(way: Way, tmp_path: Path) -> None:
+    def save(exchange: Exchange) -> None:
+        state = part_of_state(exchange.rank, exchange.world_size, 1, fill=True)
+        with saver_of(way, group=exchange, compress="zstd") as saver:
+            save_with(saver, way, state, tmp_path / "c")
+
+    run_ranks(2 if way == "thread" else 1, save)
+    check_stored(tmp_path / "c")
+    assert remesh.Checkpoint(tmp_path / "c").index.is_compressed
+
+
+@pytest.mark.parametrize("way", ["save", "thread", "process"])
+def test_compressed_files_are_kept(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1 << 10)
+    model, state, step = training()
+    seen, expected = Bytes(), []
+    with saver_of(way, on_event=seen, compress="zstd") as saver:
+        for number in range(4):
+            if number == 3:
+                saver._compress = None  # what is kept stays compressed, what is written is not
+            step()
+            save_with(saver, way, state, tmp_path / str(number))
+            expected.append(model.state_dict()["adapter.0.weight"].numpy().tobytes())
+    assert all(kept > 4 << 20 for kept in seen.kept[1:])
+    base = model.state_dict()["base.weight"].numpy().tobytes()
+    inodes = {os.stat(next(tmp_path.glob(f"{n}/data-*/*-1.safetensors"))).st_ino for n in range(4)}
+    assert len(inodes) == 1
+    for number in (0, 1):
+        shutil.rmtree(tmp_path / str(number))
+    for number in (2, 3):
+        found = tensors_of(tmp_path / str(number))
+        assert found["model.base.weight"] == base
+        assert found["model.adapter.0.weight"] == expected[number]
+        index = remesh.Checkpoint(tmp_path / str(number)).index
+        smaller = {
+            file.path.endswith("-1.safetensors"): size < file.num_bytes
+            for file, size in zip(index.files, index.stored_sizes, strict=True)
+        }
+        assert smaller == {True: True, False: number == 2}
+
+
+def test_a_local_place_is_not_compressed_on_its_own(tmp_path: Path) -> None:
+    state = {"w": np.zeros(3 * BLOCK_SIZE)}
+    for place in (tmp_path, MemoryStorage()):
+        remesh.save(state, place, compress="auto")
+        assert remesh.Checkpoint(place).record.version == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "writing", "pays"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, False)]
+)
+def test_what_is_slower_decides(encoding: float, writing: float, pays: bool) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += encoding
+        return now
+
+    codec = BlockCodec(True, np.zeros(1, np.int64), np.ones(1, np.int64), clock)
+    data, size = np.zeros(2 * BLOCK_SIZE, np.uint8), 0
+    while size < FIRST_BYTES:
+        assert max(map(len, codec.encode(size, data))) < BLOCK_SIZE
+        codec.written(len(data), writing)
+        size += len(data)
+    [first, second] = codec.encode(size, data)
+    assert (len(first) < BLOCK_SIZE) == (len(second) < BLOCK_SIZE) == pays
+    if not pays:
+        # A storage that becomes slower is noticed.
+        for _ in range(20):
+            codec.written(len(data), 10 * encoding)
+        assert len(codec.encode(size, data)[0]) < BLOCK_SIZE
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "finish", "sync"])
+@pytest.mark.parametrize("way", ["save", "thread"])
+def test_a_save_that_fails_leaves_nothing(way: Way, operation: Any, saved: Path) -> None:
+    inner = MemoryStorage()
+    fault = Fail(operation, skip=0)
+
+    def save(exchange: Exchange) -> None:
+        mine = np.full(700_000, exchange.rank, np.float64)
+        part = remesh.ShardedTensor.at_offset("w", mine, (1_400_000,), (700_000 * exchange.rank,))
+        storage = FaultyStorage(inner, [fault] if exchange.rank == 1 else [])
+        with remesh.Saver(group=exchange, compress="zstd") as saver:
+            save_with(saver, way, {"w": part}, storage)
+
+    outcomes = run_ranks_outcomes(2, save)
+    assert all(isinstance(outcome, Raised) for outcome in outcomes)
+    assert "injected" in str(outcomes[1])
+    assert not [path for path in inner.list() if path.endswith(("safetensors", "json"))]
+
+
+def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    def cancel(event: Event) -> None:
+        if event.point == "save.chunk_written":
+            raise InjectedError("the job ends")
+
+    with pytest.raises(InjectedError):
+        remesh.save({"w": np.zeros(1 << 20)}, tmp_path / "c", compress="zstd", on_event=cancel)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# ---------------------------------------------------------------------------------------------
+# Other formats, and what is missing
+# ---------------------------------------------------------------------------------------------
+
+
+def test_conversions(saved: Path, tmp_path: Path) -> None:
+    convert(saved, tmp_path / "plain", format="remesh")
+    assert remesh.Checkpoint(tmp_path / "plain").record.version == 2
+    run_ranks(
+        2,
+        lambda exchange: convert(
+            tmp_path / "plain",
+            tmp_path / "again",
+            format="remesh",
+            compress="zstd",
+            group=exchange,
+        ),
+    )
+    assert remesh.Checkpoint(tmp_path / "again").index.is_compressed
+    for path in (tmp_path / "plain", tmp_path / "again"):
+        check_stored(path)
+    large = truth()
+    convert(saved, tmp_path / "hf", format="huggingface", only=["weight", "bias"])
+    read: dict[str, Any] = {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        read |= load_file(file)
+    assert {name: array.tobytes() for name, array in read.items()} == {
+        name: large[name].tobytes() for name in ("weight", "bias")
+    }
+    convert(saved, tmp_path / "dcp", format="torch_dcp", only=list(large))
+    target = {name: torch.zeros_like(torch.from_numpy(array)) for name, array in large.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.state_dict_loader.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert {n: t.numpy().tobytes() for n, t in target.items()} == {
+        name: array.tobytes() for name, array in large.items()
+    }
+
+
+@pytest.mark.parametrize("format", [*WRITERS][1:])
+def test_other_formats_are_never_compressed(format: str, saved: Path, tmp_path: Path) -> None:  # noqa: A002
+    told = rf"compress='zstd': files of format '{format}' are never compressed\n.*leave compress"
+    with pytest.raises(StateError, match=told):
+        remesh.save({"w": np.zeros(2)}, tmp_path / "c", format=format, compress="zstd")
+    with pytest.raises(StateError, match=told):
+        convert(saved, tmp_path / "c", format=format, compress="zstd")
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="compress"):
+        remesh.save({"w": np.zeros(2)}, tmp_path, compress="gzip")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="compress"):
+        remesh.Saver(compress="gzip").save({"w": np.zeros(2)}, tmp_path)  # type: ignore[arg-type]
+
+
+def test_without_the_library(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module = importlib.import_module
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name == "zstandard":
+            raise ImportError("No module named 'zstandard'")
+        return import_module(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(OptionError, match=r"zstandard[^\n]*\n.*pip install 'remesh\[compress\]'"):
+        remesh.save({"w": np.zeros(2)}, tmp_path / "c", compress="zstd")
+    checkpoint = remesh.Checkpoint(saved)  # names, shapes and values need no library
+    assert checkpoint.tensor("weight").shape == (ROWS, COLUMNS)
+    told = r"\d\.safetensors: is compressed.*\n.*pip install 'remesh\[compress\]'"
+    with pytest.raises(FormatVersionError, match=told):
+        checkpoint.read_array("bias")
+    with pytest.raises(FormatVersionError, match=told):
+        remesh.load(part_of_state(0, 1, 0, fill=False), saved)
+    with pytest.raises(FormatVersionError, match="is compressed"):
+        checkpoint.verify()

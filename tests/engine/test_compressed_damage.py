@@ -1,0 +1,370 @@
+"""Damage to compressed files is found, named and repaired as that of others is."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import remesh
+from remesh.cli import cli
+from remesh.errors import CheckpointError, CorruptCheckpointError
+from remesh.exchange import Exchange
+from remesh.formats import native
+from remesh.geometry import IntArray
+from remesh.index import MAX_COMPRESSED_BLOCK, Index
+from remesh.integrity import BLOCK_SIZE
+from remesh.maintenance.repair import RepairReport, repair
+from remesh.storage import LocalStorage, MemoryStorage
+from remesh.testing import run_ranks
+from tests.engine.compressed import save_rows, stored_bytes, truth
+from tests.fuzz.files import Files, in_memory
+from tests.fuzz.trial import attempt
+
+NUM_FLIPS = 24
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compressed") / "step_1"
+    run_ranks(3, save_rows, path)
+    return path
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(original, tmp_path / "saved"))
+
+
+def data_file(path: Path, row: int) -> Path:
+    return path / remesh.Checkpoint(path).index.files[row].path
+
+
+def flip(file: Path, position: int, change: int = 1) -> None:
+    with file.open("r+b") as content:
+        content.seek(position)
+        [byte] = content.read(1)
+        content.seek(position)
+        content.write(bytes([byte ^ change]))
+
+
+def names_of_blocks(index: Index, row: int, blocks: list[int]) -> set[str]:
+    """Names of the tensors in some blocks of the content of a file."""
+    ends = index.position + index.boxes.num_bytes
+    found = set()
+    for block in blocks:
+        start, stop = block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE
+        hit = (index.file == row) & (index.position < stop) & (ends > start)
+        found |= {index.tensors.names[t] for t in index.boxes.tensor[hit].tolist()}
+    return found
+
+
+def loading_error(path: Path, name: str) -> str:
+    """What loading a tensor raises; empty if what comes is right."""
+    target = {name: np.full_like(truth()[name], 3)}
+    try:
+        remesh.load(target, path, unexpected="ignore")
+    except CorruptCheckpointError as error:
+        return str(error)
+    assert target[name].tobytes() == truth()[name].tobytes()
+    return ""
+
+
+def test_a_wrong_byte_anywhere_is_found(saved: Path) -> None:
+    index, dice = remesh.Checkpoint(saved).index, random.Random(3)
+    num_harmless = 0
+    for _ in range(NUM_FLIPS):
+        row = dice.randrange(3)
+        file, path = data_file(saved, row), index.files[row].path
+        begin, length = index.stored_blocks(row)
+        block = dice.randrange(len(begin))
+        position = int(begin[block]) + dice.randrange(int(length[block]))
+        change = dice.randrange(1, 256)
+        flip(file, position, change)
+        damages = remesh.Checkpoint(saved).verify().damages
+        names = names_of_blocks(index, row, [block])
+        if damages:
+            [damage] = damages
+            start = block * BLOCK_SIZE
+            stop = min(start + BLOCK_SIZE, index.files[row].num_bytes)
+            assert (damage.path, damage.start, damage.stop) == (path, start, stop)
+            assert set(damage.tensors) == names
+            [name, *_] = sorted(names & set(truth()))
+            message = loading_error(saved, name)
+            assert f"{path}: bytes {start}:{stop} are not what was written (tensors " in message
+            assert name in message
+            assert "remesh repair" in message
+        else:
+            # Some bytes say nothing of the content, such as the number of planes of zeros.
+            num_harmless += 1
+            assert not any(loading_error(saved, name) for name in names & set(truth()))
+        flip(file, position, change)
+    assert num_harmless < NUM_FLIPS // 8
+    assert remesh.Checkpoint(saved).verify().ok
+
+
+def test_zeros_that_cannot_be_decoded_are_damaged(tmp_path: Path) -> None:
+    remesh.save({"moment": np.zeros(BLOCK_SIZE)}, tmp_path, compress="zstd")
+    index = remesh.Checkpoint(tmp_path).index
+    begin, _ = index.stored_blocks(0)
+    flip(data_file(tmp_path, 0), int(begin[4]) + 1)  # the frame's mark
+    [damage] = remesh.Checkpoint(tmp_path).verify().damages
+    assert (damage.start, damage.stop) == (4 * BLOCK_SIZE, 5 * BLOCK_SIZE)
+    assert damage.tensors == ("moment",)
+    with pytest.raises(CorruptCheckpointError, match="tensors moment"):
+        remesh.Checkpoint(tmp_path).read("moment")
+
+
+def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
+    index = remesh.Checkpoint(saved).index
+    file, path, size = data_file(saved, 2), index.files[2].path, int(index.stored_bytes[2])
+    begin, length = index.stored_blocks(2)
+    kept = int(np.sort(begin)[-1]) - 1
+    lost = np.flatnonzero(begin + length > kept).tolist()
+    right = file.read_bytes()
+    file.write_bytes(right[:kept])
+    damages = remesh.Checkpoint(saved).verify().damages
+    [short] = [damage for damage in damages if (damage.start, damage.stop) == (kept, size)]
+    assert short.path == path
+    assert set(short.tensors) == names_of_blocks(index, 2, lost)
+    assert path in loading_error(saved, "weight")
+    result = CliRunner().invoke(cli, ["verify", str(saved)])
+    assert result.exit_code == 1
+    assert f"{kept}:{size}" in result.output
+    file.write_bytes(right + b"more")
+    [long] = remesh.Checkpoint(saved).verify().damages
+    assert (long.start, long.stop, long.tensors) == (size, size + 4, ())
+    file.unlink()
+    damages = remesh.Checkpoint(saved).verify().damages
+    assert {damage.path for damage in damages} == {path}
+    assert "missing" in loading_error(saved, "weight")
+
+
+def test_blocks_in_each_others_place(saved: Path) -> None:
+    file, index = data_file(saved, 0), remesh.Checkpoint(saved).index
+    places = [column.tolist() for column in index.stored_blocks(0)]
+    right = file.read_bytes()
+    stored = [right[at : at + size] for at, size in zip(*places, strict=True)]
+    swapped = dict(zip(places[0], [stored[1], stored[0], *stored[2:]], strict=True))
+    file.write_bytes(b"".join(swapped[at] for at in sorted(swapped)))
+    damages = remesh.Checkpoint(saved).verify().damages
+    assert {damage.start // BLOCK_SIZE for damage in damages} >= {0, 1}
+    assert all("weight" in damage.tensors or "moment" in damage.tensors for damage in damages)
+    assert file.name in loading_error(saved, "weight")
+
+
+# ---------------------------------------------------------------------------------------------
+# Columns of the index that lie
+# ---------------------------------------------------------------------------------------------
+
+
+def changed(column: IntArray, row: int, number: int) -> IntArray:
+    found = column.copy()
+    found[row] = number
+    return found
+
+
+def first_two_alike(index: Index) -> Index:
+    return replace(index, stored_begin=changed(index.stored_begin, 1, int(index.stored_begin[0])))
+
+
+def begin_of(number: int, row: int = 1) -> Callable[[Index], Index]:
+    return lambda index: replace(index, stored_begin=changed(index.stored_begin, row, number))
+
+
+def size_of(number: int) -> Callable[[Index], Index]:
+    return lambda index: replace(index, stored_bytes=changed(index.stored_bytes, 0, number))
+
+
+def first_is_not_at_0(index: Index) -> Index:
+    return replace(index, stored_begin=index.stored_begin + 1)
+
+
+def one_block(size: int, block_size: int) -> Callable[[Index], Index]:
+    """Files of one huge block each, of which a few bytes are said to be stored."""
+
+    def change(index: Index) -> Index:
+        files = tuple(replace(file, num_bytes=size) for file in index.files)
+        num_files, num_blocks = len(files), -(-size // block_size)
+        first = np.arange(num_files + 1) * num_blocks
+        begin = np.tile(np.arange(num_blocks) * 60, num_files)
+        return replace(
+            index,
+            files=files,
+            block_size=block_size,
+            digests=np.zeros((num_files * num_blocks, 2), np.uint64),
+            first_block=first,
+            stored_begin=begin,
+            stored_bytes=np.full(num_files, 60 * num_blocks),
+        )
+
+    return change
+
+
+LIES: dict[str, Callable[[Index], Index]] = {
+    "two blocks begin at one byte": first_two_alike,
+    "the first bytes are no block": first_is_not_at_0,
+    "a block begins behind the end": begin_of(1 << 40),
+    "a block begins at the largest number": begin_of((1 << 63) - 1),
+    "a block begins before the file": begin_of(-1),
+    "a block begins at the smallest number": begin_of(-(1 << 63)),
+    "a file is larger than its content": size_of(1 << 40),
+    "a file has the largest size": size_of((1 << 63) - 1),
+    "a file has no bytes": size_of(0),
+    "a file has a negative size": size_of(-5),
+    "huge blocks": one_block(1 << 40, 1 << 40),
+    "blocks that are a little too large": one_block(1 << 25, MAX_COMPRESSED_BLOCK + 1),
+    "more than comes out of a frame": one_block(MAX_COMPRESSED_BLOCK, MAX_COMPRESSED_BLOCK),
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Files, Any]:
+    """The files of a small compressed checkpoint, and a target for it."""
+    storage = MemoryStorage()
+    state = {"w": np.zeros(400_000), "b": np.arange(7.0)}
+
+    def save(exchange: Exchange) -> None:
+        mine = {name: array for name, array in state.items() if exchange.rank == (name == "b")}
+        remesh.save(mine, storage, compress="zstd", group=exchange)
+
+    run_ranks(2, save)
+    files = {path: storage.read(path) for path in storage.list()}
+    return files, {name: np.ones_like(array) for name, array in state.items()}
+
+
+def forged(files: Files, change: Callable[[Index], Index]) -> Files:
+    """The checkpoint with another index, and a record that says it is right."""
+    storage = in_memory(files)
+    record = native.read_record(storage)
+    index = change(Index.decode(files[record.index.path], "index"))
+    native.replace_index(storage, record, index)
+    return {path: storage.read(path) for path in storage.list()}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_an_index_cannot_say(lie: str, small: tuple[Files, Any]) -> None:
+    files, state = small
+    assert attempt(forged(files, lambda index: index), state, by_command=False) == "read"
+    wrong = forged(files, LIES[lie])
+    assert attempt(wrong, state, by_command=False) == "CorruptCheckpointError"
+    with pytest.raises(CorruptCheckpointError, match=r"index.*compressed"):
+        remesh.Checkpoint(in_memory(wrong))
+
+
+def test_blocks_that_lie_elsewhere_are_damaged(small: tuple[Files, Any]) -> None:
+    files, state = small
+
+    def swap(index: Index) -> Index:
+        order = np.array([1, 0, *range(2, len(index.stored_begin))])
+        return replace(index, stored_begin=index.stored_begin[order])
+
+    wrong = forged(files, swap)
+    assert attempt(wrong, state, by_command=False) == "CorruptCheckpointError"
+    assert not remesh.Checkpoint(in_memory(wrong)).verify().ok
+
+
+# ---------------------------------------------------------------------------------------------
+# Repair
+# ---------------------------------------------------------------------------------------------
+
+
+def repaired(damaged: Path, keeps: set[str], **options: Any) -> RepairReport:
+    """Repair, and check that everything that is kept is what was saved."""
+    before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+    target = damaged.with_name("repaired")
+    report = repair(damaged, target, **options)
+    assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
+    checkpoint = remesh.Checkpoint(target)
+    assert checkpoint.verify().ok
+    assert {name for name in report.saved if name in truth()} == keeps
+    for name in keeps:
+        assert checkpoint.read_array(name).tobytes() == truth()[name].tobytes()
+    stored_bytes(target)
+    return report
+
+
+def test_a_damaged_block_costs_its_tensors(saved: Path) -> None:
+    index = remesh.Checkpoint(saved).index
+    begin, length = index.stored_blocks(0)
+    block = len(begin) - 2
+    assert names_of_blocks(index, 0, [block]) == {"weight"}
+    flip(data_file(saved, 0), int(begin[block]) + int(length[block]) // 2)
+    report = repaired(saved, {"moment", "bias"})
+    assert [file.state for file in report.files] == ["damaged", "sound", "sound"]
+    assert [lost.name for lost in report.lost] == ["weight"]
+    assert report.unchecked == report.left_out == ()
+    # Sound files are taken over as they are, what is copied is not compressed.
+    new = remesh.Checkpoint(saved.with_name("repaired")).index
+    smaller = [
+        size < file.num_bytes for file, size in zip(new.files, new.stored_sizes, strict=True)
+    ]
+    assert smaller == [False, True, True]
+
+
+def test_sound_files_move_to_another_storage(saved: Path) -> None:
+    flip(data_file(saved, 0), 5)
+    target = MemoryStorage()
+    report = repair(saved, target)
+    assert [file.state for file in report.files] == ["damaged", "sound", "sound"]
+    checkpoint = remesh.Checkpoint(target)
+    assert checkpoint.verify().ok
+    assert not checkpoint.index.is_compressed
+    assert report.saved == checkpoint.index.tensors.names
+
+
+@pytest.mark.parametrize("missing", ["short", "gone"])
+def test_a_file_that_is_not_whole(missing: str, saved: Path) -> None:
+    file, index = data_file(saved, 1), remesh.Checkpoint(saved).index
+    begin, length = index.stored_blocks(1)
+    kept = 0 if missing == "gone" else int(np.sort(begin)[1]) + 7
+    if missing == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, kept)
+    lost = names_of_blocks(index, 1, np.flatnonzero(begin + length > kept).tolist())
+    report = repaired(saved, set(truth()) - lost)
+    assert report.files[1].state == ("missing" if missing == "gone" else "truncated")
+    assert {one.name for one in report.lost} == lost
+
+
+def test_without_the_record(saved: Path) -> None:
+    (saved / native.RECORD_NAME).unlink()
+    report = repaired(saved, set(truth()))
+    assert report.index == "decodes"
+    assert all(file.state == "sound" for file in report.files)
+
+
+def test_with_a_damaged_index(saved: Path) -> None:
+    """One that decodes still says where blocks lie; that they are right, the record proves."""
+    storage = LocalStorage(saved)
+    record = native.read_record(storage)
+    index = Index.decode(storage.read(record.index.path), "index")
+    digests = index.digests.copy()
+    digests[-1, 0] ^= 1
+    storage.put(record.index.path, replace(index, digests=digests).encode(), overwrite=True)
+    report = repaired(saved, set(truth()))
+    assert report.index == "damaged"
+    assert all(file.state == "sound" for file in report.files)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_without_the_index_nothing_is_found(has_record: bool, saved: Path) -> None:
+    next(saved.glob("data-*/index.safetensors")).unlink()
+    if not has_record:
+        (saved / native.RECORD_NAME).unlink()
+    with pytest.raises(CheckpointError, match="nothing can be saved"):
+        repair(saved, saved.with_name("repaired"))
+    result = CliRunner().invoke(cli, ["repair", str(saved), "--dry-run"])
+    assert "it is compressed, and only the lost index says where its blocks lie" in " ".join(
+        result.output.split()
+    )
