@@ -88,6 +88,7 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.save_load
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.incremental
+	$(BIN)/python -m benchmarks.compression
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.transform_planning
 	$(BIN)/python -m benchmarks.reshard

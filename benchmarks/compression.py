@@ -191,14 +191,15 @@ def systems(state: dict[str, Any], folder: Path, rounds: int) -> list[dict[str, 
         "torch DCP, ZStandard": lambda place: by_dcp(place, [ZStandard()]),
     }
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
-    for number in range(rounds):
+    for number in range(-1, rounds):  # the first is a warm-up
         for name, save in contestants.items():
             place = folder / f"{name} {number}"
             cpu, started = time.process_time(), time.perf_counter()
             save(place)
             taken = time.perf_counter() - started, time.process_time() - cpu
             size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-            found[name].append((*taken, size))
+            if number >= 0:
+                found[name].append((*taken, size))
             shutil.rmtree(place)
     names = ("seconds", "cpu_seconds", "num_bytes")
     return [

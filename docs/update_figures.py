@@ -168,7 +168,38 @@ def of_master(rows: Any) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def of_compression(result: Any) -> Iterator[str]:
+    """How small states get, how fast, and where that pays."""
+    first, last = result["losses"]
+    yield f"A state after {result['steps']} steps; the loss went from {first:.1f} to {last:.1f}:"
+    yield ""
+    yield "| part | stored | without planes | encode | decode | copy |"
+    yield "|---" * 6 + "|"
+    for name, row in result["kinds"].items():
+        rates = (row["bytes_per_second"][key] for key in ("encode", "decode", "copy"))
+        cells = [f"{row[key]:.0%}" for key in ("ratio", "ratio_without_planes")]
+        yield f"| {' | '.join([name, *cells, *(f'{rate / 1e9:.1f} GB/s' for rate in rates)])} |"
+    yield ""
+    yield f"Saves of {result['num_bytes'] / 1e6:.0f} MB of it to the local disk:"
+    yield ""
+    yield "| | stored | seconds | CPU seconds |"
+    yield "|---" * 4 + "|"
+    for row in result["systems"]:
+        share = row["num_bytes"] / result["num_bytes"]
+        figures = f"{share:.0%} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f}"
+        yield f"| {row['contestant']} | {figures} |"
+    yield ""
+    yield "Saves and loads of it behind a link:"
+    yield ""
+    yield "| link | `compress` | save | load | stored |"
+    yield "|---" * 5 + "|"
+    for row in result["links"]:
+        figures = f"{row['save']:.2f} | {row['load']:.2f} | {row['stored']:.0%}"
+        yield f"| {row['bytes_per_second'] / 1e6:.0f} MB/s | `{row['compress']}` | {figures} |"
+
+
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
+    "compression": of_compression,
     "foreign": of_foreign,
     "master": of_master,
     "recovery": of_recovery,

@@ -26,9 +26,9 @@ SMOOTHING = 0.25
 class BlockCodec:
     """Encodes the blocks of a stream, chunk by chunk.
 
-    If it adapts, a chunk is compressed if the chunks before it took longer to be written than to be
-    encoded. So where the storage is the limit, threads encode while they would wait for it, and
-    where it is not, they do not spend their time on it.
+    If it adapts, a chunk is compressed if encoding takes less time than writing the bytes that it
+    saves, as measured for the chunks before. So where the storage is the limit, threads encode
+    instead of waiting for it, and where it is not, they do not spend their time on it.
 
     Args:
         adapts: Whether it measures if encoding pays; otherwise it encodes always.
@@ -43,8 +43,9 @@ class BlockCodec:
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _num_bytes: int = field(init=False, default=0)
-    _encoding: float = field(init=False, default=0.0)
-    _writing: float = field(init=False, default=0.0)
+    _encoding: float = field(init=False, default=0.0)  # seconds a byte
+    _saving: float = field(init=False, default=0.0)  # bytes a byte
+    _writing: float = field(init=False, default=0.0)  # seconds a stored byte
 
     def encode(self, start: int, data: Buffer) -> list[Buffer]:
         """The stored form of each block of some bytes, which begin with a block.
@@ -55,7 +56,8 @@ class BlockCodec:
         """
         blocks = [data[at : at + BLOCK_SIZE] for at in range(0, len(data), BLOCK_SIZE)]
         with self._lock:
-            pays = self._num_bytes < FIRST_BYTES or self._encoding < self._writing
+            is_first = self._num_bytes < FIRST_BYTES
+            pays = is_first or self._encoding < self._saving * self._writing
             self._num_bytes += len(data)
         if self.adapts and not pays:
             return blocks
@@ -64,12 +66,14 @@ class BlockCodec:
             encode_block(block, self._planes_at(start + number * BLOCK_SIZE + len(block) // 2))
             for number, block in enumerate(blocks)
         ]
+        seconds, num_saved = self.clock() - began, len(data) - sum(map(len, encoded))
         with self._lock:
-            self._encoding = _smoothed(self._encoding, (self.clock() - began) / len(data))
+            self._encoding = _smoothed(self._encoding, seconds / len(data))
+            self._saving = _smoothed(self._saving, num_saved / len(data))
         return encoded
 
     def written(self, num_bytes: int, seconds: float) -> None:
-        """Take notice of how long it took to write the stored form of some bytes."""
+        """Take notice of how long it took to write so many bytes, in their stored form."""
         with self._lock:
             self._writing = _smoothed(self._writing, seconds / num_bytes)
 

@@ -297,7 +297,7 @@ class ChunkWriter:
         self._stored_begin[first : first + len(blocks)] = begin + np.cumsum(lengths) - lengths
         began = time.perf_counter()
         self._writer_of(file).write(begin, joined(blocks))
-        codec.written(len(part), time.perf_counter() - began)
+        codec.written(int(lengths.sum()), time.perf_counter() - began)
 
     def accept(self, number: int, chunk: Buffer) -> None:
         """Take notice of a chunk that is in the files."""

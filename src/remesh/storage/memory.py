@@ -121,8 +121,8 @@ class MemoryStorage:
     def _publish(self, path: str, num_bytes: int | None) -> None:
         with self._lock:
             content = self._unfinished.pop(path)
-            if num_bytes is not None and num_bytes < content.size:
-                content = content[:num_bytes].copy()
+            if num_bytes is not None:
+                content = content[:num_bytes]  # memory that was never written takes no room
             content.flags.writeable = False
             self._files[path] = content
 
