@@ -87,6 +87,7 @@ format: $(VENV)/.ready-dev  ## Format the code
 bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of the machine
 	$(BIN)/python -m benchmarks.save_load
 	$(BIN)/python -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.snapshots
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.compression
 	$(BIN)/python -m benchmarks.planning
@@ -98,6 +99,7 @@ bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of th
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.master
 	$(BIN)/python -m benchmarks.kubernetes
+	$(BIN)/python -m benchmarks.goodput
 
 bench-short: $(VENV)/.ready-dev  ## The same in three minutes, small: one table with the limits
 	$(BIN)/python -m benchmarks.short

@@ -111,12 +111,12 @@ def measure_blocking(state: Any, folder: Path, rounds: int) -> tuple[list[list[s
             contestants: dict[str, Callable[[], tuple[float, float]]] = {
                 "Saver()": lambda: measure_remesh(cold, state, place / "cold"),  # noqa: B023
                 "Saver(state)": lambda: measure_remesh(warm, state, place / "warm"),  # noqa: B023
-                "Saver(state, writer='process')": lambda: measure_remesh(
+                'Saver(state, writer="process")': lambda: measure_remesh(
                     process,
                     state,
                     place / "process",  # noqa: B023
                 ),
-                "torch dcp": lambda: measure_dcp(state, place / "dcp"),  # noqa: B023
+                "DCP async_save": lambda: measure_dcp(state, place / "dcp"),  # noqa: B023
             }
             for name, action in contestants.items():
                 found.setdefault(name, []).append(action())
@@ -247,7 +247,8 @@ def main() -> None:
         blocking,
     )
     print_table(f"{title}: training beside a save", ["beside", "step", "x nothing"], slowdown)
-    write_json("async_save", {**blocking_results, "step_seconds": slowdown_results})
+    size = {"gibibytes": arguments.gib, "rounds": arguments.rounds}
+    write_json("async_save", {**size, **blocking_results, "step_seconds": slowdown_results})
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = f"{median(back):.1f}" if back else "-"
         rows.append([name, f"{len(back)} of {len(times)}", shown])
     print_table("From a kill to the first new step", ["", "came back", "median, s"], rows)
-    write_json("elastic", results)
+    write_json("elastic", {"limit": options.limit, "results": results})
 
 
 if __name__ == "__main__":

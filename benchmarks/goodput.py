@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.chart import line_chart
@@ -42,8 +42,59 @@ def strategy_of(name: str, minutes: int) -> Strategy:
     return dataclasses.replace(strategy, **options)
 
 
-def mean_goodput(outcomes: Sequence[Outcome]) -> float:
-    return sum(one.goodput for one in outcomes) / len(outcomes)
+def rows_of(by_minutes: Mapping[int, Sequence[Outcome]]) -> list[dict[str, float]]:
+    """What the jobs of a strategy came to, for each interval between checkpoints."""
+    rows = []
+    for minutes, outcomes in by_minutes.items():
+        failures = sum(one.num_failures for one in outcomes)
+        recoveries = [seconds for one in outcomes for seconds in one.recoveries]
+        rows.append(
+            {
+                "minutes": minutes,
+                "goodput": sum(one.goodput for one in outcomes) / len(outcomes),
+                "failures": failures,
+                "steps_lost": sum(one.steps_lost for one in outcomes) / failures,
+                "recovery_seconds": median(recoveries),
+                "bytes_moved": sum(one.bytes_moved for one in outcomes) / failures,
+            }
+        )
+    return rows
+
+
+HEAD = (
+    "the state is kept in",
+    "goodput, at best",
+    "with checkpoints every",
+    f"every {MINUTES[-1]} min",
+    "steps lost a failure",
+    "back after",
+    "moved a failure",
+)
+
+
+def cells_of(ways: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[list[str]]:
+    """Rows of the table below `HEAD`."""
+    for name, rows in ways.items():
+        best = max(rows, key=lambda row: row["goodput"])
+        yield [
+            name,
+            f"{best['goodput'] * 100:.2f} %",
+            f"{best['minutes']} min",
+            f"{rows[-1]['goodput'] * 100:.2f} %",
+            f"{best['steps_lost']:.1f}",
+            f"{best['recovery_seconds']:.0f} s",
+            f"{best['bytes_moved'] / 1e9:,.0f} GB",
+        ]
+
+
+def draw(ways: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """The chart."""
+    return line_chart(
+        "Goodput on 16,384 ranks, simulated",
+        {name: [(row["minutes"], row["goodput"]) for row in rows] for name, rows in ways.items()},
+        x_title="minutes between checkpoints in storage",
+        bottom=0.6,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,71 +104,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     seconds = options.days * DAY
     failures = [draw_failures(CLUSTER, LLAMA3_RATES, seconds, job) for job in range(options.jobs)]
-    found: dict[str, dict[int, list[Outcome]]] = {}
+    ways = {}
     for name, (_, workload) in WAYS.items():
-        found[name] = {
+        by_minutes = {
             minutes: [
                 simulate(CLUSTER, workload, strategy_of(name, minutes), drawn, seconds)
                 for drawn in failures
             ]
             for minutes in MINUTES
         }
-    rows, document = [], {}
-    for name, by_minutes in found.items():
-        best = max(by_minutes, key=lambda minutes: mean_goodput(by_minutes[minutes]))
-        outcomes = by_minutes[best]
-        lost = sum(one.steps_lost for one in outcomes)
-        num_failures = sum(one.num_failures for one in outcomes)
-        recoveries = [seconds for one in outcomes for seconds in one.recoveries]
-        moved = sum(one.bytes_moved for one in outcomes) / num_failures
-        rows.append(
-            [
-                name,
-                f"{mean_goodput(outcomes):.2%}",
-                f"{best} min",
-                f"{mean_goodput(by_minutes[MINUTES[-1]]):.2%}",
-                f"{lost / num_failures:.1f}",
-                f"{median(recoveries):.0f} s",
-                f"{moved / 1e9:.3g} GB",
-            ]
-        )
-        document[name] = {
-            minutes: [
-                {
-                    "goodput": one.goodput,
-                    "steps_lost": one.steps_lost,
-                    "failures": one.num_failures,
-                    "recovery_seconds": median(one.recoveries),
-                    "bytes_moved": one.bytes_moved,
-                    "sources": dict(one.sources),
-                }
-                for one in outcomes
-            ]
-            for minutes, outcomes in by_minutes.items()
-        }
-    head = [
-        "state is kept in",
-        "goodput",
-        "with saves every",
-        f"every {MINUTES[-1]} min",
-        "steps lost a failure",
-        "back after",
-        "moved a failure",
-    ]
-    print_table(f"2,048 nodes, {options.days:g} days, {options.jobs} jobs each", head, rows)
-    write_json("goodput", document)
-    lines = {
-        name: [(minutes, mean_goodput(outcomes)) for minutes, outcomes in by_minutes.items()]
-        for name, by_minutes in found.items()
-    }
-    Path("bench-output/goodput.svg").write_text(
-        line_chart(
-            "Goodput on 16,384 ranks, simulated",
-            lines,
-            x_title="minutes between checkpoints in storage",
-            bottom=0.6,
-        )
-    )
+        ways[name] = rows_of(by_minutes)
+    title = f"2,048 nodes, {options.days:g} days, {options.jobs} jobs each"
+    print_table(title, HEAD, list(cells_of(ways)))
+    write_json("goodput", {"jobs": options.jobs, "days": options.days, "ways": ways})
+    Path("bench-output/goodput.svg").write_text(draw(ways))
 
 
 if __name__ == "__main__":

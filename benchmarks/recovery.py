@@ -220,30 +220,37 @@ def simulate(victim: str, left: float) -> float:
     return median([form_again(cluster, kind, lost, agents, dice).formed for _ in range(NUM_PLAYS)])
 
 
-def compare_with_simulation(results: Results) -> None:
-    """Print how long worlds took to form, measured and simulated."""
+def compare_with_simulation(results: Results) -> dict[str, dict[str, float]]:
+    """How long worlds took to form, measured and simulated, by what failed."""
     formed = {
-        victim: [one for one in results[f"{WORDS[victim]}, go on"] if one is not None]
+        victim: [one for one in results[name] if one is not None]
         for victim in SIMULATED
+        if (name := f"{WORDS[victim]}, go on") in results
     }
+    if not formed.get("worker"):
+        return {}
     left = median([one["left"] for one in formed["worker"]])
-    rows = []
-    for victim, found in formed.items():
-        measured = median([one["left"] + one["entered"] for one in found])
-        rows.append([WORDS[victim], f"{measured:.2f}", f"{simulate(victim, left):.2f}"])
-    head = ["", "measured, seconds", "simulated"]
-    print_table("From the failure until all processes have entered the next world", head, rows)
+    return {
+        WORDS[victim]: {
+            "measured": median([one["left"] + one["entered"] for one in found]),
+            "simulated": simulate(victim, left),
+        }
+        for victim, found in formed.items()
+        if found
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to come back")
+    parser.add_argument("--failures", nargs="+", choices=WORDS, default=list(WORDS))
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     results: Results = {}
     cases = [(side, "worker") for side in ("go on", "start again", "torchrun")]
     cases += [(side, what) for what in WORDS for side in ("go on", "start again")][2:]
+    cases = [(side, what) for side, what in cases if what in options.failures]
     for _ in range(options.repeats):
         for side, victim in cases:
             if victim == "join":
@@ -266,8 +273,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = "From the kill of a process, or the last step before a join, to the next new step"
     print_table(title, head, rows)
     sys.stdout.write(f"load of the machine before: {load:.1f}\n")
-    compare_with_simulation(results)
-    write_json("recovery", {"load": load, "results": results})
+    formed = compare_with_simulation(results)
+    print_table(
+        "From the failure until all processes have entered the next world",
+        ["", "measured, seconds", "simulated"],
+        [[name, *(f"{one[key]:.2f}" for key in ("measured", "simulated"))]
+         for name, one in formed.items()],
+    )  # fmt: skip
+    write_json(
+        "recovery", {"load": load, "limit": options.limit, "results": results, "formed": formed}
+    )
 
 
 if __name__ == "__main__":

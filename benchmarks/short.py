@@ -2,7 +2,9 @@
 
 Each benchmark runs by itself with a small state and few rounds; what does not end in time is left
 out, and the table says so. Times are multiples of the limit that took turns with it: for files the
-same bytes raw, for live state the plain batched send and receive.
+same bytes raw, for live state the plain batched send and receive, for a snapshot one copy, for a
+compressed state its uncompressed bytes on the link. A recovery has no limit; its seconds are in the
+name of the row, beside those of torchrun.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import print_table, write_json
+from benchmarks.report import median, print_table, write_json
 
 SECONDS = 180.0
 """Of all together."""
@@ -65,6 +67,32 @@ def of_reshard(result: Any) -> Iterator[Row]:
             yield row_of(f"{row['ranks']} ranks, live, {name}", of["limit"], row, None)
 
 
+def of_snapshots(result: Any) -> Iterator[Row]:
+    of = {row["contestant"]: row for row in result}
+    for name, row in of.items():
+        if name.startswith("snapshot"):
+            yield row_of(f"{row['ranks']} ranks, {name}", of["limit"], row, of["torch DCP"])
+
+
+def of_compression(result: Any) -> Iterator[Row]:
+    for row in result["links"]:
+        if row["compress"] == "auto":
+            link = f"{row['bytes_per_second'] / 1e6:.0f} MB/s"
+            for task in ("save", "load"):
+                yield {
+                    "what": f"1 rank, {task}, compressed to {row['stored']:.0%}, link of {link}",
+                    "limit_seconds": row["limit_seconds"],
+                    "remesh": row[task],
+                }
+
+
+def of_recovery(result: Any) -> Iterator[Row]:
+    for name, runs in result["results"].items():
+        back = [one["seconds"] for one in runs if one is not None]
+        after = f"after {median(back):.1f} s" if back else f"not within {result['limit']:g} s"
+        yield {"what": f"4 ranks, {name}: next new step {after}"}
+
+
 def row_of(what: str, limit: Any, ours: Any, theirs: Any) -> Row:
     return {
         "what": what,
@@ -83,6 +111,9 @@ BENCHMARKS = (
         of_reshard,
     ),
     Benchmark("incremental", ("--gib=0.25", "--rounds=2"), of_incremental),
+    Benchmark("snapshots", ("--gib=0.25", "--rounds=3", "--ranks", "2"), of_snapshots),
+    Benchmark("compression", ("--steps=40", "--copies=1", "--rounds=1"), of_compression),
+    Benchmark("recovery", ("--repeats=1", "--limit=15", "--failures", "worker"), of_recovery),
 )
 
 

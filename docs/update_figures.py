@@ -3,9 +3,9 @@
 
 What lies between `<!-- figures: NAME -->` and `<!-- end of figures -->` is made of the stored
 result `docs/results/NAME.json` (`NAME.part` too), with the date, the machine and the versions that
-are stored with it; so is the chart `docs/save_load.svg`. Results that are given, as benchmarks
-leave them in `bench-output/`, replace the stored ones first. A test compares the pages with what
-this script would write.
+are stored with it; so are the charts `docs/save_load.svg` and `docs/goodput.svg`. Results that are
+given, as benchmarks leave them in `bench-output/`, replace the stored ones first. A test compares
+the pages with what this script would write.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.chart import bar_chart, group_rows  # noqa: E402 - found by the line above
+from benchmarks import goodput  # noqa: E402 - found by the line above
+from benchmarks.chart import bar_chart, group_rows  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
-CHART = ROOT / "docs" / "save_load.svg"
 BLOCK = re.compile(r"(<!-- figures: ([\w.]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -56,20 +56,48 @@ def of_reshard(result: Any) -> Iterator[str]:
 
 def of_save_load(rows: Any) -> Iterator[str]:
     """Saves and loads: a table for each task, a column for each number of ranks."""
-    of = {(row["task"].split(", ", 1)[1], row["contestant"], row["ranks"]): row for row in rows}
+    yield (
+        f"{size_of(rows)}, as multiples of the limit, whose seconds are in the first rows; in "
+        "parentheses CPU seconds of all ranks."
+    )
+    yield ""
+    of = {(task_of(row), row["contestant"], row["ranks"]): row for row in rows}
     worlds = sorted({ranks for _, _, ranks in of})
-    for task in dict.fromkeys(task for task, _, _ in of):
-        yield f"| {task} | {' | '.join(f'{n} rank' + 's' * (n > 1) for n in worlds)} |"
+    tasks = list(dict.fromkeys(task for task, _, _ in of))
+    columns = " | ".join(f"{n} rank" + "s" * (n > 1) for n in worlds)
+
+    def line(task: str, name: str, cell: str) -> str:
+        found = [of.get((task, name, ranks)) for ranks in worlds]
+        return f"{' | '.join('' if row is None else cell.format(**row) for row in found)} |"
+
+    for task in tasks:
+        yield f"| {task} | {columns} |"
         yield "|---" * (1 + len(worlds)) + "|"
-        for name in dict.fromkeys(name for t, name, _ in of if (t, name) != (task, "limit")):
-            found = [of.get((task, name, ranks)) for ranks in worlds]
-            cells = (
-                "" if row is None else f"{row['times_limit']:.1f} ({row['cpu_seconds']:.1f} s)"
-                for row in found
-            )
-            if any(found):
-                yield f"| {name} | {' | '.join(cells)} |"
+        yield f"| limit | {line(task, 'limit', '{seconds:.2f} s')}"
+        for name in dict.fromkeys(name for t, name, _ in of if t == task and name != "limit"):
+            yield f"| {name} | {line(task, name, '{times_limit:.1f} ({cpu_seconds:.1f} s)')}"
         yield ""
+    yield f"| remesh's memory at the peak, share of the state | {columns} |"
+    yield "|---" * (1 + len(worlds)) + "|"
+    for task in tasks:
+        yield f"| {task} | {line(task, 'remesh', '{peak_per_state:.2f}')}"
+    yield ""
+    task = "load, rows to columns"
+    yield f"| bytes read for each needed byte, rows to columns | {columns} |"
+    yield "|---" * (1 + len(worlds)) + "|"
+    for name in dict.fromkeys(name for t, name, _ in of if t == task and name != "limit"):
+        yield f"| {name} | {line(task, name, '{read_per_needed:.1f}')}"
+
+
+def task_of(row: Any) -> str:
+    """The task of a row of `save_load` without the number of ranks."""
+    return re.sub(r"what \d+ ranks", "what 4 or 2 ranks", row["task"].split(", ", 1)[1])
+
+
+def size_of(rows: Any) -> str:
+    """The size of a state and the number of rounds, of rows that have both."""
+    rounds = len(rows[0]["all_seconds"])
+    return f"{rows[0]['bytes'] / 2**30:.2g} GiB of state, medians of {rounds} interleaved rounds"
 
 
 SUMMARY = ("remesh", "torch DCP", "megatron-core", "torch.save")
@@ -78,6 +106,8 @@ SUMMARY = ("remesh", "torch DCP", "megatron-core", "torch.save")
 
 def of_save_load_summary(rows: Any) -> Iterator[str]:
     """Saves and loads on 2 ranks."""
+    yield f"{size_of(rows)} on 2 ranks, as multiples of the limit."
+    yield ""
     of = {(row["task"], row["contestant"]): row for row in rows if row["ranks"] == 2}
     yield f"| | {' | '.join(SUMMARY)} |"
     yield "|---" * (1 + len(SUMMARY)) + "|"
@@ -89,11 +119,172 @@ def of_save_load_summary(rows: Any) -> Iterator[str]:
     yield f"| CPU of the save | {' | '.join(cells)} |"
 
 
-def chart() -> str:
+def save_load_chart(rows: Any) -> str:
     """The chart of saves and loads."""
-    rows = json.loads((RESULTS / "save_load.json").read_text())["result"]
     groups = group_rows([row for row in rows if row["ranks"] > 1], "times_limit")
     return bar_chart("Seconds, as multiples of the limit", groups, limit=1, longest=6)
+
+
+CHARTS: dict[str, Callable[[Any], str]] = {
+    "save_load": save_load_chart,
+    "goodput": lambda result: goodput.draw(result["ways"]),
+}
+
+
+def chart(name: str) -> str:
+    """The text of a chart."""
+    return CHARTS[name](json.loads((RESULTS / f"{name}.json").read_text())["result"])
+
+
+def of_async_save(result: Any) -> Iterator[str]:
+    """How long background saves block, and steps beside them."""
+    yield (
+        f"{result['gibibytes']:g} GiB of state in one process, {result['rounds']} interleaved "
+        "rounds. `blocked` is in multiples of one copy of the state, `durable` in multiples of the "
+        "limit of a save."
+    )
+    yield ""
+    of: dict[str, list[Any]] = {}
+    for row in result["results"]:
+        of.setdefault(row["contestant"], []).append(row)
+    yield "| | blocked, first save | blocked, later saves | durable after, later |"
+    yield "|---|---|---|---|"
+    for name, (first, later) in of.items():
+        blocked = (row["blocked"] / result["copy_seconds"] for row in (first, later))
+        durable = later["durable"] / result["limit_seconds"]
+        times = " | ".join(f"{one:.1f}" for one in (*blocked, durable))
+        yield f"| {SAVERS.get(name, f'`{name}`')} | {times} |"
+    yield ""
+    yield "| a training step beside | seconds, as multiples of a step alone |"
+    yield "|---|---|"
+    steps = result["step_seconds"]
+    for key, name in BESIDE.items():
+        yield f"| {name} | {steps[key] / steps['nothing']:.1f} |"
+
+
+SAVERS = {"DCP async_save": "DCP `async_save`"}
+"""Contestants whose names are not all code."""
+BESIDE = {
+    "raw": "another process that writes the same bytes",
+    "thread": "a save by a thread",
+    "process": "a save by a process",
+}
+
+
+def of_async_save_summary(result: Any) -> Iterator[str]:
+    """How long a background save blocks."""
+    yield f"{result['gibibytes']:g} GiB of state, medians of {result['rounds'] - 1} later saves."
+    yield ""
+    of = {row["contestant"]: row for row in result["results"] if row["when"] == "later saves"}
+    names = ("Saver(state)", "DCP async_save")
+    yield f"| | {' | '.join(SAVERS.get(name, f'`{name}`') for name in names)} |"
+    yield "|---|---|---|"
+    cells = (f"{of[name]['blocked'] / result['copy_seconds']:.1f}" for name in names)
+    yield f"| blocked, as a multiple of one copy of the state | {' | '.join(cells)} |"
+
+
+def of_snapshots(rows: Any) -> Iterator[str]:
+    """How long snapshots block, and the memory that they hold."""
+    yield f"{size_of(rows)}; times are multiples of one copy of the state."
+    yield ""
+    yield "| | one copy | contestant | blocked, first | blocked, later | CPU | memory held |"
+    yield "|---" * 7 + "|"
+    limits = {row["ranks"]: row for row in rows if row["contestant"] == "limit"}
+    for row in rows:
+        if row["contestant"] == "limit":
+            continue
+        cells = [
+            f"{row['ranks']} node{'s' * (row['ranks'] > 1)}",
+            f"{limits[row['ranks']]['seconds']:.2f} s",
+            row["contestant"],
+            f"{row['first']:.1f}",
+            f"{row['times_limit']:.1f}",
+            f"{row['cpu_seconds']:.2f} s",
+            "" if row["held"] is None else f"{row['held']:.1f} x state",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+RUNS = {
+    "adapter": "frozen model, adapters of rank 4 with AdamW",
+    "resting": "half of the tensors do not change, without a declaration",
+    "full": "everything changes",
+}
+"""What `benchmarks.incremental` saves."""
+
+
+def of_incremental(result: Any) -> Iterator[str]:
+    """What saves cost where not everything changes."""
+    yield (
+        f"{result['gibibytes']:g} GiB of model. Times are multiples of the time in which all bytes "
+        "are written raw."
+    )
+    yield ""
+    yield (
+        "| | bytes that a save writes | limit | blocked | durable | CPU | "
+        "DCP `async_save`: blocked | durable | CPU |"
+    )
+    yield "|---" * 9 + "|"
+    for name, run in result["runs"].items():
+        share = f"{run['written'] * 100:.{0 if run['written'] > 0.1 else 1}f} %"
+        cells = [RUNS[name], share, f"{run['limit_seconds']:.2f} s"]
+        for prefix in ("", "dcp_"):
+            cells += [f"{run[f'{prefix}{key}']:.1f}" for key in ("blocked", "durable")]
+            cells.append(f"{run[f'{prefix}cpu_seconds']:.1f} s")
+        yield f"| {' | '.join(cells)} |"
+
+
+def of_megatron(rows: Any) -> Iterator[str]:
+    """Megatron's names here and in megatron-core."""
+    yield f"{size_of(rows)}, as multiples of the limit."
+    yield ""
+    of = {(row["ranks"], row["task"], row["contestant"]): row for row in rows}
+    names = ("remesh", "remesh, torch_dist", "megatron-core")
+    yield "| | limit | `remesh` format | `torch_dist` by remesh | megatron-core |"
+    yield "|---" * 5 + "|"
+    for ranks, task in dict.fromkeys((ranks, task) for ranks, task, _ in of):
+        cells = [f"{of[ranks, task, name]['times_limit']:.1f}" for name in names]
+        limit = f"{of[ranks, task, 'limit']['seconds']:.2f} s"
+        what = f"{ranks} rank{'s' * (ranks > 1)}, {task}"
+        yield f"| {what} | {limit} | {' | '.join(cells)} |"
+    yield ""
+    read = [row for row in rows if row["task"] == "load, rows to columns"]
+    shown = ", ".join(
+        f"{row['read_per_needed']:.1f} ({row['contestant']})"
+        for row in read
+        if row["contestant"] in names
+    )
+    yield f"Bytes read for each byte that was needed, rows to columns: {shown}."
+
+
+def of_operator(row: Any) -> Iterator[str]:
+    """What many jobs cost the operator."""
+    yield (
+        "| jobs | workers of each | all pods created | operator's CPU for it | requests | "
+        "peak memory | lost worker to replacement, median | 99th percentile |"
+    )
+    yield "|---" * 8 + "|"
+    cells = [
+        f"{row['jobs']:,}",
+        f"{row['workers']}",
+        f"{row['start, s']:.1f} s",
+        f"{row['its CPU, s']:.1f} s",
+        f"{row['requests']:,}",
+        f"{row['MB']:.0f} MB",
+        f"{row['react, ms'] / 1e3:.2f} s",
+        f"{row['p99, ms'] / 1e3:.2f} s",
+    ]
+    yield f"| {' | '.join(cells)} |"
+
+
+def of_goodput(result: Any) -> Iterator[str]:
+    """The simulation of a large job."""
+    yield f"{result['jobs']} jobs of {result['days']:g} days for each way and each interval."
+    yield ""
+    yield f"| {' | '.join(goodput.HEAD)} |"
+    yield "|---" * len(goodput.HEAD) + "|"
+    for cells in goodput.cells_of(result["ways"]):
+        yield f"| {' | '.join(cells)} |"
 
 
 def of_short(rows: Any) -> Iterator[str]:
@@ -127,6 +318,18 @@ def of_foreign(result: Any) -> Iterator[str]:
         yield f"| `{row['command']}` | {seconds} | {row['peak'] / 1e6:.0f} MB |"
 
 
+def of_elastic(result: Any) -> Iterator[str]:
+    """Seconds from a kill to the next step, beside torchrun."""
+    yield f"Three nodes of one rank; each job had {result['limit']:g} s to make a new step."
+    yield ""
+    yield "| | came back | kill to the first new step, median |"
+    yield "|---|---|---|"
+    for name, times in result["results"].items():
+        back = [seconds for seconds in times if seconds is not None]
+        seconds = f"{statistics.median(back):.1f} s" if back else ""
+        yield f"| {name} | {len(back)} of {len(times)} | {seconds} |"
+
+
 def of_recovery(result: Any) -> Iterator[str]:
     """Seconds from a failure to the next new step, and where they go."""
     yield "Medians of seconds, and of the steps that were made again."
@@ -142,6 +345,11 @@ def of_recovery(result: Any) -> Iterator[str]:
             digits = 0 if stage == "again" else 2
             cells.append(f"{statistics.median(values):.{digits}f}" if values else "")
         yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+    yield "| until all processes have entered the next world | measured | simulated |"
+    yield "|---|---|---|"
+    for name, formed in result["formed"].items():
+        yield f"| {name} | {formed['measured']:.2f} | {formed['simulated']:.2f} |"
 
 
 def of_master(rows: Any) -> Iterator[str]:
@@ -199,14 +407,22 @@ def of_compression(result: Any) -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
+    "async_save": of_async_save,
+    "async_save.summary": of_async_save_summary,
     "compression": of_compression,
+    "elastic": of_elastic,
     "foreign": of_foreign,
+    "goodput": of_goodput,
+    "incremental": of_incremental,
     "master": of_master,
+    "megatron": of_megatron,
+    "operator": of_operator,
     "recovery": of_recovery,
     "reshard": of_reshard,
     "save_load": of_save_load,
     "save_load.summary": of_save_load_summary,
     "short": of_short,
+    "snapshots": of_snapshots,
 }
 
 
@@ -253,7 +469,8 @@ def main(given: list[str]) -> None:
         shutil.copyfile(path, RESULTS / path.name)
     for page in pages():
         page.write_text(updated(page.read_text()))
-    CHART.write_text(chart())
+    for name in CHARTS:
+        (ROOT / "docs" / f"{name}.svg").write_text(chart(name))
 
 
 if __name__ == "__main__":
