@@ -16,7 +16,7 @@ from remesh.errors import TransformError, UnsupportedValueError
 from remesh.geometry import Box
 from remesh.tables import BoxTable, TensorTable
 from remesh.testing import run_ranks
-from remesh.transform import TensorInfo, num_pieces_of
+from remesh.transform import TensorInfo, infos_of_boxes
 from remesh.transform.tensor_info import infos_of
 
 FUSE = Transform("a^T, b -> c, axis=0")
@@ -127,7 +127,8 @@ def test_pieces_are_counted_axis_by_axis() -> None:
         (2, Box((), ())),
     ]
     boxes = BoxTable.of(tensors, rows)
-    assert num_pieces_of(tensors, boxes.tensor, boxes.offsets) == [(2, 3), (2,), ()]
+    infos = infos_of_boxes(tensors, boxes.tensor, boxes.offsets)
+    assert [info.num_pieces for info in infos] == [(2, 3), (2,), ()]
 
 
 def test_an_index_says_how_its_tensors_are_cut(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from remesh.transform import (
     Transform,
     arranged,
     infos_of,
-    num_pieces_of,
+    infos_of_boxes,
     short_name,
 )
 
@@ -412,8 +412,5 @@ def _targets(replies: list[bytes]) -> Infos:
     offsets = [
         np.pad(table.offsets, ((0, 0), (0, num_dims - table.offsets.shape[1]))) for table in tables
     ]
-    cuts = num_pieces_of(tensors, np.concatenate(tensor), np.concatenate(offsets))
-    infos: dict[str, TensorInfo | None] = dict.fromkeys(names)
-    for row, name in enumerate(tensors.names):
-        infos[name] = TensorInfo(tensors.dtype(row).name, tensors.shape(row), cuts[row])
-    return infos
+    infos = infos_of_boxes(tensors, np.concatenate(tensor), np.concatenate(offsets))
+    return {**dict.fromkeys(names), **dict(zip(tensors.names, infos, strict=True))}

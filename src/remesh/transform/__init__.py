@@ -22,7 +22,7 @@ from remesh.transform.parser import Program
 from remesh.transform.resolved import Region, Resolved
 from remesh.transform.tensor_info import TensorInfo
 from remesh.transform.tensor_info import infos_of as infos_of
-from remesh.transform.tensor_info import num_pieces_of as num_pieces_of
+from remesh.transform.tensor_info import infos_of_boxes as infos_of_boxes
 from remesh.transform.transform import Transform as Transform
 from remesh.transform.transform import as_transform as as_transform
 

@@ -17,17 +17,23 @@ and a caller with a policy of its own for them, such as `load`, applies that ins
 
 Everything that can be known from names, shapes and dtypes is checked here; only the values of
 tensors that must agree are left for later.
+
+Of names that differ in their numbers alone, some are resolved for all: `remesh.transform.numbered`.
+If anything is wrong with these, all are resolved, so that the error is of the first in order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from remesh.errors import TransformError
 from remesh.transform import messages, syntax
 from remesh.transform.execute import Bindings
 from remesh.transform.expand import Expander, Operand, Step
+from remesh.transform.expanded import expanded
 from remesh.transform.expressions import (
     Leaf,
     Node,
@@ -39,6 +45,7 @@ from remesh.transform.expressions import (
 )
 from remesh.transform.inverse import COPY
 from remesh.transform.layout import Layout
+from remesh.transform.numbered import sampled
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
 from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
@@ -69,15 +76,36 @@ def resolve(
     undone = _Undone(
         None
         if original is None or targets is None
-        else lambda: _Resolver(original, targets, sources, owners, {}, _Undone(None)).execute()
+        else lambda: _Resolver(
+            original, targets, sources, owners, {}, _Undone(None), options=_Options()
+        ).execute()
     )
-    resolver = _Resolver(
-        statements, sources, targets, owners, aliases, undone, cast=cast, resizes=resizes
-    )
-    return resolver.run(with_outputs=with_outputs)
+    options = _Options(cast, with_outputs, resizes)
+    if original is None and targets is not None:
+        sample = sampled(statements, sources, targets, owners, aliases)
+        if sample is not None:
+            few = _Resolver(
+                statements, sample.sources, sample.targets, owners, aliases, undone, options=options
+            )
+            # What is wrong is said of all names.
+            with suppress(TransformError):
+                found = few.run()
+                whole = expanded(found, few.kept, sample, sources, targets)
+                if whole is not None and few.is_clear:
+                    return whole
+    return _Resolver(statements, sources, targets, owners, aliases, undone, options=options).run()
 
 
 _Groups = list[tuple[Step, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Arguments of `Transform.resolve`."""
+
+    cast: bool = False
+    with_outputs: bool = False
+    resizes: bool = False
 
 
 class _Undone:
@@ -130,24 +158,23 @@ class _Resolver:
         aliases: Mapping[str, str],
         undone: _Undone,
         *,
-        cast: bool = False,
-        resizes: bool = False,
+        options: _Options,
     ) -> None:
         self.statements = statements
         self.undone = undone
-        self.cast = cast
-        self.resizes = resizes
+        self.options = options
+        self.is_clear = True
         self.resized: dict[str, str] = {}
         self.owners = owners
-        literal = _literal_names(name for s in statements for name in s.left)
-        states = find_states(sources, literal, owners)
-        self.sources = Sources(sources, states, aliases)
         self.given_targets = targets
+        literal = _literal_names(name for s in statements for name in s.left)
+        states = self.find_states(sources, literal)
+        self.sources = Sources(sources, states, aliases)
         self.bindings: Bindings
         self.targets: Infos = {}
         self.target_states = States()
         self.plans: dict[str, Plan] = {}
-        self.kept: dict[str, str] = {}
+        self.kept: dict[str, tuple[str, str]] = {}
         self.untouched: dict[str, None] = {}
         self.missing: dict[str, str] = {}
         self.conflicts: dict[str, str] = {}
@@ -156,25 +183,34 @@ class _Resolver:
             state.parameter: name for name, maybe in states.undecided.items() for state in maybe
         }
 
-    def run(self, *, with_outputs: bool) -> Resolved:
+    def find_states(self, names: Iterable[str], further: Iterable[str]) -> States:
+        found = find_states(names, further, self.owners)
+        self.is_clear &= found.is_clear
+        return found
+
+    def run(self) -> Resolved:
         self.bindings, _ = self.execute()
         given = self.given_targets
-        outputs = self.outputs() if with_outputs or given is None else {}
+        outputs = self.outputs() if self.options.with_outputs or given is None else {}
         self.targets = {**outputs, **(given or {})}
-        self.target_states = find_states(self.targets, self.bindings.values, self.owners)
+        self.target_states = self.find_states(self.targets, self.bindings.values)
         for name, info in self.targets.items():
             self.plan(name, info)
+        deleted = tuple(name for name in self.sources.infos if self.is_deleted(name))
+        used = {name for plan in self.plans.values() for name in plan.sources}
+        used.update(deleted, self.untouched)
         return Resolved(
             self.sources.infos,
             self.targets,
             plans=self.plans,
             resized=self.resized,
-            kept=self.kept,
+            kept={name: f"{touched!r} is {how}" for name, (touched, how) in self.kept.items()},
             untouched=frozenset(self.untouched),
             missing=self.missing_with_hints(),
             conflicts=self.conflicts,
-            deleted=tuple(name for name in self.sources.infos if self.is_deleted(name)),
+            deleted=deleted,
             unused_results=tuple(n for n in self.bindings.unread if not self.is_wanted(n)),
+            unused=tuple(name for name in self.sources.infos if name not in used),
         )
 
     # -----------------------------------------------------------------------------------------
@@ -206,7 +242,7 @@ class _Resolver:
         """The targets, and the parameters of which only optimizer states are targets."""
         assert self.given_targets is not None
         literal = _literal_names(name for s in self.statements for name in s.right)
-        states = find_states(self.given_targets, literal, self.owners)
+        states = self.find_states(self.given_targets, literal)
         found = {name: info for name, info in self.given_targets.items() if info is not None}
         for parameter in states.by_parameter:
             info = info_from_states(parameter, states, self.given_targets)
@@ -250,7 +286,7 @@ class _Resolver:
         for steps, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
             step = steps.get(touched)
             if step is not None:
-                self.kept[name] = f"{touched!r} is {verb} by statement {step.statement.number}"
+                self.kept[name] = touched, f"{verb} by statement {step.statement.number}"
                 return True
         return False
 
@@ -261,11 +297,11 @@ class _Resolver:
         if lacking is not None:
             self.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
-        if self.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
+        if self.options.resizes and isinstance(node, Leaf) and info and node.shape != info.shape:
             self.resized[name] = node.name
         elif info is not None:
             self.check_shape(step, name, node, info)
-            if node.dtype != info.dtype and self.cast and node.dtype is not None:
+            if node.dtype != info.dtype and self.options.cast and node.dtype is not None:
                 node = convert(node, info.dtype)
             elif node.dtype != info.dtype:
                 raise step.error(
@@ -300,9 +336,9 @@ class _Resolver:
             if info is None or found is None:
                 agree = info is found
             else:
-                same_dtype = self.cast or info.dtype == found.dtype
+                same_dtype = self.options.cast or info.dtype == found.dtype
                 agree = same_dtype and info.shape == found.shape
-                if self.resizes and len(sources) == 1 and info.shape != found.shape:
+                if self.options.resizes and len(sources) == 1 and info.shape != found.shape:
                     self.resized[name], agree = source, True
             if not agree:
                 self.conflicts[name] = (
@@ -412,7 +448,7 @@ class _Resolver:
                 f"{parameter.shape}",
                 hints=[f"say in a statement what {name} is made of, or write _ -> {name}"],
             )
-        if info is not None and info.dtype != found.dtype and not self.cast:
+        if info is not None and info.dtype != found.dtype and not self.options.cast:
             raise step.error(
                 f"target {name!r} is {info.dtype}, but follows {source!r}, which is {found.dtype}\n"
                 "Optimizer state is not converted on the way",

@@ -69,12 +69,14 @@ class Plan:
         states: For optimizer state, which is made as `node` says of its parameter: the source of
             the state by the source of the parameter. None if `node` is made of the sources.
         dtype: What such state is converted to; None if it is not.
+        renamed: The sources that stand for others that `node` or `states` name.
     """
 
     sources: tuple[str, ...]
     node: Node | None
     states: Mapping[str, str] | None = None
     dtype: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +108,10 @@ class Resolved:
     deleted: tuple[str, ...]
     unused_results: tuple[str, ...]
     plans: Mapping[str, Plan] = field(repr=False)
-    resized: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = field(init=False)
+    resized: Mapping[str, str]
+    unused: tuple[str, ...]
 
     __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        used = {name for target in self.plans for name in self.sources_of(target)}
-        used.update(self.deleted, self.untouched)
-        unused = tuple(name for name in self.sources if name not in used)
-        object.__setattr__(self, "unused", unused)
 
     def sources_of(self, target: str) -> tuple[str, ...]:
         """Names of the sources that a target is made of or must agree with; none if it is kept."""
@@ -183,17 +179,15 @@ class Resolved:
         plan = self.plans[target]
         assert plan.node is not None
         origins = [origin for origin in plan.node.origins(box) if origin.is_check == checks]
-        if plan.states is None:
-            return tuple(
-                Region(o.leaf.name, o.source_box, o.steps, o.box, _shortest(o)) for o in origins
-            )
-        return tuple(
-            Region(name, o.source_box, o.steps, o.box, self._state_dtypes(name, plan.dtype))
-            for o in origins
-            for name in [plan.states[o.leaf.name]]
-        )
+        regions = []
+        for origin in origins:
+            name = origin.leaf.name if plan.states is None else plan.states[origin.leaf.name]
+            name = plan.renamed.get(name, name)
+            dtypes = _shortest(origin) if plan.states is None else self._dtypes(name, plan.dtype)
+            regions.append(Region(name, origin.source_box, origin.steps, origin.box, dtypes))
+        return tuple(regions)
 
-    def _state_dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
+    def _dtypes(self, source: str, wanted: str | None) -> tuple[str, ...]:
         info = self.sources[source]
         assert info is not None
         return () if wanted is None or wanted == info.dtype else (wanted,)

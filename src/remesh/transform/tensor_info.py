@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from remesh.dtypes import DTYPES
 from remesh.geometry import IntArray
 from remesh.index import Index
+from remesh.pieces import distinct
 from remesh.tables import TensorTable
 
 
@@ -69,33 +69,30 @@ def _infos_of_index(index: Index) -> dict[str, TensorInfo | None]:
     lists, tensors = index.pieces_of_tensors.offsets, index.tensors
     tensor = np.repeat(np.arange(len(lists.ends)), np.diff(lists.ends, prepend=0))
     counts = _num_offsets(tensor, lists.values, len(lists.ends))
-    rows = zip(
-        [DTYPES[code].name for code in tensors.dtypes.tolist()],
-        _of_own_dims(tensors, tensors.shapes),
-        _of_own_dims(tensors, np.maximum(counts[lists.number], 1)),
-        strict=True,
-    )
-    infos = [TensorInfo(*row) for row in rows]
-    return {name: infos[index.row(name)] for name in index}
+    infos = _infos(tensors, np.maximum(counts[lists.number], 1))
+    aliases = {alias: infos[index.row(alias)] for alias in index.aliases}
+    return {**dict(zip(tensors.names, infos, strict=True)), **aliases}
 
 
-def num_pieces_of(
-    tensors: TensorTable, tensor: IntArray, offsets: IntArray
-) -> list[tuple[int, ...]]:
-    """Into how many ranges boxes cut each axis of each tensor.
+def infos_of_boxes(tensors: TensorTable, tensor: IntArray, offsets: IntArray) -> list[TensorInfo]:
+    """Tensors, with the number of ranges that boxes cut each axis into.
 
     Args:
         tensors: The tensors.
         tensor: Row of the tensor of each box.
         offsets: Offset of each box, padded.
     """
-    return _of_own_dims(tensors, np.maximum(_num_offsets(tensor, offsets, len(tensors)), 1))
+    return _infos(tensors, np.maximum(_num_offsets(tensor, offsets, len(tensors)), 1))
 
 
-def _of_own_dims(tensors: TensorTable, rows: IntArray) -> list[tuple[int, ...]]:
-    """A row for each tensor, without the padding."""
-    pairs = zip(rows.tolist(), tensors.ndims.tolist(), strict=True)
-    return [tuple(row[:ndim]) for row, ndim in pairs]
+def _infos(tensors: TensorTable, num_pieces: IntArray) -> list[TensorInfo]:
+    """Tensors and how they are cut; those that are alike share one object."""
+    first, of = distinct(tensors.dtypes, tensors.ndims, *tensors.shapes.T, *num_pieces.T)
+    different = [
+        TensorInfo(tensors.dtype(row).name, tensors.shape(row), tuple(cuts[: tensors.ndims[row]]))
+        for row, cuts in zip(first.tolist(), num_pieces[first].tolist(), strict=True)
+    ]
+    return [different[kind] for kind in of.tolist()]
 
 
 def _num_offsets(tensor: IntArray, offsets: IntArray, num_tensors: int) -> IntArray:
