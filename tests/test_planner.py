@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,12 @@ from remesh.planner import (
     LocalBoxes,
     ReadLimits,
     SavePlan,
+    loading,
     longest_gaps,
     merge_tensors,
     plan_load,
     plan_save,
+    touched_windows,
 )
 from remesh.state import Role
 from remesh.tables import BoxTable, TensorTable
@@ -440,6 +443,83 @@ def test_no_more_is_read_than_needed_blocks_and_short_gaps(load: Load) -> None:
         assert used[0] <= slack / 2
         assert stop - start - 1 - used[-1] <= slack / 2
         assert (np.diff(used, prepend=used[0]) - 1).max(initial=0) <= limits.gap_bytes + slack
+
+
+@st.composite
+def regular_loads(draw: st.DrawFn) -> Load:
+    """Tensors that are cut alike, lie alike in most files, and equal boxes of some of them."""
+    shape = draw(shapes(min_dims=1, max_dims=2, min_extent=3, max_extent=7))
+    boxes = draw(partitions(shape))
+    num_tensors, itemsize = draw(st.integers(2, 5)), 4
+    table = TensorTable.of([(f"t{n}", "float32", shape) for n in range(num_tensors)])
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    tensors = [rng.integers(0, 256, (*shape, itemsize), np.uint8) for _ in range(num_tensors)]
+    number = np.array(draw(st.permutations(range(len(boxes)))))
+    contents = [bytearray(draw(st.sampled_from([0, 0, 0, 8]))) for _ in boxes]
+    file, position = [], []
+    for tensor in tensors:
+        if draw(st.sampled_from([False, False, True])):
+            number = np.roll(number, 1)
+        for box, where in zip(boxes, number.tolist(), strict=True):
+            file.append(where)
+            position.append(len(contents[where]))
+            contents[where] += tensor[box.slices].tobytes()
+    files = tuple(StoredFile(f"{n}.bin", len(content)) for n, content in enumerate(contents))
+    pieces = BoxTable.of(table, [(n, box) for n in range(num_tensors) for box in boxes])
+    index = Index.of(
+        pieces, np.array(file), np.array(position), files, block_size=draw(st.sampled_from([0, 16]))
+    )
+    world = World(index, [np.frombuffer(bytes(c), np.uint8) for c in contents], tensors)
+    wanted = draw(st.lists(boxes_in(shape, min_extent=1), min_size=1, max_size=2))
+    rows = draw(st.lists(st.integers(0, num_tensors - 1), min_size=1, unique=True))
+    return world, [(row, box) for row in rows for box in wanted], draw(limits_for())
+
+
+def regions_of(plan: LoadPlan) -> list[tuple[int, ...]]:
+    """The regions of each run of a plan, in the same order for all plans that read the same."""
+    regions = plan.regions
+    run = np.repeat(np.arange(plan.num_runs), np.diff(plan.run_first))
+    columns = (run, plan.start, plan.stop, regions.want, regions.piece)
+    return sorted(zip(*columns, *regions.offsets.T, *regions.extents.T, strict=True))
+
+
+@given(st.one_of(LOADS, regular_loads()))
+def test_files_that_hold_alike_are_planned_as_if_each_were(load: Load) -> None:
+    index = load[0].index
+    with mock.patch.object(loading, "MIN_ALIKE", 1000):
+        each = plan_for(load)
+    with mock.patch.object(loading, "MIN_ALIKE", 0):
+        alike = plan_for(load)
+    assert each.places is None
+    assert alike.places is not None
+    assert (alike.num_runs, alike.longest_run) == (each.num_runs, each.longest_run)
+    assert alike.bytes_read == each.bytes_read
+    for column in ("run_start", "run_stop", "run_first", "file"):
+        np.testing.assert_array_equal(getattr(alike, column), getattr(each, column))
+    assert regions_of(alike) == regions_of(each)
+    np.testing.assert_array_equal(touched_windows(index, alike), touched_windows(index, each))
+    for run in range(alike.num_runs):
+        rows = slice(*alike.run_first[run : run + 2])
+        regions, start = alike.taken(np.array([run]))
+        np.testing.assert_array_equal(regions.piece, alike.regions.piece[rows])
+        np.testing.assert_array_equal(regions.offsets, alike.regions.offsets[rows])
+        np.testing.assert_array_equal(start, alike.start[rows])
+    read(load, alike)
+
+
+def test_columns_of_rows_are_planned_for_one_file() -> None:
+    shape, num_tensors, num_files = (96, 8), 10, 96
+    table = TensorTable.of([(f"t{n}", "float32", shape) for n in range(num_tensors)])
+    pieces = [(n, Box((row, 0), (1, 8))) for n in range(num_tensors) for row in range(num_files)]
+    file = np.tile(np.arange(num_files), num_tensors)
+    position = np.repeat(np.arange(num_tensors) * 32, num_files)
+    files = tuple(StoredFile(f"{n}.bin", num_tensors * 32) for n in range(num_files))
+    index = Index.of(BoxTable.of(table, pieces), file, position, files)
+    wants = [(n, Box((0, 3), (96, 1))) for n in range(num_tensors)]
+    plan = plan_load(index, BoxTable.of(table, wants), ReadLimits())
+    assert plan.num_runs == num_files
+    assert len(plan.runs.regions) == num_tensors
+    assert len(plan.regions) == num_tensors * num_files
 
 
 def vector_index(num_bytes: int, *, block_size: int) -> Index:

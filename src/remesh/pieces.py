@@ -201,6 +201,10 @@ class PieceRows:
     tensor: IntArray
     within: IntArray
 
+    def take(self, rows: IntArray) -> PieceRows:
+        """Some of them."""
+        return PieceRows(self.pieces, self.tensor.take(rows), self.within.take(rows))
+
     def _column(self, lists: Lists) -> IntArray:
         rows = lists.starts.take(self.tensor)
         rows += self.within

@@ -33,7 +33,6 @@ from remesh.planner import (
     TransferPlan,
     plan_regions,
     touched_windows,
-    windows_of,
 )
 from remesh.storage import Buffer, Storage, is_remote
 
@@ -76,7 +75,7 @@ def read_together(
     """
     found = None if assign is None else _plan_transfer(exchange, index, plan, assign)
     if found is None:
-        transfer = TransferPlan.alone(index, plan.regions)
+        transfer = TransferPlan.alone(index)
         num_threads, turn = NUM_THREADS, np.zeros(plan.num_runs, dtype=np.int64)
     else:
         transfer = found
@@ -106,14 +105,14 @@ def _plan_transfer(
     if not reply:
         return None
     assignment = ReadAssignment.decode(reply)
-    row = assignment.rows_of(windows_of(index, plan.regions, plan.limits))
+    row = assignment.rows_of(plan.windows(index))
     reader = np.where(row < 0, exchange.rank, np.append(assignment.reader, -1)[row])
     turn = np.append(assignment.turn, 0)[row]
     wanted = {}
     for rank in np.unique(reader).tolist():
-        rows = np.flatnonzero(reader == rank)
-        wanted[rank] = plan.regions.take(rows), turn[rows]
-    local, _ = wanted.pop(exchange.rank, (plan.regions.take(row[:0]), row))
+        runs = np.flatnonzero(reader == rank)
+        wanted[rank] = plan.taken(runs)[0], np.repeat(turn[runs], plan.num_regions(runs))
+    local, _ = wanted.pop(exchange.rank, (plan.taken(row[:0])[0], row))
     messages = request_regions(exchange, index, wanted, assignment.asked_by.tolist())
     return TransferPlan(local, *messages, assignment.num_turns)
 

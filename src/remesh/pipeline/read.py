@@ -17,12 +17,12 @@ import numpy as np
 
 from remesh.dtypes import DTYPES
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.geometry import Box, row_strides
+from remesh.geometry import Box, IntArray, row_strides
 from remesh.index import Index
 from remesh.integrity import find_damage, repair_advice
 from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
-from remesh.planner import LoadPlan
+from remesh.planner import LoadPlan, Regions
 from remesh.storage import Buffer, Storage, is_remote
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
@@ -102,35 +102,36 @@ def read_run(
         CorruptCheckpointError: As `read_runs`.
         StorageError: If the storage fails.
     """
-    start, stop = int(plan.run_start[run]), int(plan.run_stop[run])
+    which = plan.run[run]
+    start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
     data = buffer[: stop - start]
-    file = int(index.rows(plan.regions.piece[plan.run_first[run : run + 1]]).file[0])
-    _read_checked(storage, index, file, start, data)
+    _read_checked(storage, index, int(plan.file[run]), start, data)
     with writing:
-        _distribute(index, plan, run, place, data)
+        regions, begin = plan.taken(np.array([run]))
+        _distribute(index, regions, begin - start, place, data)
     return len(data)
 
 
-def _distribute(index: Index, plan: LoadPlan, run: int, place: Place, data: Buffer) -> None:
-    """Copy the regions of a run that has been read to where they go."""
-    rows = slice(int(plan.run_first[run]), int(plan.run_first[run + 1]))
-    start, regions = int(plan.run_start[run]), plan.regions
-    pieces, raw = index.rows(regions.piece[rows]), data.data
+def _distribute(
+    index: Index, regions: Regions, begin: IntArray, place: Place, data: Buffer
+) -> None:
+    """Copy regions that have been read, and begin at some bytes of a buffer, to where they go."""
+    pieces, raw = index.rows(regions.piece), data.data
     tensors, dtypes = index.tensors, index.tensors.dtypes[pieces.tensor]
     strides = row_strides(pieces.extents) * tensors.itemsizes[pieces.tensor][:, None]
-    for want, ndim, dtype, begin, offset, extent, steps in zip(
-        regions.want[rows].tolist(),
+    for want, ndim, dtype, at, offset, extent, steps in zip(
+        regions.want.tolist(),
         tensors.ndims[pieces.tensor].tolist(),
         dtypes.tolist(),
-        (plan.start[rows] - start).tolist(),
-        regions.offsets[rows].tolist(),
-        regions.extents[rows].tolist(),
+        begin.tolist(),
+        regions.offsets.tolist(),
+        regions.extents.tolist(),
         strides.tolist(),
         strict=True,
     ):
         target = place(want)
         shape = tuple(extent[:ndim])
-        region: CarrierArray = np.ndarray(shape, DTYPES[dtype].carrier, raw, begin, steps[:ndim])
+        region: CarrierArray = np.ndarray(shape, DTYPES[dtype].carrier, raw, at, steps[:ndim])
         # The padding of the offset ends with the shorter one.
         corner = tuple(o - w for o, w in zip(offset, target.offset, strict=False))
         target.memory.copy_in(Box(corner, shape), region)

@@ -19,13 +19,12 @@ from remesh.planner.holding import LocalBoxes
 from remesh.planner.loading import (
     LoadPlan,
     ReadLimits,
-    Regions,
     files_of_windows,
     longest_gaps,
     plan_load,
     plan_regions,
-    windows_of,
 )
+from remesh.planner.regions import Regions
 from remesh.planner.saving import (
     Copies,
     SavePlan,
@@ -70,5 +69,4 @@ __all__ = [
     "plan_save",
     "touched_windows",
     "turns_of_distances",
-    "windows_of",
 ]

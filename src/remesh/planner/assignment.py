@@ -17,7 +17,7 @@ import numpy as np
 
 from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.planner.loading import LoadPlan, windows_of
+from remesh.planner.loading import LoadPlan
 
 MAX_SHARERS = 16
 """Ranks that share a read at most; larger groups are divided, which bounds what a turn packs."""
@@ -85,14 +85,12 @@ def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
         index: What is stored.
         plan: What a rank reads.
     """
-    windows = windows_of(index, plan.regions, plan.limits)
+    windows = plan.windows(index)
     first = np.flatnonzero(np.diff(windows, prepend=-1))  # the plan is sorted by window
     if not len(first):
         return np.zeros((0, 3), dtype=np.int64)
-    needed = np.add.reduceat(plan.regions.num_bytes(index), first)
-    of_run = np.searchsorted(windows[first], windows[plan.run_first[:-1]])
-    num_read = np.zeros(len(first), dtype=np.int64)
-    np.add.at(num_read, of_run, plan.run_stop - plan.run_start)
+    num_read = np.add.reduceat(plan.run_stop - plan.run_start, first)
+    needed = np.add.reduceat(plan.num_bytes(index), first)
     return np.stack([windows[first], num_read, needed], axis=1)
 
 

@@ -2,17 +2,17 @@
 
 `plan_load` needs no talk between ranks: it intersects what this rank wants with the pieces of the
 index, turns the intersections into byte ranges, cuts long ranges, and merges near ones into *runs*,
-each of which is one read into a bounded buffer.
+each of which is one read into a bounded buffer. Where thousands of files hold alike, this is done
+for one file of each kind (`LoadPlan`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remesh.errors import CoverageError
 from remesh.geometry import (
     MAX_ELEMENTS,
     BoolArray,
@@ -21,14 +21,16 @@ from remesh.geometry import (
     boxes_of_flat_range,
     flat_span,
     flat_spans,
-    intersect_rows,
-    row_products,
     row_strides,
     strides_of,
 )
 from remesh.index import Index
-from remesh.pieces import PieceRows, distinct, ranges
+from remesh.pieces import Lists, PieceRows, distinct, ranges
+from remesh.planner.regions import Parts, Regions, intersections
 from remesh.tables import BoxTable
+
+MIN_ALIKE = 2
+"""Boxes of a kind, and files of a kind, on average, for which one file of each kind is planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,98 +50,147 @@ class ReadLimits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Regions:
-    """Boxes, each of which lies in one piece of an index, a row each.
+class Runs:
+    """Reads, sorted by file and byte; regions of a run lie together.
 
     Attributes:
-        want: Number of the wanted box that each is a part of.
-        piece: Row in the index's pieces of each.
-        offsets: (rows, d) offset of each in its tensor.
-        extents: (rows, d) shape of each.
+        regions: What is read.
+        start: First byte of each region in its file.
+        stop: One past its last byte. The region is all of [start, stop) or lies strided in it.
+        first: First region of each run, and the number of regions.
+        run_start: First byte of each run, at a digest block's beginning.
+        run_stop: One past its last byte, at a digest block's or the file's end.
+        file: File of each run.
     """
 
-    want: IntArray
-    piece: IntArray
-    offsets: IntArray
-    extents: IntArray
+    regions: Regions
+    start: IntArray
+    stop: IntArray
+    first: IntArray
+    run_start: IntArray
+    run_stop: IntArray
+    file: IntArray
 
-    def __len__(self) -> int:
-        return len(self.piece)
 
-    @classmethod
-    def join(cls, parts: Sequence[Regions]) -> Regions:
-        """The regions of several tables in one."""
-        return cls(
-            np.concatenate([part.want for part in parts]),
-            np.concatenate([part.piece for part in parts]),
-            np.concatenate([part.offsets for part in parts]),
-            np.concatenate([part.extents for part in parts]),
-        )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """What tells regions of files that are read alike apart.
 
-    def take(self, rows: IntArray) -> Regions:
-        """Some of the rows."""
-        # `take` is several times as fast as indexing where rows are short.
-        return Regions(
-            self.want.take(rows),
-            self.piece.take(rows),
-            self.offsets.take(rows, axis=0),
-            self.extents.take(rows, axis=0),
-        )
+    Attributes:
+        part: For each region, its number among the wanted parts of pieces of its file.
+        first: The first wanted part of each file.
+        within: The number of each part's piece in its tensor.
+        corner: The offset of that piece.
+    """
 
-    def num_bytes(self, index: Index) -> IntArray:
-        """Bytes of each region."""
-        tensors = index.tensors
-        sizes: IntArray = row_products(self.extents)
-        sizes *= tensors.itemsizes.take(index.tensor_of(self.piece))
-        return sizes
-
-    def boxes(self, index: Index) -> list[Box]:
-        """The box of each region in its tensor, without padding."""
-        ndims = index.tensors.ndims[index.tensor_of(self.piece)].tolist()
-        return [
-            Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
-            for ndim, offset, extent in zip(
-                ndims, self.offsets.tolist(), self.extents.tolist(), strict=True
-            )
-        ]
+    part: IntArray
+    first: IntArray
+    within: IntArray
+    corner: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a rank reads, sorted by file and byte; regions of a run lie together.
+    """What a rank reads.
+
+    Files that hold alike, of which the same is wanted, are planned once: `runs` are those of one
+    file of each kind. They have a row for each region, of which there may be many millions in all;
+    `taken` makes the regions of some runs.
 
     Attributes:
-        regions: What is read.
         limits: How it was cut.
-        start: First byte of each region in its file.
-        stop: One past its last byte. The region is all of [start, stop) or lies strided in it.
-        run_first: First region of each run, and the number of regions.
-        run_start: First byte of each run, at a digest block's beginning.
-        run_stop: One past its last byte, at a digest block's or the file's end.
+        runs: Reads of files of each kind. Where there are `places`, their regions are relative to
+            the pieces, and `piece` is the first of the tensor.
+        run: What each run of the plan repeats; runs are sorted by file and byte.
+        file: The file of each run.
+        places: None if every file was planned.
     """
 
-    regions: Regions
     limits: ReadLimits
-    start: IntArray
-    stop: IntArray
-    run_first: IntArray
-    run_start: IntArray
-    run_stop: IntArray
+    runs: Runs
+    run: IntArray
+    file: IntArray
+    places: _Places | None = None
 
     @property
     def num_runs(self) -> int:
         """Number of reads."""
-        return len(self.run_start)
+        return len(self.run)
+
+    @property
+    def run_start(self) -> IntArray:
+        """First byte of each run, at a digest block's beginning."""
+        return self.runs.run_start[self.run]
+
+    @property
+    def run_stop(self) -> IntArray:
+        """One past the last byte of each run, at a digest block's or the file's end."""
+        return self.runs.run_stop[self.run]
+
+    @property
+    def run_first(self) -> IntArray:
+        """First region of each run, and the number of regions."""
+        return np.append(0, np.cumsum(self.num_regions(np.arange(self.num_runs))))
 
     @property
     def longest_run(self) -> int:
         """Bytes of the longest run."""
-        return int((self.run_stop - self.run_start).max(initial=0))
+        return int((self.runs.run_stop - self.runs.run_start).max(initial=0))
 
     @property
     def bytes_read(self) -> int:
         """Bytes that the runs read."""
-        return int((self.run_stop - self.run_start).sum())
+        return int((self.runs.run_stop - self.runs.run_start)[self.run].sum())
+
+    @property
+    def regions(self) -> Regions:
+        """What is read, all of it."""
+        return self.taken(np.arange(self.num_runs))[0]
+
+    @property
+    def start(self) -> IntArray:
+        """First byte of each region in its file."""
+        return self.taken(np.arange(self.num_runs))[1]
+
+    @property
+    def stop(self) -> IntArray:
+        """One past the last byte of each region."""
+        return self.runs.stop[self._rows(np.arange(self.num_runs))]
+
+    def _rows(self, runs: IntArray) -> IntArray:
+        """Rows of `runs.regions` for the regions of some runs."""
+        return ranges(self.runs.first[self.run[runs]], self.num_regions(runs))
+
+    def num_regions(self, runs: IntArray) -> IntArray:
+        """Number of the regions of each of some runs."""
+        which = self.run[runs]
+        counts: IntArray = self.runs.first[which + 1] - self.runs.first[which]
+        return counts
+
+    def taken(self, runs: IntArray) -> tuple[Regions, IntArray]:
+        """The regions of some runs, and the first byte of each."""
+        if self.places is None and len(runs) == self.num_runs:
+            return self.runs.regions, self.runs.start
+        rows = self._rows(runs)
+        regions, places = self.runs.regions.take(rows), self.places
+        if places is not None:
+            file = np.repeat(self.file[runs], self.num_regions(runs))
+            part = places.first[file] + places.part[rows]
+            regions.piece[:] += places.within[part]
+            regions.offsets[:] += places.corner[part]
+        return regions, self.runs.start[rows]
+
+    def num_bytes(self, index: Index) -> IntArray:
+        """Bytes of the regions of each run."""
+        if not self.num_runs:
+            return self.run
+        needed = np.add.reduceat(self.runs.regions.num_bytes(index), self.runs.first[:-1])
+        return needed[self.run]
+
+    def windows(self, index: Index) -> IntArray:
+        """The number of the window in which each run lies, the same on every rank."""
+        windows: IntArray = self.file * _windows_per_file(index, self.limits)
+        return windows + self.run_start // self.limits.window_bytes
 
 
 def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
@@ -154,7 +205,11 @@ def plan_load(index: Index, wanted: BoxTable, limits: ReadLimits) -> LoadPlan:
         CoverageError: If the stored pieces do not hold every wanted element (a foreign or damaged
             index; what remesh writes is checked when it is saved).
     """
-    return plan_regions(index, _cut(index, _intersections(index, wanted), limits), limits)
+    parts = intersections(index, wanted)
+    plan = _plan_files_alike(index, wanted, parts, limits)
+    if plan is not None:
+        return plan
+    return plan_regions(index, _cut(index, parts.regions(index, wanted), limits), limits)
 
 
 def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
@@ -168,8 +223,71 @@ def plan_regions(index: Index, found: Regions, limits: ReadLimits) -> LoadPlan:
     file, start, stop = _byte_ranges(index, found)
     order = _order(file, start)
     found, file, start, stop = found.take(order), file[order], start[order], stop[order]
-    run_first, run_start, run_stop = _merge_runs(index, file, start, stop, limits)
-    return LoadPlan(found, limits, start, stop, run_first, run_start, run_stop)
+    first, run_start, run_stop = _merge_runs(index, file, start, stop, limits)
+    runs = Runs(found, start, stop, first, run_start, run_stop, file[first[:-1]])
+    return LoadPlan(limits, runs, np.arange(len(run_start)), runs.file)
+
+
+def _plan_files_alike(
+    index: Index, wanted: BoxTable, parts: Parts, limits: ReadLimits
+) -> LoadPlan | None:
+    """Plan one file of each kind; None if few are alike, or boxes of few tensors are wanted.
+
+    Files are alike if they have the same size and the same parts of pieces are wanted of them, at
+    the same bytes and for the same boxes.
+    """
+    pieces, tensor = index.pieces_of_tensors, wanted.tensor
+    kinds, of = distinct(
+        parts.of,
+        pieces.files.number[tensor],
+        pieces.steps.number[tensor],
+        index.tensors.itemsizes[tensor],
+    )
+    if len(kinds) * MIN_ALIKE > len(wanted):
+        return None
+    kind, row = parts.of_kinds(parts.of[kinds])
+    rows = PieceRows(pieces, tensor[kinds][kind], parts.within[row])
+    by_file = np.argsort(rows.file, kind="stable")
+    kind, row, rows = kind[by_file], row[by_file], rows.take(by_file)
+    file, corner, offsets, extents = rows.file, rows.offsets, parts.offsets[row], parts.extents[row]
+    files, first = np.unique(file, return_index=True)
+    bounds = np.append(first, len(file))
+    sizes = np.array([stored.num_bytes for stored in index.files], dtype=np.int64)
+    begin = rows.position - pieces.in_tensor[rows.tensor]
+    columns = (kind, begin, sizes[file], *(offsets - corner).T, *extents.T, *rows.extents.T)
+    alike = Lists.of(np.column_stack(columns), bounds).number
+    _, sample = np.unique(alike, return_index=True)
+    if len(sample) * MIN_ALIKE > len(files):
+        return None
+    # The parts of pieces of one file of each kind, for all boxes that want them.
+    in_sample = ranges(first[sample], np.diff(bounds)[sample])
+    by_kind = np.argsort(of, kind="stable")
+    num_wants = np.bincount(of, minlength=len(kinds))
+    wants_before = np.cumsum(num_wants) - num_wants
+    counts = num_wants[kind[in_sample]]
+    want = by_kind[ranges(wants_before[kind[in_sample]], counts)]
+    part = np.repeat(in_sample, counts)
+    piece = index.first_pieces[tensor[want]] + rows.within[part]
+    # While it is cut and sorted, a region is known by its number.
+    found = Regions(np.arange(len(part)), piece, offsets[part], extents[part])
+    runs = plan_regions(index, _cut(index, found, limits), limits).runs
+    number = runs.regions.want
+    want, part = want[number], part[number]
+    piece = runs.regions.piece - rows.within[part]
+    regions = Regions(want, piece, runs.regions.offsets - corner[part], runs.regions.extents)
+    first_of_files = np.zeros(len(index.files), dtype=np.int64)
+    first_of_files[files] = first
+    places = _Places(part - first_of_files[file[part]], first_of_files, rows.within, corner)
+    num_runs = np.bincount(runs.file, minlength=len(index.files))
+    runs_before = np.cumsum(num_runs) - num_runs
+    like = files[sample][alike]
+    return LoadPlan(
+        limits,
+        replace(runs, regions=regions),
+        ranges(runs_before[like], num_runs[like]),
+        np.repeat(files, num_runs[like]),
+        places,
+    )
 
 
 def _order(file: IntArray, start: IntArray) -> IntArray:
@@ -187,19 +305,6 @@ def _byte_ranges(index: Index, found: Regions) -> tuple[IntArray, IntArray, IntA
     starts, stops, _ = flat_spans(rows.extents, found.offsets - rows.offsets, found.extents)
     itemsizes, position = index.tensors.itemsizes.take(rows.tensor), rows.position
     return rows.file, position + starts * itemsizes, position + stops * itemsizes
-
-
-def windows_of(index: Index, regions: Regions, limits: ReadLimits) -> IntArray:
-    """The number of the window in which each region begins, the same on every rank.
-
-    Args:
-        index: What is stored.
-        regions: The regions.
-        limits: Those that the regions were cut with.
-    """
-    file, start, _ = _byte_ranges(index, regions)
-    windows: IntArray = file * _windows_per_file(index, limits)
-    return windows + start // limits.window_bytes
 
 
 def files_of_windows(index: Index, windows: IntArray, limits: ReadLimits) -> IntArray:
@@ -226,50 +331,6 @@ def longest_gaps(shapes: IntArray, extents: IntArray, spans: IntArray) -> IntArr
     step = np.take_along_axis(row_strides(shapes), dim, axis=1)[:, 0]
     num_steps = np.take_along_axis(extents, dim, axis=1)[:, 0]
     return np.where(num_steps > 1, step * num_steps - spans, 0)
-
-
-def _intersections(index: Index, wanted: BoxTable) -> Regions:
-    """Every non-empty intersection of a wanted box with a piece.
-
-    Equal boxes that are wanted of tensors that are cut alike are intersected once.
-    """
-    pieces = index.pieces_of_tensors
-    kinds, of = distinct(
-        pieces.offsets.number[wanted.tensor],
-        pieces.extents.number[wanted.tensor],
-        *wanted.offsets.T,
-        *wanted.extents.T,
-    )
-    tensor = wanted.tensor[kinds]
-    num_pieces = pieces.offsets.lengths[tensor]
-    kind = np.repeat(np.arange(len(kinds)), num_pieces)
-    within = ranges(np.zeros(len(kinds), np.int64), num_pieces)
-    rows = PieceRows(pieces, tensor.take(kind), within)
-    want = kinds.take(kind)
-    offsets, extents, meets = intersect_rows(
-        wanted.offsets.take(want, axis=0),
-        wanted.extents.take(want, axis=0),
-        rows.offsets,
-        rows.extents,
-    )
-    met = np.flatnonzero(meets)
-    kind, within = kind.take(met), within.take(met)
-    offsets, extents = offsets.take(met, axis=0), extents.take(met, axis=0)
-    sizes = np.zeros(len(kinds), dtype=np.int64)
-    np.add.at(sizes, kind, row_products(extents))
-    is_wrong = sizes != row_products(wanted.extents[kinds])
-    if is_wrong.any():
-        row = int(np.flatnonzero(is_wrong[of])[0])
-        raise CoverageError(
-            f"{wanted.tensors.names[wanted.tensor[row]]}: the checkpoint's pieces do not hold "
-            f"box {wanted.box(row)} exactly once"
-        )
-    counts = np.bincount(kind, minlength=len(kinds))
-    again = ranges((np.cumsum(counts) - counts)[of], counts[of])
-    want = np.repeat(np.arange(len(wanted)), counts[of])
-    piece = within.take(again)
-    piece += index.first_pieces.take(wanted.tensor).take(want)
-    return Regions(want, piece, offsets.take(again, axis=0), extents.take(again, axis=0))
 
 
 def _cut(index: Index, found: Regions, limits: ReadLimits) -> Regions:

@@ -21,7 +21,7 @@ import numpy as np
 
 from remesh.geometry import BoolArray, IntArray
 from remesh.index import Index
-from remesh.planner.loading import Regions
+from remesh.planner.regions import Regions
 from remesh.tables import decode_columns, encode_columns
 
 MESSAGE_BYTES = 8 << 20
@@ -173,9 +173,10 @@ class TransferPlan:
     num_arriving: int = 1
 
     @classmethod
-    def alone(cls, index: Index, local: Regions) -> TransferPlan:
+    def alone(cls, index: Index) -> TransferPlan:
         """The plan of a rank that needs nothing from others, if no rank does."""
-        return cls(local, Messages.of(index, ()), Messages.of(index, ()), 0)
+        none = Messages.of(index, ())
+        return cls(none.regions, none, none, 0)
 
     def taken(self, num_wanted: int) -> tuple[Regions, IntArray]:
         """All that this rank takes from its sources, and the turn of each wanted box.
