@@ -45,6 +45,20 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
         emit("save.values_written", len(data))
 
 
+def make_way(storage: Storage, save: GlobalSavePlan) -> None:
+    """Remove what a save replaces, if its files get their names while they are written.
+
+    Raises:
+        StorageError: If the storage fails.
+    """
+    writer = writer_of(save.options.format)
+    if save.replaced is None or writer.object_names != "final" or isinstance(storage, SharedFiles):
+        return
+    mark, *others = save.replaced.paths
+    storage.delete(mark)  # no reader takes old and new files for one model
+    delete_files(storage, others)
+
+
 def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
     """The small files that do not depend on what was written."""
     return writer_of(save.options.format).early_files(save.saved())
@@ -54,6 +68,8 @@ def last_steps(
     save: GlobalSavePlan, parts: Sequence[Sequence[Part]]
 ) -> Sequence[SmallFile | Rename]:
     """The small files that finish the checkpoint, and renamed files; the last makes it exist.
+
+    There are none if the checkpoint is a single data file that has its name.
 
     Args:
         save: What rank 0 knows of the save.
@@ -100,7 +116,8 @@ def finish(
             )
             prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
             check_arrived(storage, prefix, files)
-        *others, mark = last_steps(save, parts)
+        others = list(last_steps(save, parts))
+        mark = others.pop() if others else None
         renames = [step for step in others if isinstance(step, Rename)]
         small = [step for step in others if not isinstance(step, Rename)]
         for path, data in small:
@@ -119,7 +136,7 @@ def finish(
     replaced = [save.replaced] if save.replaced is not None else []
     if overwrite:
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
-            now = writer.existing(storage)
+            now = writer.existing(storage, save.options.format_options)
             replaced += [now] if now is not None and now != save.replaced else []
     kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
     kept |= _commit(storage, renames, mark, overwrite)
@@ -128,9 +145,14 @@ def finish(
 
 
 def _commit(
-    storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename, overwrite: bool
+    storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename | None, overwrite: bool
 ) -> set[str]:
-    """Give data files their final names and make the checkpoint exist; the names it then has."""
+    """Give data files their final names and make the checkpoint exist; the names it then has.
+
+    Without a mark the checkpoint is its only data file.
+    """
+    if mark is None:
+        return set()
     if not isinstance(mark, Rename):
         path, content = mark
         if renames:

@@ -10,12 +10,11 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from remesh.checkpoint.stored_memory import StoredMemory
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
 from remesh.geometry import Box, IntArray
@@ -69,14 +68,14 @@ def describe_local(state: Any, stored: Stored | None = None) -> Description:
 
 
 def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory:
-    """The memory of an array or tensor.
+    """The memory of an array or tensor; what is a memory itself is taken as it is.
 
     Raises:
         UnsupportedValueError: If it is of a kind that cannot be copied, or filled if it is to be
             `writable`; the message has `where`.
     """
-    if isinstance(array, StoredMemory):
-        return array
+    if hasattr(array, "copy_out"):
+        return cast("Memory", array)
     if isinstance(array, np.ndarray):
         return memory_of_numpy(array, where, writable=writable)
     from remesh import adapters

@@ -8,18 +8,23 @@ the directory is looked at, so that no tree is walked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
 from remesh.formats.framing import Existing
 from remesh.formats.table import Format, Place, formats_at, writer_of
 from remesh.storage import Storage, list_directory
 
 
-def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) -> Existing | None:
+def existing_checkpoint(
+    storage: Storage, format_name: str, options: Mapping[str, object], *, overwrite: bool
+) -> Existing | None:
     """The checkpoint that a save replaces, if there is one.
 
     Args:
         storage: Where the save is going to be.
         format_name: The format that it writes.
+        options: Options of the format.
         overwrite: Whether to replace what is there.
 
     Raises:
@@ -27,16 +32,13 @@ def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) 
         StateError: If it cannot be replaced.
     """
     writer = writer_of(format_name)
-    files = list_directory(storage).files
-    here = Place(storage, known={name: facts.num_bytes for name, facts in files.items()})
-    rows = formats_at(here)
-    for row in rows:
+    for row in () if writer.is_beside_others else _formats_at(storage):
         if writer not in row.writers:
             other = _of_another(storage, row, format_name, overwrite=overwrite)
             if other is not None:
                 return other
     try:
-        found = writer.existing(storage)
+        found = writer.existing(storage, options)
     except CheckpointError:
         # A damaged record is replaced like any other, but what it refers to is unknown.
         if not overwrite:
@@ -55,6 +57,13 @@ def existing_checkpoint(storage: Storage, format_name: str, *, overwrite: bool) 
     return found
 
 
+def _formats_at(storage: Storage) -> Sequence[Format]:
+    """The formats of the checkpoints that are there."""
+    files = list_directory(storage).files
+    here = Place(storage, known={name: facts.num_bytes for name, facts in files.items()})
+    return formats_at(here)
+
+
 def _of_another(
     storage: Storage, row: Format, format_name: str, *, overwrite: bool
 ) -> Existing | None:
@@ -67,7 +76,7 @@ def _of_another(
     found = None
     for writer in row.writers:
         try:
-            found = found or writer.existing(storage)
+            found = found or writer.existing(storage, {})
         except CheckpointError:
             found = Existing(row.looks_for, is_fixed=True)  # its files are not known
     if found is None and row.is_file:

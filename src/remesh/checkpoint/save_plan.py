@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
+from remesh.checkpoint.collecting import lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import check_names, check_replicas, document_of
 from remesh.checkpoint.local import (
@@ -33,7 +34,7 @@ from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, enco
 from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, is_one_directory, meet
 from remesh.checkpoint.space import check_space
-from remesh.checkpoint.stream_layout import RankStream, lay_out, lay_out_collected
+from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.checkpoint.unchanged import (
     FileSource,
     History,
@@ -50,14 +51,12 @@ from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
-from remesh.formats.whole_tensors import give_to_ranks
 from remesh.geometry import IntArray
-from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.storage import FileSystemSpace, SharedFiles, Storage, is_remote
+from remesh.storage import FileSystemSpace, Storage, is_remote
 from remesh.tables import BoxTable
 
 
@@ -238,7 +237,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
         compares: Whether there is anything to compare.
         meets: Whether the ranks find out whether they share the place.
         grid: What the writer of the format makes of the boxes.
-        holders: What all ranks hold, as an index, if ranks collect the tensors of their files.
+        holders: What all ranks hold, as an index, if each file has one writer.
     """
 
     save_id: str
@@ -346,7 +345,10 @@ class _Rank:
         """
         if self.exchange.rank == 0:
             self.replaced = existing_checkpoint(
-                self.storage, self.options.format, overwrite=self.options.overwrite
+                self.storage,
+                self.options.format,
+                self.options.format_options,
+                overwrite=self.options.overwrite,
             )
             _check_metadata(self.options.metadata)
         description = describe_local(state)
@@ -411,6 +413,7 @@ class _Rank:
         """Rank 0: who writes what?"""
         described = [msgspec.msgpack.decode(reply, type=_Described) for reply in replies]
         cache, world_size = self.cache, self.exchange.world_size
+        writer = writer_of(self.options.format)
         if self.options.shares_place:
             check_same_place([one.url for one in described])
         _check_options([one.options for one in described])
@@ -421,12 +424,9 @@ class _Rank:
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
+        told = [one.document for one in described if one.document]
         document = native.merge_documents(
-            [
-                native.ValuesDocument.decode(one.document, "values")
-                for one in described
-                if one.document
-            ]
+            [native.ValuesDocument.decode(one, "values") for one in told]
         )
         check_names(plan.boxes.tensors.names, document)
         check_replicas(document, [one.replicas for one in described])
@@ -437,12 +437,13 @@ class _Rank:
             num_bytes[:] = 0  # the files have their room
         check_space(spaces, num_bytes, self.storage.url)
         save_id = secrets.token_hex(6) if cache.journal is None else cache.journal.save_id
-        grid = self.grid(plan.boxes, document)
-        holders = plan.index_of_holders(world_size).encode() if self.collects else b""
+        grid, holders = plan_files(
+            writer, self.storage, plan, document, self.options.format_options, world_size
+        )
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
         )
-        meets = self.options.meets or writer_of(self.options.format).has_shared_files
+        meets = self.options.meets or writer.has_shared_files
         meets = meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
         if meets:
@@ -468,24 +469,6 @@ class _Rank:
             )
             for rank, rows in enumerate(cache.assignments)
         ]
-
-    def grid(self, boxes: BoxTable, document: native.ValuesDocument) -> Grid:
-        """Rank 0: what the writer of the format makes of what is stored."""
-        writer = writer_of(self.options.format)
-        if self.collects and not writer.is_collected:
-            raise StateError(
-                f"{self.storage.url}: format {writer.name!r} needs a directory, because it is one "
-                "file that all ranks write\nTo an object store, save in format 'huggingface', or "
-                "use remesh.training.export_weights"
-            )
-        grid = writer.grid(boxes, document, self.options.format_options)
-        return give_to_ranks(grid, self.exchange.world_size) if self.collects else grid
-
-    @property
-    def collects(self) -> bool:
-        """Whether each file has one writer, which collects its tensors."""
-        has_shared_files = writer_of(self.options.format).has_shared_files
-        return has_shared_files and not isinstance(self.storage, SharedFiles)
 
     def comparison(self, looks: bool) -> Comparison:
         """What is compared; of options, those of rank 0 and of the others are the same."""
@@ -527,8 +510,8 @@ class _Rank:
             return writer.frames(boxes, rows, self.exchange.rank, save_id, assignment.grid)
 
         if assignment.holders:
-            index = Index.decode(assignment.holders, "the save")
-            stream = lay_out_collected(frames_of, self.tensors, rows, index, self.exchange)
+            holders = assignment.holders
+            stream = lay_out_collected(frames_of, self.tensors, rows, holders, self.exchange)
         else:
             compress = self.options.compress_in(self.storage)
             stream = lay_out(frames_of(self.tensors.boxes), self.tensors, compress=compress)

@@ -20,7 +20,7 @@ import msgspec
 
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import finish, give_up, remove_own, write_beside
+from remesh.checkpoint.commit import finish, give_up, make_way, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.stopwatch import timed
@@ -208,7 +208,14 @@ def _save_from(
     first: Callable[[], None] | None,
 ) -> None:
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
-    mine = make_save_plan(exchange, storage, state, options, cache=cache, emit=emit, first=first)
+
+    def begin(mine: RankSavePlan) -> None:
+        if mine.global_plan is not None:
+            make_way(storage, mine.global_plan)
+
+    mine = make_save_plan(
+        exchange, storage, state, options, cache=cache, emit=emit, first=first, begin=begin
+    )
 
     parts: list[Part] = []
     beside = partial(write_beside, storage, mine.global_plan, emit)

@@ -84,10 +84,10 @@ class StoredSource:
             read_runs(self.storage, self.index, plan, destinations)
         for region, block, part in blocks:
             stored = self.index[region.source].dtype
-            part[...] = _converted(arranged(block, region), stored, region.dtypes)
+            part[...] = converted(arranged(block, region), stored, region.dtypes)
 
 
-def _converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> CarrierArray:
+def converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> CarrierArray:
     """Elements after conversions, as carriers; torch knows how to convert those numpy lacks.
 
     Raises:

@@ -7,31 +7,26 @@ other in the stream, each from an aligned byte on, so that direct I/O works for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
 from remesh.dtypes import BY_NAME, DTYPES, CarrierDType, DType
-from remesh.exchange import Exchange
 from remesh.formats.framing import Frame, Part, column_bytes
 from remesh.geometry import Box, IntArray, flat_runs
-from remesh.index import Index
 from remesh.memory import CarrierArray, HostMemory, Memory
 from remesh.pipeline import (
     Collection,
     Compress,
     FileLayout,
     FilePiece,
-    SpreadMemory,
     StreamFiles,
     whole_files,
 )
-from remesh.state import Role
 from remesh.storage import ALIGNMENT
 from remesh.strided import Layout
-from remesh.tables import BoxTable
 
 _BYTE = BY_NAME["uint8"]
 
@@ -170,40 +165,6 @@ def _element_sizes(pieces: Sequence[FilePiece]) -> tuple[IntArray, IntArray]:
             start.append(piece.position)
             num_bytes.append(size)
     return np.array(start, np.int64), np.array(num_bytes, np.int64)
-
-
-def lay_out_collected(
-    frames_of: Callable[[BoxTable], Sequence[Frame]],
-    tensors: LocalTensors,
-    rows: IntArray,
-    index: Index,
-    exchange: Exchange,
-) -> RankStream:
-    """The stream of a rank that writes whole tensors of which other ranks hold boxes.
-
-    Args:
-        frames_of: Its data files, given a table of whole tensors.
-        tensors: The rank's boxes.
-        rows: Those that it gives; of copies that may differ, only these count.
-        index: What all ranks hold (`SavePlan.index_of_holders`).
-        exchange: The ranks.
-    """
-    table, boxes = index.tensors, tensors.boxes
-    is_given = tensors.roles != Role.FIRST
-    is_given[rows] = True
-    given = np.flatnonzero(is_given).tolist()
-    held = BoxTable.of(boxes.tensors, [(int(boxes.tensor[row]), boxes.box(row)) for row in given])
-    collection = Collection(exchange, index, held, [tensors.memories[row] for row in given])
-    own = {
-        boxes.tensors.names[tensor]: tensors.memories[row]
-        for row, tensor in zip(given, held.tensor.tolist(), strict=True)
-        if boxes.box(row).shape == boxes.tensors.shape(tensor)
-    }
-    numbers = [n for n in range(len(table.names)) if math.prod(table.shape(n))]
-    memories = [own.get(table.names[n]) or SpreadMemory(collection, n) for n in numbers]
-    whole = BoxTable.of(table, [(n, Box.whole(table.shape(n))) for n in numbers])
-    stream = lay_out(frames_of(whole), replace(tensors, boxes=whole, memories=memories))
-    return replace(stream, collection=collection)
 
 
 def _parts_of(frames: Sequence[Frame], numbers: Sequence[IntArray] = ()) -> tuple[Part, ...]:

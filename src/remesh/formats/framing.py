@@ -56,6 +56,7 @@ class Frame:
             the stored box is written as zeros.
         fillers: Position and content of all other bytes that this rank writes.
         is_shared: Whether tensors lie there whole, and other ranks write their boxes of them.
+        checksums: First byte, end, and bytes at which a CRC-32 of that range stands, behind it.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Frame:
     boxes: tuple[Box, ...] | None = None
     fillers: tuple[tuple[int, bytes], ...] = ()
     is_shared: bool = False
+    checksums: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -184,8 +186,8 @@ class Writer:
             number, the save's id and the grid.
         small_files: What rank 0 writes, or renames, when all data files are durable, in this order;
             the last makes the checkpoint exist.
-        existing: The checkpoint of this format that is at a place. Raises a `CheckpointError` if
-            it cannot be read.
+        existing: The checkpoint of this format that is at a place, given the options of the format.
+            Raises a `CheckpointError` if it cannot be read.
         early_files: What rank 0 writes while the data files are written.
         is_committed: Whether the checkpoint at a place is that of a save; None if files do not
             tell. Raises a `CheckpointError` if there is none.
@@ -194,8 +196,12 @@ class Writer:
         has_shared_files: Whether ranks write parts of the same files.
         has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
             several files.
-        is_collected: With shared files, whether a storage in which each file has one writer takes
-            the format: then a rank writes whole files, of tensors that it collects.
+        has_checksums: Whether shared files hold checksums of their tensors. Then each has one
+            writer, which collects its tensors.
+        object_names: How shared files are named in a storage in which each file has one writer: by
+            the save (`by_save`), or at once by their final names (`final`); empty if the format
+            cannot be written there.
+        is_beside_others: Whether checkpoints of other formats may be at the same place.
         options: Names of the options that a caller may give.
     """
 
@@ -203,14 +209,16 @@ class Writer:
     grid: Callable[[BoxTable, ValuesDocument, Mapping[str, object]], Grid]
     frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
     small_files: Callable[[Saved], Sequence[SmallFile | Rename]]
-    existing: Callable[[Storage], Existing | None]
+    existing: Callable[[Storage, Mapping[str, object]], Existing | None]
     early_files: Callable[[Saved], Sequence[SmallFile]] = lambda _saved: []
     is_committed: Callable[[Storage, str], bool] | None = None
     has_folder: bool = False
     has_metadata: bool = False
     has_shared_files: bool = False
     has_digests: bool = False
-    is_collected: bool = False
+    has_checksums: bool = False
+    object_names: str = ""
+    is_beside_others: bool = False
     options: tuple[str, ...] = ()
 
 

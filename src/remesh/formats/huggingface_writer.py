@@ -35,37 +35,55 @@ from remesh.formats.whole_tensors import (
     written_name,
 )
 from remesh.storage import Storage
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, TensorTable
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors that a file has at most, if nothing is said."""
 
-_STEM, _SUFFIX = "model", ".safetensors"
-FILE_NAME = f"{_STEM}{_SUFFIX}"
+_STEM, SUFFIX = "model", ".safetensors"
+FILE_NAME = f"{_STEM}{SUFFIX}"
 INDEX_NAME = f"{FILE_NAME}.index.json"
 CONFIG_NAME = "config.json"
 
 
-def _plan(tables: BoxTable, document: ValuesDocument, max_shard_bytes: int | None) -> Grid:
-    tensors = tables.tensors
+def index_name(stem: str) -> str:
+    """Name of the index of files whose names begin so."""
+    return f"{stem}{SUFFIX}.index.json"
+
+
+def plan_files(
+    tensors: TensorTable, document: ValuesDocument, max_shard_bytes: int | None, stem: str = _STEM
+) -> Grid:
+    """Which tensors lie where in which files.
+
+    Args:
+        tensors: The tensors.
+        document: What else the state has.
+        max_shard_bytes: Bytes of tensors that a file has at most; None for a single file.
+        stem: How the names of the files begin.
+
+    Raises:
+        StateError: If the state is not weights alone.
+        UnsupportedValueError: If the files have no name for an element type.
+    """
     check_is_weights(document)
     weights = [
-        FileTensor((name,), name, tensors.dtype(number).name, tensors.shape(number))
+        FileTensor(name, tensors.dtype(number).name, tensors.shape(number))
         for number, name in enumerate(tensors.names)
     ]
     shards = split_into_files(weights, max_shard_bytes)
     contents = [SafetensorsContent(shard) for shard in shards]
-    names = file_names(_STEM, _SUFFIX, len(shards))
+    names = file_names(stem, SUFFIX, len(shards))
     files = [
-        WholeFile(name, content.num_bytes, [(0, content.head())])
+        WholeFile(name, content.num_bytes, [(0, content.header)])
         for name, content in zip(names, contents, strict=True)
     ]
     places = {
-        weight.source: (number, position)
+        weight.name: (number, position)
         for number, (shard, content) in enumerate(zip(shards, contents, strict=True))
         for weight, position in zip(shard, content.positions, strict=True)
     }
-    return WholeFiles(files, places).encode()
+    return WholeFiles(files, places, index_name(stem)).encode()
 
 
 def check_is_weights(document: ValuesDocument) -> None:
@@ -94,10 +112,15 @@ def huggingface_files(
         StateError: If the state is not weights alone, or the limit is no number.
         UnsupportedValueError: If the files have no name for an element type.
     """
-    return _plan(boxes, document, _limit_of(options))
+    return plan_files(boxes.tensors, document, limit_of(options))
 
 
-def _limit_of(options: Mapping[str, object]) -> int:
+def limit_of(options: Mapping[str, object]) -> int:
+    """Bytes of tensors that a file has at most.
+
+    Raises:
+        StateError: If the option is no such number.
+    """
     limit = options.get("max_shard_bytes", MAX_SHARD_BYTES)
     if not isinstance(limit, int) or limit < 1:
         raise StateError(f"max_shard_bytes must be a number of bytes, not {limit!r}")
@@ -111,27 +134,32 @@ def single_file(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str
         StateError: If the state is not weights alone.
         UnsupportedValueError: If the file has no name for an element type.
     """
-    return _plan(boxes, document, None)
+    return plan_files(boxes.tensors, document, None)
 
 
-def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
-    """The configuration, the files under their final names, and the index of several files."""
+def config_and_renames(saved: Saved) -> list[SmallFile | Rename]:
+    """The configuration, and the files under their final names."""
     steps: list[SmallFile | Rename] = []
     if saved.metadata:
         text = json.dumps(dict(saved.metadata), indent=2, sort_keys=True) + "\n"
         steps.append((CONFIG_NAME, text.encode()))
-    plan, named = decode_files(saved.grid), renames(saved)
-    if len(named) == 1:
-        return [*steps, *named]
+    return [*steps, *renames(saved)]
+
+
+def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
+    """The configuration, the files under their final names, and the index of several files."""
+    plan, steps = decode_files(saved.grid), config_and_renames(saved)
+    if len(plan.files) == 1 and plan.names != "by_save":
+        return steps
     names = [
-        written_name(plan, number, saved.save_id) if plan.writers else file.name
+        written_name(plan, number, saved.save_id) if plan.names == "by_save" else file.name
         for number, file in enumerate(plan.files)
     ]
     places = {name: names[number] for name, (number, _) in plan.places.items()}
-    return [*steps, *named, _index_file(saved, places)]
+    return [*steps, _index_file(saved, plan.index, places)]
 
 
-def _index_file(saved: Saved, places: Mapping[str, str]) -> SmallFile:
+def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile:
     """The file that says which tensor lies in which file."""
     tensors = saved.boxes.tensors
     sizes = [tensors.shape(number) for number in range(len(tensors.names))]
@@ -141,14 +169,14 @@ def _index_file(saved: Saved, places: Mapping[str, str]) -> SmallFile:
         "total_parameters": sum(num_elements),
     }
     index = json.dumps({"metadata": total, "weight_map": dict(sorted(places.items()))}, indent=2)
-    return INDEX_NAME, index.encode()
+    return name, index.encode()
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str] = {}
 
 
-def existing(storage: Storage) -> Existing | None:
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The weights that are there."""
     if exists(storage, FILE_NAME):
         return Existing(FILE_NAME, paths=(FILE_NAME,))
@@ -160,7 +188,7 @@ def existing(storage: Storage) -> Existing | None:
         names = sorted(set(msgspec.json.decode(text, type=_Index).weight_map.values()))
     except msgspec.MsgspecError:
         names = []  # which files belong to it is unknown, and they stay
-    own = [name for name in names if name.startswith(_STEM) and name.endswith(_SUFFIX)]
+    own = [name for name in names if name.startswith(_STEM) and name.endswith(SUFFIX)]
     return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
 
 
@@ -172,7 +200,7 @@ HUGGINGFACE = Writer(
     existing,
     has_metadata=True,
     has_shared_files=True,
-    is_collected=True,
+    object_names="by_save",
     options=("max_shard_bytes",),
 )
 SAFETENSORS = Writer(

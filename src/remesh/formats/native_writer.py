@@ -160,7 +160,7 @@ def _record_of(path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, num_bytes=len(data), digest=hex_digest(data))
 
 
-def existing(storage: Storage) -> Existing | None:
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there.
 
     Raises:

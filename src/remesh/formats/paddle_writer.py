@@ -165,7 +165,7 @@ def _index(name: str, box: Box) -> New:
     return New(Global(_HOME, "LocalTensorIndex"), state)
 
 
-def existing(storage: Storage) -> Existing | None:
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there; its files have fixed names."""
     numbers = checkpoint_numbers(filter(METADATA_NAME.fullmatch, list_directory(storage).files))
     return Existing(metadata_name(numbers[-1]), is_fixed=True) if numbers else None

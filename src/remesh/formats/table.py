@@ -39,6 +39,7 @@ from remesh.formats import (
 )
 from remesh.formats.building import Listing, exists
 from remesh.formats.contents import Contents
+from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
 from remesh.index import Index
 from remesh.storage import Storage, ask_together, list_with_sizes, open_storage
@@ -240,6 +241,8 @@ def writer_of(name: str) -> Writer:
     Raises:
         StateError: If there is none.
     """
+    if name in EXPORTS:
+        return EXPORTS[name]
     if name not in WRITERS:
         what = "is only read" if any(name == row.name for row in FORMATS) else "is not known"
         raise StateError(f"format {name!r} {what}; formats to write: {', '.join(WRITERS)}")

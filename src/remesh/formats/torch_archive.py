@@ -7,9 +7,8 @@ one after the other, in parts, without ever having one whole. A checksum follows
 descriptor (APPNOTE.TXT of the zip format, 4.3.9); every entry uses the zip64 form, which has no
 limits on sizes (4.5.3).
 
-`data.pkl` is a pickle because `torch.load` wants one. It is put together from opcodes here and
-consists of strings, numbers and the few names of torch that `torch.load(weights_only=True)`
-accepts; nothing is pickled, and nothing here ever reads one.
+`data.pkl` is a pickle because `torch.load` wants one. Who writes the archive makes it
+(`remesh.formats.pickle_writer`); nothing here ever reads one.
 """
 
 from __future__ import annotations
@@ -19,28 +18,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remesh.errors import UnsupportedValueError
 from remesh.formats.weight_files import FileTensor
-from remesh.geometry import strides_of
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this, as torch wants it to map a file into memory."""
 
 _ROOT = "archive"
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-}
 _VERSION = 45
 _FLAGS = 0x0808  # a data descriptor follows; names are UTF-8
 _DATE = 0x21  # 1 January 1980, so that equal weights are equal files
@@ -53,6 +36,9 @@ _END = struct.Struct("<4s4HIIH")
 _ZIP64 = struct.Struct("<HHQQ")
 _ZIP64_CENTRAL = struct.Struct("<HHQQQ")
 _EXTRA = struct.Struct("<HH")
+_CRC_IN_DESCRIPTOR, _CRC_IN_LINE = 4, 16
+"""Where the checksum stands in a data descriptor, and in a line of the directory."""
+
 _PADDING_ID = 0x4246
 _SEE_ZIP64 = 0xFFFFFFFF
 
@@ -93,18 +79,16 @@ class _Entry:
 
 @dataclass(slots=True)
 class TorchArchive:
-    """The bytes of a `.pth` file around its tensors; see `remesh.formats.weight_files.Content`.
+    """The bytes of a `.pth` file around its tensors; checksums of tensors are zeros in them.
 
-    Args:
+    Attributes:
         tensors: The tensors, in order.
-        pickled: What `data.pkl` holds; by default a dict of the tensors by name.
-
-    Raises:
-        UnsupportedValueError: If one is of a type that such a file has no name for.
+        pickled: What `data.pkl` holds.
+        num_bytes: Size of the file.
     """
 
     tensors: Sequence[FileTensor]
-    pickled: bytes | None = None
+    pickled: bytes
     num_bytes: int = field(init=False)
     _first: list[tuple[_Entry, bytes]] = field(init=False)
     _data: list[_Entry] = field(init=False)
@@ -113,8 +97,7 @@ class TorchArchive:
     def __post_init__(self) -> None:
         position = 0
         self._first, self._data = [], []
-        pickled = _pickle(self.tensors) if self.pickled is None else self.pickled
-        for name, content in (("data.pkl", pickled), ("byteorder", b"little")):
+        for name, content in (("data.pkl", self.pickled), ("byteorder", b"little")):
             entry = _Entry(f"{_ROOT}/{name}".encode(), position, len(content))
             self._first.append((entry, content))
             position = entry.end
@@ -124,93 +107,51 @@ class TorchArchive:
             position = entry.end
         version = b"3\n"
         self._last = _Entry(f"{_ROOT}/version".encode(), position, len(version)), version
-        self.num_bytes = self._last[0].end + len(self._directory([0] * len(self.tensors)))
+        self.num_bytes = self._last[0].end + sum(map(len, self._directory()))
 
-    def head(self) -> bytes:
-        """See `Content.head`."""
-        return b"".join(_whole(*entry) for entry in self._first)
+    @property
+    def positions(self) -> list[int]:
+        """Byte at which each tensor begins."""
+        return [entry.position + len(entry.header) for entry in self._data]
 
-    def before(self, number: int) -> bytes:
-        """See `Content.before`."""
-        return self._data[number].header
+    def fillers(self) -> list[tuple[int, bytes]]:
+        """Position and content of all bytes that are not of tensors."""
+        fillers = [(0, b"".join(_whole(*entry) for entry in self._first))]
+        for entry in self._data:
+            fillers.append((entry.position, entry.header))
+            fillers.append((entry.end - _DESCRIPTOR.size, entry.descriptor(0)))
+        last = _whole(*self._last) + b"".join(self._directory())
+        return [*fillers, (self._last[0].position, last)]
 
-    def after(self, number: int, checksum: int) -> bytes:
-        """See `Content.after`."""
-        return self._data[number].descriptor(checksum)
+    def checksums(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """First byte and end of each tensor, and where its CRC-32 stands: twice, behind it."""
+        directory = self._directory()
+        line = self._last[0].end + sum(map(len, directory[: len(self._first)]))
+        found: list[tuple[int, int, tuple[int, ...]]] = []
+        for entry, text in zip(self._data, directory[len(self._first) :], strict=False):
+            stop = entry.end - _DESCRIPTOR.size
+            places = (stop + _CRC_IN_DESCRIPTOR, line + _CRC_IN_LINE)
+            found.append((stop - entry.num_bytes, stop, places))
+            line += len(text)
+        return found
 
-    def tail(self, checksums: Sequence[int]) -> bytes:
-        """See `Content.tail`."""
-        return _whole(*self._last) + self._directory(checksums)
-
-    def _directory(self, checksums: Sequence[int]) -> bytes:
+    def _directory(self) -> list[bytes]:
+        """The lines of the directory, and what closes the archive."""
         start = self._last[0].end
         lines = [
             *(entry.central(zlib.crc32(content)) for entry, content in self._first),
-            *(
-                entry.central(checksum)
-                for entry, checksum in zip(self._data, checksums, strict=True)
-            ),
+            *(entry.central(0) for entry in self._data),
             self._last[0].central(zlib.crc32(self._last[1])),
         ]
-        directory = b"".join(lines)
-        count, size = len(lines), len(directory)
+        count, size = len(lines), sum(map(len, lines))
         end64 = _END64.pack(
             b"PK\x06\x06", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, start
         )
         locator = _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
         many = 0xFFFF
         end = _END.pack(b"PK\x05\x06", 0, 0, many, many, _SEE_ZIP64, _SEE_ZIP64, 0)
-        return directory + end64 + locator + end
+        return [*lines, end64 + locator + end]
 
 
 def _whole(entry: _Entry, content: bytes) -> bytes:
     return entry.header + content + entry.descriptor(zlib.crc32(content))
-
-
-# ---------------------------------------------------------------------------------------------
-# data.pkl
-# ---------------------------------------------------------------------------------------------
-
-
-def _pickle(tensors: Sequence[FileTensor]) -> bytes:
-    """A pickle, protocol 2, of a dict of tensors; tied tensors share their storage."""
-    items = [
-        _text(name) + _tensor(str(number), tensor)
-        for number, tensor in enumerate(tensors)
-        for name in tensor.names
-    ]
-    return b"\x80\x02}(" + b"".join(items) + b"u."
-
-
-def _tensor(key: str, tensor: FileTensor) -> bytes:
-    """A call of torch's function that makes a tensor of a storage, which is named by its key."""
-    storage_type = _STORAGES.get(tensor.dtype)
-    if storage_type is None:
-        raise UnsupportedValueError(
-            f"{tensor.names[0]}: a .pth file has no name for elements of type {tensor.dtype}\n"
-            "Export with format='safetensors', or with another dtype"
-        )
-    storage = b"(" + _text("storage") + _name_of("torch", storage_type) + _text(key)
-    storage += _text("cpu") + _number(tensor.num_elements) + b"tQ"
-    shape, strides = _numbers(tensor.shape), _numbers(strides_of(tensor.shape))
-    no_hooks = _name_of("collections", "OrderedDict") + b")R"
-    arguments = b"(" + storage + _number(0) + shape + strides + b"\x89" + no_hooks + b"t"
-    return _name_of("torch._utils", "_rebuild_tensor_v2") + arguments + b"R"
-
-
-def _name_of(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def _number(number: int) -> bytes:
-    data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-def _numbers(numbers: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_number, numbers)) + b"t"

@@ -278,7 +278,7 @@ def _info(place: _Place) -> New:
     )
 
 
-def _existing(storage: Storage) -> Existing | None:
+def _existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there, of torch or of Megatron."""
 
     def index() -> Index:

@@ -3,7 +3,8 @@
 The file is an archive with a pickle of the nested state, and the elements of each tensor as a
 storage of its own (`torch_archive`); a tied tensor is stored once. All bytes but the elements are
 known before one of them moves, so ranks write their elements into the one file (`whole_tensors`).
-Checksums of the elements are 0, because no rank sees all of a tensor; torch does not look at them.
+Checksums of the elements are 0 then, because no rank sees all of a tensor; torch does not look at
+them.
 """
 
 from __future__ import annotations
@@ -34,21 +35,28 @@ def one_archive(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str
     Raises:
         UnsupportedValueError: If the pickle has no form for a value.
     """
+    return plan_archive(boxes, document, FILE_NAME)
+
+
+def plan_archive(boxes: BoxTable, document: ValuesDocument, file_name: str) -> Grid:
+    """Where the tensors lie in a file of this name.
+
+    Raises:
+        UnsupportedValueError: If the pickle has no form for a value.
+    """
     table = boxes.tensors
     tensors = [
-        FileTensor((name,), name, table.dtype(number).name, table.shape(number))
+        FileTensor(name, table.dtype(number).name, table.shape(number))
         for number, name in enumerate(table.names)
     ]
     archive = TorchArchive(tensors, _pickle(boxes, document))
-    checksums = [0] * len(tensors)
-    fillers, places, at = [(0, archive.head())], {}, len(archive.head())
-    for number, tensor in enumerate(tensors):
-        before, after = archive.before(number), archive.after(number, 0)
-        places[tensor.source] = (0, at + len(before))
-        fillers += [(at, before), (at + len(before) + tensor.num_bytes, after)]
-        at += len(before) + tensor.num_bytes + len(after)
-    fillers.append((at, archive.tail(checksums)))
-    file = whole_tensors.WholeFile(FILE_NAME, archive.num_bytes, fillers)
+    places = {
+        tensor.name: (0, position)
+        for tensor, position in zip(tensors, archive.positions, strict=True)
+    }
+    file = whole_tensors.WholeFile(
+        file_name, archive.num_bytes, archive.fillers(), archive.checksums()
+    )
     return whole_tensors.WholeFiles([file], places).encode()
 
 
@@ -85,7 +93,7 @@ def small_files(saved: Saved) -> Sequence[Rename]:
     return whole_tensors.renames(saved)
 
 
-def existing(storage: Storage) -> Existing | None:
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The file that is there."""
     return Existing(FILE_NAME, paths=(FILE_NAME,)) if exists(storage, FILE_NAME) else None
 

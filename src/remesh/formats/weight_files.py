@@ -1,24 +1,18 @@
-"""Which tensors go into which weight files, and the bytes around them. Pure.
+"""Which tensors go into which weight files, and the header of a safetensors file. Pure.
 
 Tensors stay in their order and fill one file after the other up to a limit, as model hubs do it.
 Inside a safetensors file wide elements come first, so that each begins at a multiple of its size.
-A file is written from its first byte to its last (`Content`), in parts that may end inside a
-tensor (`Span`): which part is due when is planned here as well, so that all ranks go through the
-same rounds and none holds more than a part of a tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from remesh.dtypes import BY_NAME
 from remesh.errors import UnsupportedValueError
 from remesh.safetensors_file import encode_header
-
-MAX_ITEMSIZE = max(dtype.itemsize for dtype in BY_NAME.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +20,12 @@ class FileTensor:
     """A tensor of a weight file.
 
     Attributes:
-        names: Its names in the file; more than one if it is tied.
-        source: Its stored name in the state.
+        name: Its name.
         dtype: Name of its element type in the file.
         shape: Its whole shape.
     """
 
-    names: tuple[str, ...]
-    source: str
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -48,39 +40,15 @@ class FileTensor:
         return self.num_elements * BY_NAME[self.dtype].itemsize
 
 
-class Content(Protocol):
-    """The bytes of a file around its tensors, which follow each other in order."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        ...
-
-    def head(self) -> bytes:
-        """What comes before everything else."""
-        ...
-
-    def before(self, number: int) -> bytes:
-        """What comes before a tensor."""
-        ...
-
-    def after(self, number: int, checksum: int) -> bytes:
-        """What comes after a tensor whose bytes have this CRC-32."""
-        ...
-
-    def tail(self, checksums: Sequence[int]) -> bytes:
-        """What comes last."""
-        ...
-
-
 @dataclass(slots=True)
 class SafetensorsContent:
-    """The bytes of a safetensors file around its tensors: a header, and nothing else.
+    """The bytes of a safetensors file before its tensors.
 
     Attributes:
         tensors: The tensors, in the order of the file.
         num_bytes: Size of the file.
         positions: Byte at which each tensor begins.
+        header: The first bytes of the file.
 
     Raises:
         UnsupportedValueError: If a tensor is of a type that such a file has no name for.
@@ -89,7 +57,7 @@ class SafetensorsContent:
     tensors: Sequence[FileTensor]
     num_bytes: int = field(init=False)
     positions: list[int] = field(init=False)
-    _header: bytes = field(init=False)
+    header: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         rows = []
@@ -97,28 +65,12 @@ class SafetensorsContent:
             dtype = BY_NAME[tensor.dtype]
             if dtype.pairs:
                 raise UnsupportedValueError(
-                    f"{tensor.names[0]}: a safetensors file has no name for elements of type "
+                    f"{tensor.name}: a safetensors file has no name for elements of type "
                     f"{tensor.dtype}\nLeave it out, or export with format='pth'"
                 )
-            rows.append((tensor.names[0], dtype.safetensors, tensor.shape, tensor.num_bytes))
-        self._header, self.positions = encode_header(rows, {"format": "pt"})
-        self.num_bytes = len(self._header) + sum(tensor.num_bytes for tensor in self.tensors)
-
-    def head(self) -> bytes:
-        """See `Content.head`."""
-        return self._header
-
-    def before(self, _number: int) -> bytes:
-        """See `Content.before`."""
-        return b""
-
-    def after(self, _number: int, _checksum: int) -> bytes:
-        """See `Content.after`."""
-        return b""
-
-    def tail(self, _checksums: Sequence[int]) -> bytes:
-        """See `Content.tail`."""
-        return b""
+            rows.append((tensor.name, dtype.safetensors, tensor.shape, tensor.num_bytes))
+        self.header, self.positions = encode_header(rows, {"format": "pt"})
+        self.num_bytes = len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def split_into_files(
@@ -147,55 +99,3 @@ def file_names(stem: str, suffix: str, num_files: int) -> list[str]:
     if num_files == 1:
         return [f"{stem}{suffix}"]
     return [f"{stem}-{n + 1:05d}-of-{num_files:05d}{suffix}" for n in range(num_files)]
-
-
-def assign_files(sizes: Sequence[int], world_size: int) -> list[list[int]]:
-    """Numbers of the files that each rank writes: large ones first, to the rank that has least."""
-    assigned: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        rank = loads.index(min(loads))
-        assigned[rank].append(number)
-        loads[rank] += sizes[number]
-    return [sorted(numbers) for numbers in assigned]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements [start, stop), in row-major order, of a tensor of a file."""
-
-    file: int
-    tensor: int
-    start: int
-    stop: int
-
-
-def plan_rounds(
-    files: Sequence[Sequence[FileTensor]], numbers: Sequence[int], round_bytes: int
-) -> list[list[Span]]:
-    """What a rank writes in each round: its files in order, so many bytes at a time at most."""
-    assert round_bytes >= MAX_ITEMSIZE
-    rounds: list[list[Span]] = [[]]
-    room = round_bytes
-    for span, itemsize in _whole_spans(files, numbers):
-        start = span.start
-        while True:
-            stop = min(span.stop, start + room // itemsize)
-            if stop > start or start == span.stop:
-                rounds[-1].append(Span(span.file, span.tensor, start, stop))
-                room -= (stop - start) * itemsize
-                start = stop
-            if start == span.stop:
-                break
-            rounds.append([])
-            room = round_bytes
-    return rounds if numbers else []
-
-
-def _whole_spans(
-    files: Sequence[Sequence[FileTensor]], numbers: Sequence[int]
-) -> Iterator[tuple[Span, int]]:
-    for number in numbers:
-        for place, tensor in enumerate(files[number]):
-            whole = Span(number, place, 0, tensor.num_elements)
-            yield whole, BY_NAME[tensor.dtype].itemsize

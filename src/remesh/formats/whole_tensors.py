@@ -8,7 +8,7 @@ one by one.
 Files have the id of the save behind their names until all of them are durable.
 
 In an object store a file has one writer. There each file is given to a rank (`give_to_ranks`) that
-collects its tensors (`remesh.pipeline.collect`), and the id of the save is a part of its name.
+collects its tensors (`remesh.pipeline.collect`), and the id of the save may be a part of its name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class WholeFile(msgspec.Struct, frozen=True):
         name: Its final name.
         num_bytes: Its size.
         fillers: Position and content of all bytes that are not of tensors.
+        checksums: See `Frame.checksums`; zeros stand there in `fillers`.
     """
 
     name: str
     num_bytes: int
     fillers: list[tuple[int, bytes]]
+    checksums: list[tuple[int, int, tuple[int, ...]]] = []
 
 
 class WholeFiles(msgspec.Struct, frozen=True):
@@ -43,12 +45,17 @@ class WholeFiles(msgspec.Struct, frozen=True):
     Attributes:
         files: The files.
         places: For each tensor its file and its first byte there.
+        index: Name of the file that says which tensor lies in which file; empty if there is none.
         writers: The rank that writes each file; empty if all ranks write all files.
+        names: Whether files are renamed when all are durable (`renamed`), have the id of the save
+            in their names (`by_save`), or have their final names at once (`final`).
     """
 
     files: list[WholeFile]
     places: dict[str, tuple[int, int]]
+    index: str = ""
     writers: list[int] = []
+    names: str = "renamed"
 
     def encode(self) -> Grid:
         """What all ranks get to know."""
@@ -101,26 +108,39 @@ def _own_frames(boxes: BoxTable, rank: int, save_id: str, plan: WholeFiles) -> l
         file = plan.files[number]
         positions, rows = np.array(sorted(placed), np.int64).reshape(-1, 2).T
         name = written_name(plan, number, save_id)
-        frame = Frame(name, file.num_bytes, rows, positions, fillers=tuple(file.fillers))
+        frame = Frame(
+            name,
+            file.num_bytes,
+            rows,
+            positions,
+            fillers=tuple(file.fillers),
+            checksums=tuple(file.checksums),
+        )
         found.append(frame)
     return found
 
 
-def give_to_ranks(grid: Grid, world_size: int) -> Grid:
-    """Let each file be written by one rank: large ones first, to the rank that has least."""
+def give_to_ranks(grid: Grid, world_size: int, names: str) -> Grid:
+    """Let each file be written by one rank: large ones first, to the rank that has least.
+
+    Args:
+        grid: The files.
+        world_size: Number of ranks.
+        names: See `WholeFiles`.
+    """
     plan = decode_files(grid)
     writers = [0] * len(plan.files)
     loads = [0] * world_size
     for number in sorted(range(len(writers)), key=lambda number: -plan.files[number].num_bytes):
         writers[number] = loads.index(min(loads))
         loads[writers[number]] += plan.files[number].num_bytes
-    return msgspec.structs.replace(plan, writers=writers).encode()
+    return msgspec.structs.replace(plan, writers=writers, names=names).encode()
 
 
 def renames(saved: Saved) -> Sequence[Rename]:
     """How the files get their final names, if they do not have them."""
     plan = decode_files(saved.grid)
-    if plan.writers:
+    if plan.names != "renamed":
         return []
     return [
         Rename(written_name(plan, number, saved.save_id), file.name)
@@ -131,8 +151,8 @@ def renames(saved: Saved) -> Sequence[Rename]:
 def written_name(plan: WholeFiles, number: int, save_id: str) -> str:
     """The name under which a file is written."""
     name = plan.files[number].name
-    if not plan.writers:
-        return f"{name}.{save_id}"
+    if plan.names != "by_save":
+        return name if plan.names == "final" else f"{name}.{save_id}"
     stem, dot, suffix = name.rpartition(".")
     first, dash, rest = stem.partition("-")
     return f"{first}-{save_id}{dash}{rest}{dot}{suffix}"

@@ -286,7 +286,7 @@ def small_files(saved: Saved) -> list[SmallFile]:
     return [*arrays, *objects, common_file(saved.document), config_file(NAME)]
 
 
-def existing(storage: Storage) -> Existing | None:
+def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | None:
     """The checkpoint that is there."""
     return Existing(CONFIG_NAME, is_fixed=True) if exists(storage, CONFIG_NAME) else None
 

@@ -13,7 +13,9 @@ If each rank holds all tensors of its files, as data-parallel replicas do, there
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,12 +32,16 @@ from remesh.pipeline.read import Destination
 from remesh.pipeline.stage import Filled, StagedWriter, Stager
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
 from remesh.planner import ReadLimits, plan_load
-from remesh.storage import Storage
+from remesh.storage import Buffer, Storage
 from remesh.strided import Layout
 from remesh.tables import BoxTable
 
 ROUND_BYTES = 32 << 20
 """Bytes of its files that a rank lays out in a round: enough that a round is worth its messages."""
+
+
+Range = tuple[int, int, tuple[int, ...]]
+"""See `Collection.checksums`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +54,8 @@ class Collection:
         held: The boxes that this rank holds, copies included.
         memories: The memory of each.
         waiting: Tensor, box and destination of what this rank lacks in the current round.
+        checksums: First byte, end, and bytes at which a CRC-32 of that range of the stream stands,
+            behind it; ascending.
     """
 
     exchange: Exchange
@@ -55,6 +63,7 @@ class Collection:
     held: BoxTable
     memories: list[Memory]
     waiting: list[tuple[int, Box, CarrierArray]] = field(default_factory=list)
+    checksums: list[Range] = field(default_factory=list)
 
     def plan_transfer(self) -> Callable[[], None]:
         """Plan the transfer of all that ranks lack; returns what executes it. Both collective."""
@@ -103,6 +112,37 @@ class SpreadMemory:
         raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
+class Checksums:
+    """Puts CRC-32s of ranges of a stream into the stream, which comes chunk after chunk.
+
+    Args:
+        ranges: See `Collection.checksums`.
+    """
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self._ranges = deque(ranges)
+        self._value = 0
+        self._known: list[tuple[int, bytes]] = []
+
+    def complete(self, start: int, chunk: Buffer) -> None:
+        """Put those that are known into a chunk that begins at this byte of the stream."""
+        stop = start + len(chunk)
+        while self._ranges and self._ranges[0][0] < stop:
+            first, last, places = self._ranges[0]
+            part = chunk[max(first - start, 0) : min(last, stop) - start]
+            self._value = zlib.crc32(part.data, self._value)
+            if last > stop:
+                break
+            self._known += [(place, self._value.to_bytes(4, "little")) for place in places]
+            self._ranges.popleft()
+            self._value = 0
+        for place, value in self._known:
+            for at, byte in enumerate(value, place - start):
+                if 0 <= at < len(chunk):
+                    chunk[at] = byte
+        self._known = [(place, value) for place, value in self._known if place + 4 > stop]
+
+
 class CollectingStager(Stager):
     """A stager of files whose tensors lie on several ranks; `stage` is collective.
 
@@ -129,6 +169,7 @@ class CollectingStager(Stager):
     ) -> None:
         super().__init__(layout, arena, hand_over, copies)
         self._collection = collection
+        self._checksums = Checksums(collection.checksums)
         self._check = check
 
     def stage(
@@ -139,6 +180,7 @@ class CollectingStager(Stager):
         chunks = max(1, min(ROUND_BYTES, self._arena.budget // 2) // CHUNK_SIZE)
         pieces = self._layout.pieces
         lacks = any(isinstance(piece.memory, SpreadMemory) for piece in pieces)
+        lacks = lacks or bool(self._collection.checksums)
 
         def tell() -> bytes:
             begin()
@@ -173,8 +215,10 @@ class CollectingStager(Stager):
         def move() -> bytes:
             execute()
             while filled and not self._stop.is_set():
-                self._hand_over(filled[0])
-                on_chunk(filled.pop(0).num_bytes)
+                number, num_bytes = filled[0].number, filled[0].num_bytes
+                self._checksums.complete(number * CHUNK_SIZE, filled[0].chunk.buffer[:num_bytes])
+                self._hand_over(filled.pop(0))
+                on_chunk(num_bytes)
             return b""
 
         try:

@@ -1,16 +1,9 @@
 """Weights for inference: Hugging Face safetensors files or a `.pth`, written from the shards.
 
-1. The ranks learn which weights there are, from the live state or from a checkpoint, and all plan
-   the same: which tensor goes into which file, and who writes which file (`weight_files`).
-2. They go through rounds. In each, a rank wants the next few megabytes of its files, as boxes of
-   the tensors in their new dtype; `remesh.reshard` brings them from the ranks that hold them, or
-   `remesh.load` from the checkpoint; and the rank appends them to its file. No rank ever holds a
-   whole file, or a whole tensor.
-3. When all files are written, they get their names, and the index, which says that they belong
-   together, comes last.
-
-On a local or mounted file system a file is written under a hidden name, made durable and renamed,
-so a reader sees the old file or the new one. Object stores show an object when it is complete.
+An export is a save. The ranks learn which weights there are, from the live state or from a
+checkpoint, and choose names and element types (`_choose`). Then each rank describes its boxes of
+them under their new names, as memories that cast (`_Exported`), and saves the description in files
+that may lie beside others (`remesh.formats.exported`).
 """
 
 from __future__ import annotations
@@ -18,14 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import secrets
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import msgspec
@@ -35,44 +23,29 @@ from torch import nn
 
 from remesh._repr import short_repr
 from remesh.adapters.memory import torch_dtype
-from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
-from remesh.checkpoint.local import describe_local, exchange_of, split_aliases
-from remesh.checkpoint.sharing import check_arrived, check_same_place
-from remesh.dtypes import BY_NAME
+from remesh.checkpoint.local import describe_local, exchange_of, memory_of, split_aliases
+from remesh.checkpoint.save_plan import PlanCache, SaveOptions
+from remesh.checkpoint.saving import save_agreed
+from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converted
+from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import StateError, UnsupportedValueError
-from remesh.exchange import Exchange, run_on_all, run_on_one
-from remesh.formats.table import Source
-from remesh.formats.torch_archive import TorchArchive
-from remesh.formats.weight_files import (
-    Content,
-    FileTensor,
-    SafetensorsContent,
-    Span,
-    assign_files,
-    file_names,
-    plan_rounds,
-    split_into_files,
-)
-from remesh.geometry import boxes_of_flat_range
-from remesh.resharding import reshard
-from remesh.sharded import Part, ShardedTensor
-from remesh.state import TENSOR_RECORD
-from remesh.storage import Buffer, Storage, Writer, aligned_buffer, is_local, open_storage
-from remesh.storage.local_io import sync_directory
+from remesh.events import ignore
+from remesh.exchange import Exchange, run_on_all
+from remesh.formats import exported
+from remesh.formats.decoding import decoded
+from remesh.formats.table import Source, place_of
+from remesh.formats.weight_files import FileTensor, file_names, split_into_files
+from remesh.geometry import Box
+from remesh.memory import CarrierArray, Memory
+from remesh.sharded import ArrayLike, Part
+from remesh.state import TENSOR_RECORD, Description, Role, TensorEntry
+from remesh.storage import Storage, open_storage
+from remesh.strided import Layout
 
 WeightFormat = Literal["safetensors", "pth"]
 
-ROUND_BYTES = 64 << 20
-"""Bytes that a rank gets in a round: enough that the rounds' overhead does not count."""
-
-_CHUNK_BYTES = 4 << 20
-_SUFFIX = {"safetensors": ".safetensors", "pth": ".pth"}
-_CONTENTS: Mapping[str, Callable[[Sequence[FileTensor]], Content]] = {
-    "safetensors": SafetensorsContent,
-    "pth": TorchArchive,
-}
-_TEMPORARY = ".remesh-export-"
+_FORMATS = {"safetensors": exported.SAFETENSORS, "pth": exported.PTH}
 
 _log = logging.getLogger("remesh")
 
@@ -152,42 +125,41 @@ def export_weights(
         ExchangeError: If a rank died.
     """
     started = time.monotonic()
-    if format not in _CONTENTS:
+    if format not in _FORMATS:
         raise ValueError(f"format must be 'safetensors' or 'pth', got {format!r}")
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
-    replies = run_on_all(exchange, lambda: _encode(_describe(state)))
-    weights = _merge(replies) if place is None else _stored_weights(exchange, place)
+    local = describe_local(state)
+    replies = run_on_all(exchange, lambda: _encode(_describe(local)))
+    if place is None:
+        weights, stored = _merge(replies), None
+    else:
+        weights, stored = _stored_weights(exchange, place)
     entries = source if isinstance(source, Mapping) else {weight.path[0] for weight in weights}
     tensors = _choose(weights, entry, names, dtype, sorted(map(str, entries)))
-    limit = max_file_bytes if format == "safetensors" else None
-    files = split_into_files(tensors, limit)
-    called = file_names(name, _SUFFIX[format], len(files))
-    contents = [_CONTENTS[format](file) for file in files]
-    numbers = assign_files([content.num_bytes for content in contents], exchange.world_size)
-
-    def fetch(target: dict[str, Any]) -> None:
-        if place is None:
-            reshard(state, target, cast=True, group=exchange)
-        else:
-            load(target, place, cast=True, group=exchange)
-
+    boxes = _live_boxes(local) if stored is None else _stored_boxes(exchange, stored, tensors)
     storage = open_storage(path)
-    job = _Job(storage, exchange, files, contents, called)
-    try:
-        job.begin(numbers[exchange.rank])
-        job.write(numbers, fetch)
-        small_files = _small_files(format, name, config, files, called)
-        job.publish(numbers, small_files, name, _SUFFIX[format])
-    except BaseException:
-        job.abort()
-        raise
-    aliases = [tensor.names for tensor in tensors] if format == "safetensors" else []
+    values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
+    options = SaveOptions(
+        overwrite=True,
+        metadata=json.loads(json.dumps(values)),
+        compares="sampled",
+        format=_FORMATS[format],
+        format_options={"name": name, "max_shard_bytes": max_file_bytes},
+    )
+    description = Description(
+        tensors=[one for tensor in tensors for one in _entries_of(tensor, boxes)]
+    )
+    save_agreed(description, storage, options, group=exchange, cache=PlanCache(), on_event=ignore)
+    files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
+    limit = max_file_bytes if format == "safetensors" else None
     report = ExportReport(
-        tuple(called),
+        tuple(file_names(name, f".{format}", len(split_into_files(files, limit)))),
         len(tensors),
-        sum(tensor.num_bytes for tensor in tensors),
-        {alias: first for first, *rest in aliases for alias in rest},
+        sum(tensor.num_bytes for tensor in files),
+        {alias: one.names[0] for one in tensors for alias in one.names[1:]}
+        if format == "safetensors"
+        else {},
         time.monotonic() - started,
     )
     if exchange.rank == 0:
@@ -215,6 +187,25 @@ class _Weight(msgspec.Struct, frozen=True):
     is_inner: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the files.
+
+    Attributes:
+        names: Its names in the files; more than one if it is tied.
+        source: Its stored name in the state.
+        source_dtype: Name of its element type there.
+        dtype: Name of its element type in the files.
+        shape: Its whole shape.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    source_dtype: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
     """A state with nothing but what is exported, or the place of a checkpoint."""
     if isinstance(source, str | os.PathLike | Storage | Source):
@@ -230,9 +221,8 @@ def _encode(weights: list[_Weight]) -> bytes:
     return msgspec.msgpack.encode(weights)
 
 
-def _describe(state: Any) -> list[_Weight]:
+def _describe(description: Description) -> list[_Weight]:
     """What this rank holds."""
-    description = describe_local(state)
     kept, aliases = split_aliases(description.tensors)
     paths = description.paths
     others: dict[str, list[tuple[str | int, ...]]] = {}
@@ -266,14 +256,15 @@ def _merge(replies: Sequence[bytes]) -> list[_Weight]:
     return list(found.values())
 
 
-def _stored_weights(exchange: Exchange, place: Any) -> list[_Weight]:
-    """What a checkpoint holds."""
+def _stored_weights(exchange: Exchange, source: Any) -> tuple[list[_Weight], StoredSource]:
+    """What a checkpoint holds, and how it is read."""
+    place = place_of(source)
     stored = open_shared(exchange, place)
     index, path_of = stored.index, stored.document.path_of
     others: dict[str, list[tuple[str | int, ...]]] = {}
     for alias, name in index.aliases.items():
         others.setdefault(name, []).append(path_of(alias))
-    return [
+    weights = [
         _Weight(
             name,
             path_of(name),
@@ -284,6 +275,7 @@ def _stored_weights(exchange: Exchange, place: Any) -> list[_Weight]:
         )
         for name in index.tensors.names
     ]
+    return weights, StoredSource(decoded(place.storage, index), index, stored.identity)
 
 
 def _choose(
@@ -292,7 +284,7 @@ def _choose(
     names: Callable[[str], str | None] | None,
     dtype: str | None,
     entries: Sequence[str],
-) -> list[FileTensor]:
+) -> list[_Tensor]:
     """The tensors that are exported, with their names in the files; the state has these entries.
 
     Raises:
@@ -329,7 +321,7 @@ def _choose(
                 )
             is_float = torch_dtype(weight.dtype).is_floating_point
             kind = dtype if dtype is not None and is_float else weight.dtype
-            tensors.append(FileTensor(tuple(called), weight.name, kind, weight.shape))
+            tensors.append(_Tensor(tuple(called), weight.name, weight.dtype, kind, weight.shape))
     if not tensors:
         raise StateError(
             f"there are no weights in entry {entry!r}; the state has "
@@ -339,248 +331,110 @@ def _choose(
 
 
 # ---------------------------------------------------------------------------------------------
-# Writing
+# The boxes of a rank
 # ---------------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """A file that is written from its beginning to its end, in aligned chunks."""
-
-    def __init__(self, writer: Writer, num_bytes: int) -> None:
-        self._writer = writer
-        self._num_bytes = num_bytes
-        self._chunk: Buffer | None = None
-        self._filled = 0
-        self._position = 0
-
-    def append(self, data: bytes | Buffer) -> None:
-        """Write more bytes."""
-        source = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
-        while len(source):
-            if self._chunk is None:
-                self._chunk = aligned_buffer(min(_CHUNK_BYTES, self._num_bytes - self._position))
-            part = source[: len(self._chunk) - self._filled]
-            self._chunk[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            source = source[len(part) :]
-            if self._filled == len(self._chunk):
-                self._writer.write(self._position, self._chunk)
-                self._position += self._filled
-                self._chunk, self._filled = None, 0
-
-    def finish(self) -> None:
-        """All is written: make it durable."""
-        assert self._position == self._num_bytes, "the file is not complete"
-        self._writer.finish()
-
-    def abort(self) -> None:
-        """Give the file up."""
-        self._writer.abort()
+def _live_boxes(description: Description) -> dict[str, list[TensorEntry]]:
+    """What this rank holds of each tensor."""
+    boxes: dict[str, list[TensorEntry]] = {}
+    for entry in split_aliases(description.tensors)[0]:
+        boxes.setdefault(entry.name, []).append(entry)
+    return boxes
 
 
-@dataclass(slots=True)
-class _Job:
-    """One rank's side of an export; its methods are the steps. All but `abort` are collective."""
+def _stored_boxes(
+    exchange: Exchange, stored: StoredSource, tensors: Sequence[_Tensor]
+) -> dict[str, list[TensorEntry]]:
+    """The tensors that this rank reads from a checkpoint: of as many bytes as others."""
+    boxes: dict[str, list[TensorEntry]] = {}
+    loads = [0] * exchange.world_size
+    for tensor in tensors:
+        rank = loads.index(min(loads))
+        loads[rank] += FileTensor(tensor.source, tensor.dtype, tensor.shape).num_bytes
+        if rank == exchange.rank:
+            memory = StoredMemory(stored, tensor.source, tensor.source_dtype, tensor.shape)
+            part = Part(Box.whole(tensor.shape), cast("ArrayLike", memory))
+            boxes[tensor.source] = [
+                TensorEntry(tensor.source, tensor.source_dtype, tensor.shape, (part,), Role.MAIN)
+            ]
+    return boxes
 
-    storage: Storage
-    exchange: Exchange
-    files: Sequence[Sequence[FileTensor]]
-    contents: Sequence[Content]
-    called: Sequence[str]
-    streams: dict[int, _Stream] = field(default_factory=dict, init=False)
-    checksums: dict[int, list[int]] = field(default_factory=dict, init=False)
-    tag: str = field(default_factory=lambda: secrets.token_hex(4), init=False)
 
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Create this rank's files, which reserves their room."""
-        check_same_place(
-            [url.decode() for url in run_on_all(self.exchange, self.storage.url.encode)]
-        )
+def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> list[TensorEntry]:
+    """This rank's boxes of a tensor as they are saved, under each name of it.
 
-        def create() -> bytes:
-            for number in numbers:
-                content, name = self.contents[number], self._written_name(number)
-                if name == self.called[number]:
-                    self.storage.delete(name)
-                writer = self.storage.create(name, content.num_bytes)
-                self.streams[number] = _Stream(writer, content.num_bytes)
-                self.checksums[number] = []
-            return b""
-
-        run_on_all(self.exchange, create)
-
-    def write(
-        self, numbers: Sequence[Sequence[int]], fetch: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Go through the rounds; `fetch` fills a state of boxes on all ranks."""
-        plans = [plan_rounds(self.files, one, ROUND_BYTES) for one in numbers]
-        mine = plans[self.exchange.rank]
-        for turn in range(max(map(len, plans))):
-            spans = mine[turn] if turn < len(mine) else []
-            elements = [self._room_for(span) for span in spans]
-            fetch(self._target(spans, elements))
-
-            def append(spans: list[Span] = spans, elements: list[torch.Tensor] = elements) -> bytes:
-                for span, values in zip(spans, elements, strict=True):
-                    self._append(span, values)
-                return b""
-
-            run_on_all(self.exchange, append)
-
-    def publish(
-        self,
-        numbers: Sequence[Sequence[int]],
-        small_files: Mapping[str, bytes],
-        name: str,
-        suffix: str,
-    ) -> None:
-        """Give all files their names; the small ones, whose last is the index, come last."""
-        tags = [tag.decode() for tag in run_on_all(self.exchange, self._finish)]
-
-        def see() -> bytes:
-            check_arrived(
-                self.storage,
-                "",
-                (
-                    (rank, self._written_name(number, tag), self.contents[number].num_bytes)
-                    for rank, (tag, own) in enumerate(zip(tags, numbers, strict=True))
-                    for number in own
-                ),
+    All ranks name all tensors, so that these have one order.
+    """
+    none = TensorEntry(tensor.source, tensor.dtype, tensor.shape, (), Role.REPLICA)
+    entries = []
+    for entry in boxes.get(tensor.source, [none]):
+        parts = tuple(
+            Part(
+                part.box,
+                cast("ArrayLike", _Exported(memory_of(part.data, entry.name), tensor)),
             )
-            return b""
+            for part in entry.parts
+        )
+        entries.append(replace(entry, dtype=tensor.dtype, parts=parts))
+    key = object()
+    first = [replace(entry, name=tensor.names[0], alias_key=key) for entry in entries]
+    return first + [replace(first[0], name=alias) for alias in tensor.names[1:]]
 
-        index = f"{name}{suffix}.index.json"
 
-        def make_way() -> bytes:
-            # Without its index no reader takes old and new files for one model.
-            if len(self.files) > 1:
-                self.storage.delete(index)
-            return b""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Exported:
+    """A box of a tensor whose elements are cast, and must stay finite, on their way out.
 
-        def complete() -> bytes:
-            for small, data in small_files.items():
-                self.storage.put(small, data, overwrite=True)
-            pattern = re.compile(re.escape(name) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix))
-            for file in self.storage.list():
-                is_old_file = pattern.fullmatch(file) and file not in self.called
-                is_old_index = file == index and index not in small_files
-                if is_old_file or is_old_index or file.startswith(f"{_TEMPORARY}{name}"):
-                    self.storage.delete(file)
-            return b""
+    Attributes:
+        memory: The box.
+        tensor: The tensor.
+    """
 
-        if self.exchange.world_size > 1:
-            run_on_one(self.exchange, see)
-        run_on_one(self.exchange, make_way)
-        run_on_all(self.exchange, self._rename)
-        run_on_one(self.exchange, complete)
+    memory: Memory
+    tensor: _Tensor
 
-    def abort(self) -> None:
-        """Remove what this rank has written under hidden names."""
-        for number, stream in self.streams.items():
-            with suppress(OSError):  # the error that led here is the one to report
-                stream.abort()
-                if self._written_name(number) != self.called[number]:
-                    self.storage.delete(self._written_name(number))
+    @property
+    def carrier(self) -> CarrierDType:
+        """See `Memory.carrier`."""
+        return BY_NAME[self.tensor.dtype].carrier
 
-    def _written_name(self, number: int, tag: str = "") -> str:
-        """The name under which a file is written, by this rank or by that of another tag."""
-        name, tag = self.called[number], tag or self.tag
-        return f"{_TEMPORARY}{name}-{tag}" if is_local(self.storage) else name
+    @property
+    def layout(self) -> Layout | None:
+        """See `Memory.layout`."""
+        return self.memory.layout
 
-    def _room_for(self, span: Span) -> torch.Tensor:
-        dtype = torch_dtype(self.files[span.file][span.tensor].dtype)
-        return torch.empty(span.stop - span.start, dtype=dtype)
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        """See `Memory.copy_out`.
 
-    def _target(self, spans: Sequence[Span], elements: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The state that is to be filled: the boxes of some spans."""
-        target: dict[str, Any] = {}
-        for span, values in zip(spans, elements, strict=True):
-            tensor = self.files[span.file][span.tensor]
-            parts, done = [], 0
-            for box in boxes_of_flat_range(tensor.shape, span.start, span.stop):
-                parts.append(Part(box, values[done : done + box.size].view(box.shape)))
-                done += box.size
-            if parts:
-                target[str(len(target))] = ShardedTensor(
-                    tensor.source, tensor.shape, tuple(parts), replica_id=1
-                )
-        return target
-
-    def _append(self, span: Span, values: torch.Tensor) -> None:
-        """Write a part of a tensor, and what comes before and after it."""
-        content, stream = self.contents[span.file], self.streams[span.file]
-        tensor, checksums = self.files[span.file][span.tensor], self.checksums[span.file]
+        Raises:
+            StateError: If values became infinite in a narrow dtype.
+        """
+        tensor = self.tensor
+        dtypes = () if tensor.dtype == tensor.source_dtype else (tensor.dtype,)
+        values = np.empty(box.shape, self.memory.carrier)
+        self.memory.copy_out(box, values)
+        values = converted(values, tensor.source_dtype, dtypes)
         _check_finite(tensor, values)
-        if span.start == 0:
-            if span.tensor == 0:
-                stream.append(content.head())
-            stream.append(content.before(span.tensor))
-            checksums.append(0)
-        data = cast("Buffer", values.view(torch.uint8).numpy())
-        checksums[-1] = zlib.crc32(data.data, checksums[-1])
-        stream.append(data)
-        if span.stop == tensor.num_elements:
-            stream.append(content.after(span.tensor, checksums[-1]))
-            if span.tensor == len(self.files[span.file]) - 1:
-                stream.append(content.tail(checksums))
+        into[...] = values
 
-    def _finish(self) -> bytes:
-        for stream in self.streams.values():
-            stream.finish()
-        self.storage.sync()
-        return self.tag.encode()
-
-    def _rename(self) -> bytes:
-        if is_local(self.storage):
-            root = Path(self.storage.url)
-            for number in self.streams:
-                (root / self._written_name(number)).replace(root / self.called[number])
-            sync_directory(root)
-        self.streams.clear()
-        return b""
+    def copy_in(self, box: Box, values: CarrierArray) -> None:
+        """Nothing is read into what is being exported."""
+        raise AssertionError(f"{box} of {values.shape} cannot be changed")
 
 
-def _check_finite(tensor: FileTensor, values: torch.Tensor) -> None:
+def _check_finite(tensor: _Tensor, values: CarrierArray) -> None:
     """Refuse values that became infinite on their way into a narrow dtype.
 
     Raises:
         StateError: If there are any.
     """
-    if values.is_floating_point() and BY_NAME[tensor.dtype].itemsize < 4:
-        elements = values if values.itemsize > 1 else values.float()
-        if bool(elements.isinf().any()):
-            largest = torch.finfo(values.dtype).max
+    dtype = torch_dtype(tensor.dtype)
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        elements = torch.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype)
+        if bool((elements if dtype.itemsize > 1 else elements.float()).isinf().any()):
             raise StateError(
                 f"{tensor.names[0]}: has infinite values as {tensor.dtype}, whose largest number "
-                f"is {largest:g}\nExport with dtype='bfloat16' or 'float32', which reach further"
+                f"is {torch.finfo(dtype).max:g}\nExport with dtype='bfloat16' or 'float32', which "
+                "reach further"
             )
-
-
-def _small_files(
-    format_name: str,
-    name: str,
-    config: Any,
-    files: Sequence[Sequence[FileTensor]],
-    called: Sequence[str],
-) -> dict[str, bytes]:
-    """The files that rank 0 writes last: the configuration, and the index of several files."""
-    small: dict[str, bytes] = {}
-    if config is not None:
-        values = config if isinstance(config, Mapping) else config.to_dict()
-        small["config.json"] = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-    if len(files) > 1:
-        tensors = [tensor for file in files for tensor in file]
-        places = {
-            tensor.names[0]: file_name
-            for file, file_name in zip(files, called, strict=True)
-            for tensor in file
-        }
-        index = {
-            "metadata": {
-                "total_size": sum(tensor.num_bytes for tensor in tensors),
-                "total_parameters": sum(tensor.num_elements for tensor in tensors),
-            },
-            "weight_map": dict(sorted(places.items())),
-        }
-        small[f"{name}{_SUFFIX[format_name]}.index.json"] = json.dumps(index, indent=2).encode()
-    return small

@@ -1,0 +1,111 @@
+"""The part of a save that gives each file one writer, which collects its tensors.
+
+That is so in storages in which an object is written by one process, and for files that hold
+checksums of their tensors (`remesh.pipeline.collect`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from remesh.checkpoint.local import LocalTensors
+from remesh.checkpoint.stream_layout import RankStream, lay_out
+from remesh.errors import StateError
+from remesh.exchange import Exchange
+from remesh.formats.framing import Frame, Grid, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.formats.whole_tensors import give_to_ranks
+from remesh.geometry import Box, IntArray
+from remesh.index import Index
+from remesh.memory import Memory
+from remesh.pipeline import Collection, SpreadMemory
+from remesh.planner import SavePlan
+from remesh.state import Role
+from remesh.storage import SharedFiles, Storage
+from remesh.tables import BoxTable
+
+
+def plan_files(
+    writer: Writer,
+    storage: Storage,
+    plan: SavePlan,
+    document: ValuesDocument,
+    options: Mapping[str, object],
+    world_size: int,
+) -> tuple[Grid, bytes]:
+    """Rank 0: plan the files of a format.
+
+    Args:
+        writer: How the format is written.
+        storage: Where to.
+        plan: Who holds what.
+        document: The values of all ranks.
+        options: Options of the format.
+        world_size: Number of ranks.
+
+    Returns:
+        What the writer of the format makes of what is stored; and what all ranks hold, as an index,
+        if each file has one writer.
+
+    Raises:
+        StateError: If the format has no form for something, or the storage does not take it.
+    """
+    grid = writer.grid(plan.boxes, document, options)
+    can_share = isinstance(storage, SharedFiles)
+    if not writer.has_shared_files or (can_share and not writer.has_checksums):
+        return grid, b""
+    if not (can_share or writer.object_names):
+        raise StateError(
+            f"{storage.url}: format {writer.name!r} needs a directory, because it is one file that "
+            "all ranks write\nTo an object store, save in format 'huggingface', or use "
+            "remesh.training.export_weights"
+        )
+    names = "renamed" if can_share else writer.object_names
+    return give_to_ranks(grid, world_size, names), plan.index_of_holders(world_size).encode()
+
+
+def lay_out_collected(
+    frames_of: Callable[[BoxTable], Sequence[Frame]],
+    tensors: LocalTensors,
+    rows: IntArray,
+    holders: bytes,
+    exchange: Exchange,
+) -> RankStream:
+    """The stream of a rank that writes whole tensors of which other ranks hold boxes.
+
+    Args:
+        frames_of: Its data files, given a table of whole tensors.
+        tensors: The rank's boxes.
+        rows: Those that it gives; of copies that may differ, only these count.
+        holders: From `plan_files`.
+        exchange: The ranks.
+    """
+    index = Index.decode(holders, "the save")
+    table, boxes = index.tensors, tensors.boxes
+    is_given = tensors.roles != Role.FIRST
+    is_given[rows] = True
+    given = np.flatnonzero(is_given).tolist()
+    held = BoxTable.of(boxes.tensors, [(int(boxes.tensor[row]), boxes.box(row)) for row in given])
+    collection = Collection(exchange, index, held, [tensors.memories[row] for row in given])
+    own = {
+        boxes.tensors.names[tensor]: tensors.memories[row]
+        for row, tensor in zip(given, held.tensor.tolist(), strict=True)
+        if boxes.box(row).shape == boxes.tensors.shape(tensor)
+    }
+    numbers = [n for n in range(len(table.names)) if math.prod(table.shape(n))]
+    memories: list[Memory] = [
+        own.get(table.names[n]) or SpreadMemory(collection, n) for n in numbers
+    ]
+    whole = BoxTable.of(table, [(n, Box.whole(table.shape(n))) for n in numbers])
+    frames = frames_of(whole)
+    stream = lay_out(frames, replace(tensors, boxes=whole, memories=memories))
+    for frame, at in zip(frames, stream.files.start.tolist(), strict=True):
+        collection.checksums.extend(
+            (at + first, at + last, tuple(at + place for place in places))
+            for first, last, places in frame.checksums
+        )
+    return replace(stream, collection=collection)

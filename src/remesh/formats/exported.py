@@ -1,0 +1,75 @@
+"""Weights for inference, in files whose name the caller chooses (`remesh.training.export_weights`).
+
+The files are those of the formats `huggingface` and `torch_file`. They may lie beside other files:
+only those of an earlier export of the same name are replaced. In an object store they have the same
+names, so earlier ones are removed before.
+
+A `.pth` file has checksums of its tensors, as every archive should that is given to others. So it
+has one writer, which sees all bytes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+
+from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
+from remesh.formats.framing import Existing, Grid, Writer
+from remesh.formats.native import ValuesDocument
+from remesh.storage import Storage, list_directory
+from remesh.tables import BoxTable
+
+SAFETENSORS, PTH = "exported safetensors", "exported pth"
+
+
+def _safetensors(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    limit = huggingface_writer.limit_of(options)
+    return huggingface_writer.plan_files(boxes.tensors, document, limit, str(options["name"]))
+
+
+def _pth(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    return torch_file_writer.plan_archive(boxes, document, f"{options['name']}.pth")
+
+
+def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> Existing | None:
+    """The files of an export of this name, also those of one that was killed; the index first."""
+    name = str(options["name"])
+    pattern = re.compile(
+        re.escape(name) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.[0-9a-f]{12})?"
+    )
+    there = list_directory(storage).files
+    index = huggingface_writer.index_name(name)
+    paths = [index] if suffix == huggingface_writer.SUFFIX and index in there else []
+    paths += filter(pattern.fullmatch, sorted(there))
+    return Existing(paths[0], paths=tuple(paths)) if paths else None
+
+
+EXPORTS = {
+    SAFETENSORS: Writer(
+        SAFETENSORS,
+        _safetensors,
+        whole_tensors.frames,
+        huggingface_writer.small_files,
+        functools.partial(_existing, huggingface_writer.SUFFIX),
+        has_metadata=True,
+        has_shared_files=True,
+        object_names="final",
+        is_beside_others=True,
+        options=("name", "max_shard_bytes"),
+    ),
+    PTH: Writer(
+        PTH,
+        _pth,
+        whole_tensors.frames,
+        huggingface_writer.config_and_renames,
+        functools.partial(_existing, ".pth"),
+        has_metadata=True,
+        has_shared_files=True,
+        has_checksums=True,
+        object_names="final",
+        is_beside_others=True,
+        options=("name",),
+    ),
+}
+"""How exports are written, by name. They are no formats of checkpoints."""
