@@ -34,6 +34,7 @@ import torch
 import remesh
 from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
+from remesh.pipeline import Compress
 from remesh.sharded import ShardedTensor
 from tests.waiting import is_alive
 
@@ -105,6 +106,11 @@ def place_of(root: Path, step: int) -> Path:
     return root / (f"step_{step:08d}" if step % 2 else "latest")
 
 
+def compress_of(number: int) -> Compress | None:
+    """Every third save, or launch, writes compressed files."""
+    return None if number % 3 else "zstd"
+
+
 def whole_state(step: int) -> dict[str, Any]:
     """What a checkpoint of a step holds."""
     dice = np.random.default_rng(step)
@@ -160,12 +166,19 @@ def save_until_killed(exchange: Exchange, launch: Launch) -> None:
         fate = _arm(exchange, launch, None)
         for step in steps:
             state = part_of_state(step, exchange.rank, exchange.world_size)
-            remesh.save(state, place_of(launch.root, step), overwrite=True, group=exchange)
+            place = place_of(launch.root, step)
+            remesh.save(state, place, overwrite=True, compress=compress_of(step), group=exchange)
             _announce(launch.announced, step)
         fate.end(exchange)
         return
     unchanged.MIN_BYTES = 1
-    saver = remesh.Saver(group=exchange, writer=launch.way, deadline=DEADLINE, at_exit="abort")
+    saver = remesh.Saver(
+        group=exchange,
+        writer=launch.way,
+        deadline=DEADLINE,
+        at_exit="abort",
+        compress=compress_of(launch.first_step // MAX_STEPS),
+    )
     if saver.writer_process_id is not None:
         _announce(launch.process_ids, saver.writer_process_id)
     fate = _arm(exchange, launch, saver.writer_process_id)

@@ -32,7 +32,7 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
-from tests.campaigns.killed_saving import arrays_of, part_of_state, whole_state
+from tests.campaigns.killed_saving import arrays_of, compress_of, part_of_state, whole_state
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.waiting import wait_until
 
@@ -48,9 +48,10 @@ def save(exchange: Exchange, places: Sequence[Storage], step: int, way: Way) -> 
     """Save a step; each rank has its own view of the storage."""
     state = part_of_state(step, exchange.rank, exchange.world_size)
     if way == "save":
-        remesh.save(state, places[exchange.rank], overwrite=True, group=exchange)
+        compress = compress_of(step)
+        remesh.save(state, places[exchange.rank], overwrite=True, compress=compress, group=exchange)
         return
-    saver = remesh.Saver(group=exchange, deadline=60)
+    saver = remesh.Saver(group=exchange, deadline=60, compress=compress_of(step))
     saver.save_async(state, places[exchange.rank], overwrite=True)
     saver.close()
 

@@ -21,6 +21,7 @@ import torch
 import remesh
 from remesh.checkpoint import unchanged
 from remesh.exchange import Exchange
+from remesh.pipeline import Compress
 from remesh.sharded import ShardedTensor
 from remesh.storage import LocalStorage
 from remesh.testing import run_ranks
@@ -78,7 +79,9 @@ def save_part(exchange: Exchange, path: Path, number: int) -> None:
     rows = NUM_ROWS // exchange.world_size
     mine = np.full((rows, 2), number, np.int64)
     table = ShardedTensor.at_offset("table", mine, (NUM_ROWS, 2), (exchange.rank * rows, 0))
-    remesh.save({"table": table, "number": number}, path, overwrite=True, group=exchange)
+    state = {"table": table, "number": number}
+    compress: Compress | None = None if number % 2 else "zstd"
+    remesh.save(state, path, overwrite=True, group=exchange, compress=compress)
 
 
 def number_at(path: Path, group: Exchange | None = None) -> int | None:

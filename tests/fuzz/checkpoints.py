@@ -55,7 +55,7 @@ def _sharded_state(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _native(folder: Path) -> None:
+def _native(folder: Path, **options: Any) -> None:
     def save(exchange: Exchange) -> None:
         tied = torch.arange(6.0)
         more = {
@@ -65,9 +65,13 @@ def _native(folder: Path) -> None:
             "path": Path("a/b"),
             "scalar": np.float32(1.5),
         }
-        remesh.save(_sharded_state(exchange) | more, folder, group=exchange)
+        remesh.save(_sharded_state(exchange) | more, folder, group=exchange, **options)
 
     run_ranks(2, save)
+
+
+def _native_compressed(folder: Path) -> None:
+    _native(folder, compress="zstd")
 
 
 def _foreign(name: str) -> Callable[[Path], None]:
@@ -243,6 +247,7 @@ def _megatron_legacy(folder: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "native": _native,
+    "native compressed": _native_compressed,
     "torch_dcp": _dcp,
     "torch_dcp safetensors": _dcp_safetensors,
     "torch_dcp by remesh": _foreign("torch_dcp"),

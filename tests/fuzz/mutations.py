@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 
 from remesh.formats import native
+from remesh.formats.decoding import decoded
 from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE, block_digests, digest_of_digests, hex_digest
 from remesh.packing import pack, unpack
 from remesh.tables import decode_columns, encode_columns
 from tests.campaigns.test_damage import DAMAGES
-from tests.fuzz.files import Files
+from tests.fuzz.files import Files, in_memory
 from tests.fuzz.pickles import change_archive, change_pickle
 from tests.fuzz.trees import EXTREME_INTS, Change, any_value, change_json, change_msgpack, to_json
 from tests.index_version_1 import version_1
@@ -227,9 +228,9 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
     stored = json.loads(metadata["remesh.files"])
     if dice.random() < 0.5:
         blocks, first = [], [0]
-        for file in stored:
-            file[1] = len(files[file[0]])
-            blocks.append(block_digests(np.frombuffer(files[file[0]], np.uint8)))
+        for file, held in zip(stored, _contents(files, columns, metadata), strict=True):
+            file[1] = len(held)
+            blocks.append(block_digests(np.frombuffer(held, np.uint8)))
             first.append(first[-1] + len(blocks[-1]))
         columns["block.digest"] = np.concatenate(blocks) if blocks else np.zeros((0, 2), np.uint64)
         numbers = np.array(first, np.int64)
@@ -244,6 +245,17 @@ def _forge_blocks(files: Files, record: Any, dice: random.Random) -> None:
         entry |= {"digest": digest}
         if content is not None:
             entry["num_bytes"] = len(content)
+
+
+def _contents(files: Files, columns: dict[str, Any], metadata: dict[str, str]) -> list[bytes]:
+    """What the data files hold; the index gets the sizes that compressed ones have."""
+    paths = [path for path, _ in json.loads(metadata["remesh.files"])]
+    if "file.num_bytes" not in columns:
+        return [files[path] for path in paths]
+    columns["file.num_bytes"] = pack(np.array([len(files[path]) for path in paths]))
+    index = Index.decode(encode_columns(columns, metadata), "index")
+    storage = decoded(in_memory(files), index)
+    return [storage.read(path) for path in paths]
 
 
 # ---------------------------------------------------------------------------------------------

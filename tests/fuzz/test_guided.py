@@ -24,6 +24,8 @@ PARSERS = {
     "DCP metadata": ("torch_dcp", ".metadata"),
     "native record": ("native", "remesh.json"),
     "native index": ("native", "index.safetensors"),
+    "native compressed": ("native compressed", "00000.safetensors"),
+    "native compressed index": ("native compressed", "index.safetensors"),
     "native values": ("native", "values.msgpack"),
     "zarr 2": ("zarr by zarr", "a/.zarray"),
     "zarr 3": ("zarr 3", "sharded/zarr.json"),

@@ -29,6 +29,8 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.events import Event
+from remesh.exchange import Exchange
+from remesh.pipeline import Compress
 from remesh.storage import Buffer, MemoryStorage, Storage, delete_files, hedging, open_storage
 from remesh.storage.hedging import FIRST_SECONDS, MIN_SECONDS, Hedge
 from remesh.storage.object_store import ObjectStorage
@@ -307,6 +309,38 @@ class TestCheckpoints:
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)
 
+    def test_compressed_files_end_before_they_were_said_to(
+        self, root: str, server: S3Server
+    ) -> None:
+        """Of four parts, one rank fills two, the other less than one."""
+        noise = np.random.default_rng(0).integers(0, 1 << 32, (2, 1 << 20), np.uint32)
+        whole = np.zeros((8, 1 << 20), np.uint32)
+        whole[1:3] = noise
+
+        def save(exchange: Exchange) -> None:
+            offset = (4 * exchange.rank, 0)
+            rows = whole[offset[0] :][:4]
+            table = remesh.ShardedTensor.at_offset("table", rows, whole.shape, offset)
+            remesh.save({"table": table}, in_parts(root), compress="auto", group=exchange)
+
+        run_ranks(2, save)
+        assert server.uploads() == []
+        first, second = remesh.Checkpoint(root).index.stored_sizes
+        assert noise.nbytes < first < noise.nbytes + PART
+        assert second < 10_000
+        assert {first, second} <= set(in_parts(root).list_sizes().values())
+
+        def load(exchange: Exchange) -> None:
+            columns = np.ones((8, 1 << 19), np.uint32)
+            offset = (0, exchange.rank << 19)
+            table = remesh.ShardedTensor.at_offset("table", columns, whole.shape, offset)
+            remesh.load({"table": table}, root, group=exchange)
+            assert (columns == whole[:, offset[1] :][:, : 1 << 19]).all()
+
+        run_ranks(2, load)
+        part = remesh.Checkpoint(root).get_slice("table")[2, 5:9]
+        assert part.tolist() == noise[1, 5:9].tolist()
+
     @pytest.mark.parametrize("way", ["save", "thread", "process"])
     def test_the_server_copies_what_did_not_change(
         self, way: str, root: str, monkeypatch: pytest.MonkeyPatch
@@ -321,7 +355,8 @@ class TestCheckpoints:
                 kept.append(event.num_bytes)
 
         writer: Any = "process" if way == "process" else "thread"
-        with remesh.Saver(writer=writer, on_event=hear) as saver:
+        compress: Compress | None = None if way == "save" else "auto"
+        with remesh.Saver(writer=writer, on_event=hear, compress=compress) as saver:
             for number in range(3):
                 state["adapter"] += 1
                 if way == "save":
@@ -336,6 +371,7 @@ class TestCheckpoints:
         assert kept[1] == kept[2] > 400 * 300 * 4
         checkpoint = remesh.Checkpoint(f"{root}/2")
         assert checkpoint.verify().ok
+        assert checkpoint.index.is_compressed == (way != "save")
         assert (checkpoint.read_array("adapter") == 3).all()
 
     def test_saver(self, root: str) -> None:
