@@ -71,7 +71,8 @@ def of_snapshots(result: Any) -> Iterator[Row]:
     of = {row["contestant"]: row for row in result}
     for name, row in of.items():
         if name.startswith("snapshot"):
-            yield row_of(f"{row['ranks']} ranks, {name}", of["limit"], row, of["torch DCP"])
+            beside = of["torch DCP"] if name == "snapshot" else None  # it has no replicas
+            yield row_of(f"{row['ranks']} ranks, {name}", of["limit"], row, beside)
 
 
 def of_compression(result: Any) -> Iterator[Row]:
@@ -80,7 +81,7 @@ def of_compression(result: Any) -> Iterator[Row]:
             link = f"{row['bytes_per_second'] / 1e6:.0f} MB/s"
             for task in ("save", "load"):
                 yield {
-                    "what": f"1 rank, {task}, compressed to {row['stored']:.0%}, link of {link}",
+                    "what": f"1 rank, {task} at {link}, compressed to {row['stored']:.0%}",
                     "limit_seconds": row["limit_seconds"],
                     "remesh": row[task],
                 }

@@ -7,7 +7,7 @@ copy of each rank's part into memory that was touched before. Beside it stand a 
 for each rank and a checkpoint of `torch.distributed.checkpoint` (DCP) in the same memory, which is
 what a job without snapshots can do; neither has digests or replicas.
 
-A snapshot lies in memory that is new; what that alone costs shows a copy into new memory.
+A snapshot lies in new files; `new file` is what these alone cost: the same bytes, written raw.
 
 Contestants take turns within each round. `first` is the first round; the other figures are medians
 of the later ones. `held` are the bytes in memory after a snapshot, as a share of the state.
@@ -62,8 +62,17 @@ def held(place: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
 
 
+def as_bytes(state: dict[str, Any], place: Path) -> None:
+    """This rank's part as it lies in memory; the former file gives way once it is whole."""
+    place.mkdir(exist_ok=True)
+    with (place / "new").open("wb", buffering=0) as file:
+        for one in state.values():
+            file.write(one.to_local().view(torch.uint8).numpy())
+    (place / "new").rename(place / "state")
+
+
 def as_file(state: dict[str, Any], place: Path) -> None:
-    """What `torch.save` makes of this rank's part; the former file gives way once it is whole."""
+    """What `torch.save` makes of it, likewise."""
     place.mkdir(exist_ok=True)
     torch.save({name: one.to_local() for name, one in state.items()}, place / "new")
     (place / "new").rename(place / "state")
@@ -99,7 +108,7 @@ def run_rank(rank: int, world_size: int, options: Options, results: Any) -> None
             step = number + 1
             contestants: dict[str, Callable[[], object]] = {
                 "limit": copy,
-                "copy into new memory": lambda: [one.to_local().clone() for one in state.values()],
+                "new file": lambda: as_bytes(state, node_of(folder, "raw")),
                 **{
                     name: lambda manager=manager: manager.step(step, state)  # type: ignore[misc] # noqa: B023
                     for name, manager in managers.items()

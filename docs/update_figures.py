@@ -304,6 +304,12 @@ def of_short(rows: Any) -> Iterator[str]:
 
 def of_foreign(result: Any) -> Iterator[str]:
     """Reading and converting checkpoints of other systems, and commands on many pieces."""
+    sizes = {row["task"].partition(",")[0]: row["bytes"] / 2**30 for row in result["bytes"]}
+    yield (
+        f"{sizes['dcp']:.2f} GiB of state in DCP's format, {sizes['huggingface']:.2f} GiB of "
+        f"weights; medians of {len(result['bytes'][0]['all_seconds'])} interleaved rounds."
+    )
+    yield ""
     yield "| | | seconds | times the limit | CPU | memory | read | from the disk |"
     yield "|---" * 8 + "|"
     for row in result["bytes"]:
