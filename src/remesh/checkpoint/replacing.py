@@ -9,11 +9,12 @@ the directory is looked at, so that no tree is walked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from remesh.errors import CheckpointError, CheckpointExistsError, StateError
-from remesh.formats.framing import Existing
-from remesh.formats.table import Format, Place, formats_at, writer_of
-from remesh.storage import Storage, list_directory
+from remesh.formats.framing import Existing, Writer
+from remesh.formats.table import Format, Place, listed_formats, marked_formats, writer_of
+from remesh.storage import Storage, ask_together, list_directory
 
 
 def existing_checkpoint(
@@ -32,17 +33,16 @@ def existing_checkpoint(
         StateError: If it cannot be replaced.
     """
     writer = writer_of(format_name)
-    for row in () if writer.is_beside_others else _formats_at(storage):
+    rows, found = _look(storage, writer, options)
+    for row in rows:
         if writer not in row.writers:
             other = _of_another(storage, row, format_name, overwrite=overwrite)
             if other is not None:
                 return other
-    try:
-        found = writer.existing(storage, options)
-    except CheckpointError:
+    if isinstance(found, CheckpointError):
         # A damaged record is replaced like any other, but what it refers to is unknown.
         if not overwrite:
-            raise
+            raise found
         return None
     if found is not None and not overwrite:
         raise CheckpointExistsError(
@@ -57,11 +57,31 @@ def existing_checkpoint(
     return found
 
 
-def _formats_at(storage: Storage) -> Sequence[Format]:
-    """The formats of the checkpoints that are there."""
-    files = list_directory(storage).files
-    here = Place(storage, known={name: facts.num_bytes for name, facts in files.items()})
-    return formats_at(here)
+def _look(
+    storage: Storage, writer: Writer, options: Mapping[str, object]
+) -> tuple[Sequence[Format], Existing | CheckpointError | None]:
+    """The formats of what is there, and the checkpoint that the writer replaces, or its damage.
+
+    A far storage is asked for everything at the same time.
+    """
+    files: dict[str, int | None] = {}
+    rows: list[Format] = []
+    same: list[Existing | CheckpointError | None] = []
+
+    def list_files() -> None:
+        found = list_directory(storage).files
+        files.update({name: facts.num_bytes for name, facts in found.items()})
+
+    def look() -> None:
+        try:
+            same.append(writer.existing(storage, options))
+        except CheckpointError as error:
+            same.append(error)
+
+    marks = partial(marked_formats, Place(storage))
+    others = [] if writer.is_beside_others else [list_files, lambda: rows.extend(marks())]
+    ask_together(storage, [*others, look])
+    return rows or listed_formats(Place(storage, known=files)), same[0]
 
 
 def _of_another(

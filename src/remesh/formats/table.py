@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from remesh._repr import short_repr
-from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.formats import (
     deepspeed,
     flat_param,
@@ -42,7 +43,7 @@ from remesh.formats.contents import Contents
 from remesh.formats.exported import EXPORTS
 from remesh.formats.framing import Writer
 from remesh.index import Index
-from remesh.storage import Storage, ask_together, list_with_sizes, open_storage
+from remesh.storage import Storage, ask_together, is_remote, list_with_sizes, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +280,19 @@ def place_of(source: Any) -> Place:
 
 def formats_at(place: Place) -> list[Format]:
     """The formats whose marks are at a place; a listing is made only if no file is a mark."""
+    return marked_formats(place) or listed_formats(place)
+
+
+def marked_formats(place: Place) -> list[Format]:
+    """The formats at a place that a file marks; nothing is listed."""
     marked = [row for row in FORMATS if not row.lists]
     answers = ask_together(place.storage, [partial(row.is_at, place) for row in marked])
-    found = [row for row, is_there in zip(marked, answers, strict=True) if is_there]
-    return found or [row for row in FORMATS if row.lists and row.is_at(place)]
+    return [row for row, is_there in zip(marked, answers, strict=True) if is_there]
+
+
+def listed_formats(place: Place) -> list[Format]:
+    """The formats at a place that a listing shows."""
+    return [row for row in FORMATS if row.lists and row.is_at(place)]
 
 
 def format_at(place: Place) -> Format:
@@ -317,11 +327,15 @@ def read_contents(place: Place) -> Contents:
         CheckpointError: If there is no checkpoint, or it is damaged.
         StateError: If it is not clear which format it has.
     """
-    return format_at(place).read(place)
+    row, files = _opened(place)
+    return row.read(place) if files is None else _native_contents(place.storage, files)
 
 
 def _read_native(storage: Storage) -> Contents:
-    files = native.read_small_files(storage)
+    return _native_contents(storage, native.read_small_files(storage))
+
+
+def _native_contents(storage: Storage, files: native.NativeFiles) -> Contents:
     record, where = files.record, storage.url
     return Contents(
         native.FORMAT_NAME,
@@ -329,6 +343,30 @@ def _read_native(storage: Storage) -> Contents:
         native.ValuesDocument.decode(files.values_bytes, f"{where}/{record.values.path}"),
         record,
     )
+
+
+def _opened(place: Place) -> tuple[Format, native.NativeFiles | None]:
+    """The format of what is at a place, and the small files if that is the native one.
+
+    A far storage is asked for both at the same time.
+
+    Raises:
+        CheckpointError: As `read_contents`.
+        StateError: As `read_contents`.
+    """
+    storage, rows, files = place.storage, list[Format](), list[native.NativeFiles]()
+
+    def read_native() -> None:
+        if place.file or place.format not in {None, native.FORMAT_NAME}:
+            return
+        with suppress(RemeshError):  # read again below, if there is any
+            files.append(native.read_small_files(storage))
+
+    questions = [lambda: rows.append(format_at(place))]
+    ask_together(storage, [*questions, read_native] if is_remote(storage) else questions)
+    if rows[0].name != native.FORMAT_NAME:
+        return rows[0], None
+    return rows[0], files[0] if files else native.read_small_files(storage)
 
 
 def read_encoded(place: Place) -> tuple[bytes, bytes, str]:
@@ -340,9 +378,8 @@ def read_encoded(place: Place) -> tuple[bytes, bytes, str]:
         CheckpointError: As `read_contents`.
         StateError: As `read_contents`.
     """
-    row = format_at(place)
-    if row.name == native.FORMAT_NAME:
-        files = native.read_small_files(place.storage)
+    row, files = _opened(place)
+    if files is not None:
         return files.index_bytes, files.values_bytes, native.identity_of(files.record)
     contents = row.read(place)
     return contents.index.encode(), contents.document.encode(), ""
