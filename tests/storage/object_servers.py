@@ -41,12 +41,14 @@ class AtomicServer(ThreadedMotoServer):
         super().__init__(ip_address="127.0.0.1", port=0, verbose=False)
         self._ignores_ranges = ignores_ranges
         self._ignores_conditions = ignores_conditions
+        self.methods: list[str] = []
 
     def _server_entry(self) -> None:
         lock = threading.Lock()
         app = DomainDispatcherApplication(create_backend_app)
 
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            self.methods.append(_kind(environ["REQUEST_METHOD"], environ["QUERY_STRING"]))
             if self._ignores_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
             if self._ignores_ranges:
@@ -63,11 +65,19 @@ class AtomicServer(ThreadedMotoServer):
         self._server.serve_forever()
 
 
+def _kind(method: str, query: str) -> str:
+    """The method of a request, LIST for those that list, and DELETE for those that remove many."""
+    if "list-type" in query:
+        return "LIST"
+    return "DELETE" if method == "POST" and query.startswith("delete") else method
+
+
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """Where the server listens."""
+    """Where the server listens, and the kinds of requests that it has got."""
 
     endpoint: str
+    methods: list[str]
 
     def uploads(self) -> list[str]:
         """Keys of multipart uploads that are neither completed nor aborted."""
@@ -97,7 +107,7 @@ def s3_server(
                 patch.setenv(name, value)
             patch.setenv("AWS_ENDPOINT_URL", endpoint)
             make_bucket(endpoint)
-            yield S3Server(endpoint)
+            yield S3Server(endpoint, server.methods)
     finally:
         server.stop()
 

@@ -150,7 +150,7 @@ class TestUploads:
         for number, num_bytes in enumerate((1, 160 << 30, 1 << 40)):
             storage.create(f"{number}", num_bytes)
             assert -(-num_bytes // sizes[-1]) <= 10_000
-        assert sizes[:2] == [16 << 20, 17 << 20]
+        assert sizes[:2] == [8 << 20, 17 << 20]
 
 
 class TestPuts:

@@ -41,12 +41,13 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
+from remesh.checkpoint.stopwatch import log_requests
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
-from remesh.storage import Storage
+from remesh.storage import Storage, requests_since
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -122,7 +123,9 @@ class SaveServer:
 
     def run(self) -> None:
         """See the save through to its end, and tell the client of it."""
+        requests = requests_since(self._storage)
         error = self.save()
+        log_requests(f"rank {self._task.rank}", requests(), self._storage.url)
         self._send(Ended(error, () if error is not None else self._parts))
 
     def save(self) -> BaseException | None:

@@ -57,6 +57,7 @@ class Wanted:
     """
 
     index: Index
+    limits: ReadLimits
     boxes: list[tuple[int, Box]] = field(default_factory=list, init=False)
     destinations: list[Destination] = field(default_factory=list, init=False)
 
@@ -78,7 +79,7 @@ class Wanted:
             CoverageError: If no piece holds a part of it.
         """
         table = BoxTable.of(self.index.tensors, self.boxes)
-        plan = plan_load(self.index, table, ReadLimits())
+        plan = plan_load(self.index, table, self.limits)
         return RankReads(self.index, plan, self.destinations, int(table.num_bytes.sum()))
 
 

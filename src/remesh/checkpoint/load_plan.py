@@ -127,7 +127,8 @@ def match(
         StateError: If reserved memory would be filled.
     """
     stored = names.stored if isinstance(names, TransformedState) else names
-    found, draft = Findings(), Draft(Wanted(stored.index), Wanted(stored.index))
+    found = Findings()
+    draft = Draft(*(Wanted(stored.index, stored.limits) for _ in range(2)))
     _match_values(description, names, stored, found)
     plain: list[tuple[TensorEntry, StoredTensor]] = []
     made: list[tuple[TensorEntry, str]] = []

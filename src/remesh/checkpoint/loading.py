@@ -53,7 +53,7 @@ from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.geometry import BoolArray, Box
 from remesh.index import Index
-from remesh.pipeline import read_together
+from remesh.pipeline import limits_for, read_together
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
@@ -63,7 +63,7 @@ from remesh.planner import (
 )
 from remesh.progress import showing
 from remesh.state import Description
-from remesh.storage import Storage, is_remote
+from remesh.storage import Requests, Storage, is_remote, latency_of, requests_since
 from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
@@ -144,6 +144,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
+    requests = requests_since(storage)
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
@@ -164,7 +165,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
                     exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
                 )
 
-        return load_into(state, stored, exchange, options, read=read, emit=emit)
+        return load_into(state, stored, exchange, options, read=read, emit=emit, requests=requests)
 
     def load_shown() -> tuple[Any, RestoreReport]:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
@@ -196,6 +197,7 @@ def load_into(
     read: Read,
     emit: Emit,
     reserved: Sequence[tuple[str, Layout]] = (),
+    requests: Callable[[], Requests] = Requests,
 ) -> tuple[Any, RestoreReport]:
     """Steps 2 to 4 of a load: from what is stored into a state. Collective.
 
@@ -207,12 +209,13 @@ def load_into(
         read: Reads what a rank wants.
         emit: Told of the moments from `load.planned` on.
         reserved: See `match`.
+        requests: What this rank has requested so far.
 
     Returns:
         The state, and this rank's report, without the time that the load took.
     """
     plan, _ = plan_into(state, stored, exchange, options, read=read, reserved=reserved)
-    return fill_planned(plan, exchange, read, emit)
+    return fill_planned(plan, exchange, read, emit, requests)
 
 
 def plan_into(
@@ -310,7 +313,11 @@ def _compare(plan: RankLoadPlan, read: Read) -> bytes:
 
 
 def fill_planned(
-    plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit
+    plan: RankLoadPlan,
+    exchange: Exchange,
+    read: Read,
+    emit: Emit,
+    requests: Callable[[], Requests] = Requests,
 ) -> tuple[Any, RestoreReport]:
     """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective."""
     emit("load.planned", plan.filling.num_bytes)
@@ -331,7 +338,7 @@ def fill_planned(
         for new_rows in plan.means:
             new_rows.fill()
         emit("load.read")
-        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
+        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes), requests()))
 
     def put_back() -> bytes:
         nonlocal result
@@ -344,15 +351,17 @@ def fill_planned(
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
+    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int, Requests]) for reply in replies]
     emit("load.done")
     return result, dataclasses.replace(
         plan.report,
         bytes_read=sum(sizes),
         num_reads=len(sizes),
         reads_shared=shared,
-        group_bytes_needed=sum(needed for needed, _ in totals),
-        group_bytes_read=sum(num_read for _, num_read in totals),
+        group_bytes_needed=sum(needed for needed, _, _ in totals),
+        group_bytes_read=sum(num_read for _, num_read, _ in totals),
+        requests=totals[exchange.rank][2],
+        group_requests=sum((sent for *_, sent in totals), Requests()),
     )
 
 
@@ -371,19 +380,23 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
 
     def read() -> bytes:
         with explained_absence(place):
-            return msgspec.msgpack.encode(read_encoded(place))
+            encoded = read_encoded(place)
+            return msgspec.msgpack.encode((*encoded, latency_of(place.storage)))
 
-    index, document, identity = msgspec.msgpack.decode(
+    encoded, document, identity, latency = msgspec.msgpack.decode(
         run_on_one(exchange, read),
-        type=tuple[bytes, bytes, str],
+        type=tuple[bytes, bytes, str, float | None],
     )
     where = place.url
+    index = Index.decode(encoded, where)
+    num_bytes = sum(file.num_bytes for file in index.files)
     return StoredState(
         where,
-        Index.decode(index, where),
+        index,
         ValuesDocument.decode(document, where),
         identity,
         exchange.rank,
+        limits_for(latency, num_bytes // exchange.world_size),
     )
 
 

@@ -23,7 +23,7 @@ from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, make_way, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
-from remesh.checkpoint.stopwatch import timed
+from remesh.checkpoint.stopwatch import log_requests, timed
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.compression import check_library
 from remesh.errors import NotSharedError, StateError
@@ -34,7 +34,7 @@ from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
 from remesh.pipeline import Collection, Compress, Journal, write_collected, write_stream
 from remesh.progress import showing
-from remesh.storage import Storage, open_storage
+from remesh.storage import Requests, Storage, open_storage, requests_since
 
 
 def save(  # noqa: PLR0913 - each option stands for itself
@@ -208,6 +208,7 @@ def _save_from(
     first: Callable[[], None] | None,
 ) -> None:
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
+    sent, others = requests_since(storage), Requests()
 
     def begin(mine: RankSavePlan) -> None:
         if mine.global_plan is not None:
@@ -231,10 +232,15 @@ def _save_from(
             raise failures[0]
         if mine.stream.collection is None:
             parts.extend(write(storage, mine, emit, beside, journal=cache.journal))
-        return msgspec.msgpack.encode(parts)
+        return msgspec.msgpack.encode((parts, sent()))
 
     def join(replies: list[bytes]) -> list[bytes]:
-        finish(storage, mine.on_rank_0, decode_parts(replies), emit)
+        nonlocal others
+        told = [
+            msgspec.msgpack.decode(reply, type=tuple[list[Part], Requests]) for reply in replies
+        ]
+        others = sum((requests for _, requests in told[1:]), others)
+        finish(storage, mine.on_rank_0, [own for own, _ in told], emit)
         return [b""] * exchange.world_size
 
     try:
@@ -245,6 +251,8 @@ def _save_from(
         raise
     cache.history = mine.committed(storage, parts)
     emit("save.done")
+    if exchange.rank == 0:
+        log_requests("all ranks", sent() + others, storage.url)
 
 
 def write(

@@ -14,10 +14,10 @@ from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Index
 from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline import Destination, read_runs
+from remesh.pipeline import Destination, limits_for, read_runs
 from remesh.planner import ReadLimits, plan_load
 from remesh.state import Path, assemble, name_of
-from remesh.storage import Storage
+from remesh.storage import Storage, latency_of
 from remesh.tables import BoxTable
 
 
@@ -30,6 +30,7 @@ class StoredState:
         index: The tensors.
         document: Everything else.
         identity: The commit record that refers to them (`native.identity_of`); "" if none does.
+        limits: How its files are read; the same on all ranks.
         rank: The rank that loads, which gets its own buffers where they are stored for each rank.
         sequences: Paths of stored containers that were a `list` or a `tuple`.
     """
@@ -39,6 +40,7 @@ class StoredState:
     document: native.ValuesDocument
     identity: str = ""
     rank: int | None = None
+    limits: ReadLimits = field(default_factory=ReadLimits)
     sequences: Mapping[Path, str] = field(init=False)
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
     _containers: dict[str, Path] | None = field(default=None, init=False)
@@ -130,7 +132,8 @@ def read_boxes(
     """
     wanted = BoxTable.of(index.tensors, [(index.row(name), box) for name, box in boxes])
     # First the plan: what is not stored shall not take memory either.
-    plan = plan_load(index, wanted, ReadLimits())
+    limits = limits_for(latency_of(storage), int(wanted.num_bytes.sum()))
+    plan = plan_load(index, wanted, limits)
     arrays: list[CarrierArray] = [
         np.empty(box.shape, BY_NAME[index[name].dtype].carrier) for name, box in boxes
     ]

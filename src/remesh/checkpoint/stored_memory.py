@@ -23,9 +23,9 @@ from remesh.formats import native
 from remesh.geometry import Box
 from remesh.index import Index
 from remesh.memory import CarrierArray, CopyQueue, HostMemory, Memory
-from remesh.pipeline import Destination, read_runs
-from remesh.planner import ReadLimits, plan_load
-from remesh.storage import Storage
+from remesh.pipeline import Destination, limits_for, read_runs
+from remesh.planner import plan_load
+from remesh.storage import Storage, latency_of
 from remesh.strided import Layout
 from remesh.tables import BoxTable
 from remesh.transform import Region, Resolved, arranged
@@ -80,7 +80,9 @@ class StoredSource:
                 place: tuple[Any, ...] = (*region.target_box.relative_to(box).slices, ...)
                 blocks.append((region, block, into[place]))
         with native.unless_replaced(self.storage, self.identity):
-            plan = plan_load(self.index, BoxTable.of(self.index.tensors, rows), ReadLimits())
+            table = BoxTable.of(self.index.tensors, rows)
+            limits = limits_for(latency_of(self.storage), int(table.num_bytes.sum()))
+            plan = plan_load(self.index, table, limits)
             read_runs(self.storage, self.index, plan, destinations)
         for region, block, part in blocks:
             stored = self.index[region.source].dtype

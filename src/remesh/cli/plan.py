@@ -15,7 +15,6 @@ from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.transforms import transform_option
 from remesh.errors import CoverageError
 from remesh.index import Index
-from remesh.pipeline.read import NUM_THREADS
 from remesh.planner import ReadLimits, plan_load
 from remesh.storage import shown_url
 from remesh.tables import BoxTable, TensorTable
@@ -191,9 +190,10 @@ def _sources_of(index: Index, boxes: BoxTable, resolved: Resolved) -> BoxTable:
 def _plan_rank(
     index: Index, boxes: BoxTable, resolved: Resolved, rank: int, index_bytes: int
 ) -> RankPlan:
-    reads = plan_load(index, _sources_of(index, boxes, resolved), ReadLimits())
+    limits = ReadLimits()
+    reads = plan_load(index, _sources_of(index, boxes, resolved), limits)
     state_bytes = int(boxes.num_bytes.sum())
-    buffers = min(NUM_THREADS, max(reads.num_runs, 1)) * reads.longest_run
+    buffers = min(limits.num_reads, max(reads.num_runs, 1)) * reads.longest_run
     peak = state_bytes + buffers + index_bytes
     return RankPlan(rank, len(boxes), state_bytes, reads.bytes_read, reads.num_runs, peak)
 

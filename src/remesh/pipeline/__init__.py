@@ -16,7 +16,7 @@ from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.journal import JOURNALS, Journal
-from remesh.pipeline.read import Destination, read_runs
+from remesh.pipeline.read import Destination, limits_for, read_runs
 from remesh.pipeline.write import (
     Compress,
     FileLayout,
@@ -40,6 +40,7 @@ __all__ = [
     "SpreadMemory",
     "StreamFiles",
     "has_digests",
+    "limits_for",
     "one_file",
     "plan_between_memories",
     "read_runs",

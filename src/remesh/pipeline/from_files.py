@@ -17,14 +17,7 @@ import numpy as np
 from remesh.exchange import Exchange, run_joined
 from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.pipeline.read import (
-    NUM_REMOTE_THREADS,
-    NUM_THREADS,
-    Destination,
-    Place,
-    Writing,
-    read_run,
-)
+from remesh.pipeline.read import Destination, Place, Writing, read_run
 from remesh.pipeline.transfer import Tasks, execute, request_regions
 from remesh.planner import (
     Assign,
@@ -76,14 +69,15 @@ def read_together(
     found = None if assign is None else _plan_transfer(exchange, index, plan, assign)
     if found is None:
         transfer = TransferPlan.alone(index)
-        num_threads, turn = NUM_THREADS, np.zeros(plan.num_runs, dtype=np.int64)
+        turn = np.zeros(plan.num_runs, dtype=np.int64)
     else:
         transfer = found
         regions, turns = transfer.taken(len(destinations))
-        plan, num_threads = plan_regions(index, regions, plan.limits), NUM_SHARING_THREADS
+        plan = plan_regions(index, regions, plan.limits)
         turn = _turns_of_runs(plan, turns)
-    if is_remote(storage):
-        num_threads = NUM_REMOTE_THREADS
+    num_threads = plan.limits.num_reads
+    if found is not None and not is_remote(storage):
+        num_threads = NUM_SHARING_THREADS
     tasks = _tasks(storage, index, plan, turn, num_threads)
     execute(exchange, index, transfer, tasks, destinations, on_read=on_read, timeout=timeout)
     return found is not None

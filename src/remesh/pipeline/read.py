@@ -22,16 +22,16 @@ from remesh.index import Index
 from remesh.integrity import find_damage, repair_advice
 from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
-from remesh.planner import LoadPlan, Regions
-from remesh.storage import Buffer, Storage, is_remote
+from remesh.planner import LoadPlan, ReadLimits, Regions
+from remesh.storage import Buffer, Storage, flow_for
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 
-NUM_THREADS = 8
-"""Readers: enough to keep a disk's queue filled while others copy."""
+REMOTE_WINDOWS = (2 << 20, 8 << 20)
+"""Bytes of the smallest and the largest window where every request waits for a network first."""
 
-NUM_REMOTE_THREADS = 16
-"""Readers where every request waits for a network first."""
+NUM_REMOTE_READS = 16
+"""Reads under way at a time there, at least."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,19 @@ Place = Callable[[int], Destination]
 
 Writing = AbstractContextManager[object]
 """What a thread enters to write into wanted memory, as a `WriteGate`; several may be inside."""
+
+
+def limits_for(latency: float | None, num_bytes: int) -> ReadLimits:
+    """How one rank reads some bytes.
+
+    Args:
+        latency: See `latency_of`; the same on all ranks that read together.
+        num_bytes: What the rank reads, about.
+    """
+    if latency is None:
+        return ReadLimits()
+    far = flow_for(num_bytes, latency, sizes=REMOTE_WINDOWS, min_number=NUM_REMOTE_READS)
+    return ReadLimits(far.size, far.size // 8, far.number)
 
 
 def read_runs(
@@ -73,8 +86,7 @@ def read_runs(
         place, writing = destinations.__getitem__, nullcontext()
         read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
-    num_threads = NUM_REMOTE_THREADS if is_remote(storage) else NUM_THREADS
-    run_workers(num_threads, plan.num_runs, plan.longest_run, read)
+    run_workers(plan.limits.num_reads, plan.num_runs, plan.longest_run, read)
 
 
 def read_run(

@@ -43,10 +43,12 @@ class ReadLimits:
             of each reading thread, and no block is read twice.
         gap_bytes: Bytes between two ranges that are read rather than skipped: on disks and object
             stores a request costs as much as reading this much.
+        num_reads: Reads of a rank under way at a time.
     """
 
     window_bytes: int = 2 << 20
     gap_bytes: int = 256 << 10
+    num_reads: int = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)

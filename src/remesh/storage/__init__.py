@@ -23,8 +23,10 @@ from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
 from remesh.storage.deletion import delete_files as delete_files
 from remesh.storage.distance import ask_together as ask_together
+from remesh.storage.distance import flow_for as flow_for
 from remesh.storage.distance import is_local as is_local
 from remesh.storage.distance import is_remote as is_remote
+from remesh.storage.distance import latency_of as latency_of
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
@@ -33,6 +35,8 @@ from remesh.storage.protocol import Buffer as Buffer
 from remesh.storage.protocol import CopiedFiles as CopiedFiles
 from remesh.storage.protocol import FileSystemSpace, Storage, Writer
 from remesh.storage.protocol import SharedFiles as SharedFiles
+from remesh.storage.request_counts import Requests
+from remesh.storage.request_counts import requests_since as requests_since
 from remesh.storage.shown import shown_url as shown_url
 from remesh.storage.sizes import Directory as Directory
 from remesh.storage.sizes import DirectoryListing as DirectoryListing
@@ -48,6 +52,7 @@ __all__ = [
     "FileSystemSpace",
     "LocalStorage",
     "MemoryStorage",
+    "Requests",
     "Storage",
     "Writer",
     "aligned_buffer",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
@@ -16,7 +18,57 @@ from remesh.storage.view import StorageView
 NUM_TOGETHER = 16
 """Requests at a time: each waits for the network and takes hardly any processor."""
 
+LINK_RATE = 2.5e9
+"""Bytes a second that the requests of a process shall be able to move, whatever the latency."""
+
+BYTES_UNDER_WAY = 256 << 20
+"""Bytes that the requests of a process ask for, or send, at a time; the most of any latency."""
+
 _Answer = TypeVar("_Answer")
+
+
+@runtime_checkable
+class MeasuredLatency(Protocol):
+    """What storages may have besides the methods of `Storage`."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the fastest small request so far; 0 if there was none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How bytes are moved to or from a storage that is a network away.
+
+    Attributes:
+        size: Bytes of a request.
+        number: Requests under way at a time.
+    """
+
+    size: int
+    number: int
+
+
+def flow_for(num_bytes: int, latency: float, *, sizes: tuple[int, int], min_number: int) -> Flow:
+    """The requests that move some bytes at the rate of the link.
+
+    A few bytes go in as many requests as are under way at a time, so that they take one round trip.
+    Many go in the largest requests, which cost least. The farther a storage is, the more requests
+    are under way.
+
+    Args:
+        num_bytes: Bytes to move.
+        latency: Seconds that a small request takes.
+        sizes: Bytes of the smallest and the largest request, powers of two.
+        min_number: Requests under way at a time where the latency is low.
+    """
+    smallest, largest = sizes
+    size = smallest
+    while size < largest and 2 * size * min_number <= num_bytes:
+        size *= 2
+    number = math.ceil(latency * LINK_RATE / size)
+    return Flow(size, min(max(number, min_number), BYTES_UNDER_WAY // size))
 
 
 def is_local(storage: Storage) -> bool:
@@ -37,6 +89,16 @@ def is_remote(storage: Storage) -> bool:
         except OSError:
             return False
     return not isinstance(storage, MemoryStorage)
+
+
+def latency_of(storage: Storage) -> float | None:
+    """Seconds that a small request to a storage takes, 0 if that is not known; None if it is local.
+
+    Ranks that plan together use what one of them has found, because each measures another value.
+    """
+    if not is_remote(storage):
+        return None
+    return storage.latency if isinstance(storage, MeasuredLatency) else 0.0
 
 
 def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -> list[_Answer]:

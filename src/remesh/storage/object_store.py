@@ -30,9 +30,10 @@ into a message.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,32 +41,33 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import obstore
 from obstore import store as stores
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from remesh.storage.distance import ask_together
+from remesh.storage.counted_store import CountedStore
+from remesh.storage.distance import Flow, ask_together, flow_for
 from remesh.storage.hedging import Hedge
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
+from remesh.storage.request_counts import Requests
 from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
-    from obstore import Bytes, GetOptions, ObjectMeta
+    from obstore import Bytes, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-PART_BYTES = 16 << 20
-"""Size of the parts of an upload, unless the file needs larger ones."""
+PART_BYTES = (8 << 20, 16 << 20)
+"""Bytes of the smallest and the largest parts of an upload, unless the file needs larger ones."""
 
 MAX_PARTS = 10_000
 """Parts that an upload may have; a limit of S3."""
 
-NUM_UPLOADS = 4
-"""Parts of a file that are on their way at a time."""
+NUM_UPLOADS = 8
+"""Parts of a file that are on their way at a time, at least."""
 
 READ_BYTES = 16 << 20
 """Bytes asked for at a time, so that the timeout of a request holds for any file."""
@@ -73,6 +75,7 @@ READ_BYTES = 16 << 20
 _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
 _HIDDEN = ".remesh-put-"
 _LOGGER = logging.getLogger("remesh")
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs"})
 _FAILURES = (BaseError, OSError, ValueError)
 
@@ -132,7 +135,7 @@ class ObjectStorage:
     Args:
         url: What the user calls the prefix; secrets in it are not shown.
         store: The obstore store, rooted at the prefix.
-        part_bytes: Size of the parts of an upload.
+        part_bytes: Size of the parts of an upload; None to choose it by the size of the file.
         bucket: Where the prefix lies; None if objects cannot be copied in it.
     """
 
@@ -141,11 +144,11 @@ class ObjectStorage:
         url: str,
         store: ObjectStore,
         *,
-        part_bytes: int = PART_BYTES,
+        part_bytes: int | None = None,
         bucket: Bucket | None = None,
     ) -> None:
         self._url = shown_url(url).rstrip("/")
-        self._store = store
+        self._store = CountedStore(store)
         self._bucket = bucket
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
@@ -161,6 +164,16 @@ class ObjectStorage:
         """See `Storage.url`."""
         return self._url
 
+    @property
+    def requests(self) -> Requests:
+        """See `CountedRequests.requests`."""
+        return self._store.requests
+
+    @property
+    def latency(self) -> float:
+        """See `MeasuredLatency.latency`."""
+        return self._store.latency
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Storage.list`."""
         return sorted(self.list_sizes(prefix))
@@ -169,7 +182,7 @@ class ObjectStorage:
         """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
         directory = prefix_directory(prefix)
         try:
-            found = obstore.list(self._store, directory or None).collect()
+            found = self._store.list(directory or None)
         except _FAILURES as error:
             raise explain("list", self._name(prefix), error) from None
         return {
@@ -181,7 +194,7 @@ class ObjectStorage:
     def list_directory(self, path: str = "") -> Directory:
         """See `DirectoryListing.list_directory`; one request per 1000 entries."""
         try:
-            found = obstore.list_with_delimiter(self._store, path or None)
+            found = self._store.list_directory(path or None)
         except _FAILURES as error:
             raise explain("list", self._name(path), error) from None
         names = (prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
@@ -201,7 +214,7 @@ class ObjectStorage:
         """See `Storage.size`."""
         check_path(path)
         try:
-            return obstore.head(self._store, path)["size"]
+            return self._store.head(path)["size"]
         except _FAILURES as error:
             raise explain("read", self._name(path), error) from None
 
@@ -240,7 +253,7 @@ class ObjectStorage:
         check_path(path)
         try:
             if overwrite:
-                obstore.put(self._store, path, data, use_multipart=False)
+                self._store.put(path, data)
             elif path in self._unfinished or not self._put_exclusively(path, data):
                 raise CheckpointExistsError(
                     f"{self._name(path)} exists already; choose another place, or overwrite it"
@@ -264,12 +277,13 @@ class ObjectStorage:
         except BaseException:
             self._forget(path)
             raise
-        part_bytes = self._part_bytes
+        flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
+        part_bytes = self._part_bytes or flow.size
         if num_bytes > part_bytes * MAX_PARTS:
             part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
 
         def upload(parts: Iterator[Buffer]) -> None:
-            self._upload(path, parts, num_bytes, part_bytes)
+            self._upload(path, parts, num_bytes, Flow(part_bytes, flow.number))
 
         return StreamWriter(
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
@@ -291,7 +305,7 @@ class ObjectStorage:
         if theirs is None or mine.name != theirs.name:
             return False
         try:
-            obstore.copy(mine.store, theirs.prefix + path, mine.prefix + new)
+            self._store.copy(mine.store, theirs.prefix + path, mine.prefix + new)
         except _FAILURES as error:
             problem = explain("copy", f"{source.url}/{path}", error)
             _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
@@ -305,7 +319,7 @@ class ObjectStorage:
         """See `Storage.delete`."""
         check_path(path)
         try:
-            obstore.delete(self._store, path)
+            self._store.delete([path])
         except FileNotFoundError:
             return
         except _FAILURES as error:
@@ -318,7 +332,7 @@ class ObjectStorage:
         if len(paths) > 1:
             # A store that cannot do this, or has not all of the objects, is asked for each alone.
             with suppress(*_FAILURES):
-                obstore.delete(self._store, list(paths))
+                self._store.delete(list(paths))
                 return
         ask_together(self, [partial(self.delete, path) for path in paths])
 
@@ -397,9 +411,7 @@ class ObjectStorage:
         """
 
         async def ask() -> tuple[ObjectMeta, Bytes]:
-            options: GetOptions = {"range": (start, start + target.size)}
-            found = await obstore.get_async(self._store, path, options=options)
-            return found.meta, await found.bytes_async()
+            return await self._store.read(path, start, start + target.size)
 
         try:
             meta, found = self._hedge.run(ask)
@@ -427,9 +439,9 @@ class ObjectStorage:
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
-        obstore.put(self._store, mine, b"", use_multipart=False)
+        self._store.put(mine, b"")
         try:
-            found = obstore.list(self._store, folder or None).collect()
+            found = self._store.list(folder or None)
             others = {entry["path"] for entry in found if entry["path"].startswith(claims)} - {mine}
             if others:
                 raise CheckpointExistsError(
@@ -445,9 +457,9 @@ class ObjectStorage:
         if self._honours_conditions is None:
             probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
             try:
-                obstore.put(self._store, probe, b"12", mode="create", use_multipart=False)
+                self._store.put(probe, b"12", only_new=True)
                 self._check_ranges(probe)
-                obstore.put(self._store, probe, b"12", mode="create", use_multipart=False)
+                self._store.put(probe, b"12", only_new=True)
             except AlreadyExistsError:
                 self._honours_conditions = True
             else:
@@ -466,7 +478,7 @@ class ObjectStorage:
         What is saved is not refused: the objects can be copied, and read elsewhere.
         """
         try:
-            obstore.get_range(self._store, path, start=1, end=2)
+            self._hedge.run(lambda: self._store.read(path, 1, 2))
         except _FAILURES as error:
             if RANGES_ADVICE in str(explain("read", self._name(path), error)):
                 _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
@@ -475,32 +487,17 @@ class ObjectStorage:
         """Put an object unless there is one; returns whether it is ours that is there now."""
         token = secrets.token_hex(16)
         try:
-            obstore.put(
-                self._store,
-                path,
-                data,
-                mode="create",
-                attributes={_TOKEN: token},
-                use_multipart=False,
-            )
+            self._store.put(path, data, only_new=True, attributes={_TOKEN: token})
         except AlreadyExistsError:
-            found = obstore.get(self._store, path, options={"head": True}).attributes
-            return found.get(_TOKEN) == token
+            return bool(self._store.attributes(path).get(_TOKEN) == token)
         return True
 
-    def _upload(self, path: str, parts: Iterator[Buffer], num_bytes: int, part_bytes: int) -> None:
+    def _upload(self, path: str, parts: Iterator[Buffer], num_bytes: int, flow: Flow) -> None:
         """Make a file of parts; if taking them raises, there is nothing left of it."""
         name = self._name(path)
         try:
-            if num_bytes > part_bytes:
-                obstore.put(
-                    self._store,
-                    path,
-                    (part.data for part in parts),
-                    use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=NUM_UPLOADS,
-                )
+            if num_bytes > flow.size:
+                self._store.upload(path, parts, part_bytes=flow.size, num_uploads=flow.number)
                 return
             # Taking all parts waits until the writer finishes.
             whole = [*parts, np.empty(0, np.uint8)][0]
@@ -538,14 +535,24 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
             azure = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
             return ObjectStorage(url, azure)
         kind = stores.S3Store if scheme in {"s3", "s3a"} else stores.GCSStore
-        root, store = (
-            kind(bucket, prefix=one, client_options=CLIENT, retry_config=RETRIES)
-            for one in (None, prefix)
-        )
+        options = _signing(os.environ) if kind is stores.S3Store else {}
+        make: Callable[..., ObjectStore] = kind
+        make = partial(make, client_options=CLIENT, retry_config=RETRIES, **options)
+        root, store = (make(bucket, prefix=one) for one in (None, prefix))
     except _FAILURES as error:
         raise explain("open", url, error) from None
-    name = f"{kind.__name__} {bucket}"
+    name = f"{type(store).__name__} {bucket}"
     return ObjectStorage(url, store, bucket=Bucket(name, root, f"{prefix}/" if prefix else ""))
+
+
+def _signing(environment: Mapping[str, str]) -> dict[str, bool]:
+    """Whether the signature of a request covers its content, unless the user has chosen.
+
+    TLS protects the content already, and SHA-256 takes most of the processor time of an upload.
+    """
+    is_chosen = "AWS_UNSIGNED_PAYLOAD" in environment
+    is_plain = any(environment.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    return {} if is_chosen or is_plain else {"unsigned_payload": True}
 
 
 def _is_hidden(path: str) -> bool:
