@@ -264,9 +264,10 @@ class Resharder:
         if self._exchange.rank == 0:
             self._emit("save.planned")
         _, transfer = self._transfers[-1]
+        memories = tensors.given(self._cache.rows).memories
 
         def read(reads: RankReads, on_read: OnRead) -> bool:
-            transfer.execute(self._exchange, tensors.memories, reads.destinations, on_read)
+            transfer.execute(self._exchange, memories, reads.destinations, on_read)
             return False
 
         plan = dataclasses.replace(last.plan, description=target)
@@ -290,13 +291,14 @@ class Resharder:
         """
         self._last = None
         stored, mine = self._agree_on_source()
+        given = mine.tensors.given(self._cache.rows)
         # What was compared, if anything, before what is filled.
         used: list[tuple[bytes, MemoryTransfer]] = []
 
         def read(reads: RankReads, on_read: OnRead) -> bool:
-            used.append(self._planned(len(used), reads, mine.tensors))
+            used.append(self._planned(len(used), reads, given))
             _, transfer = used[-1]
-            transfer.execute(self._exchange, mine.tensors.memories, reads.destinations, on_read)
+            transfer.execute(self._exchange, given.memories, reads.destinations, on_read)
             return False
 
         plan, compared = plan_into(
@@ -356,7 +358,7 @@ class Resharder:
             number: How many transfers came before in this push: equal on all ranks, so that these
                 take up again what they have planned together.
             reads: What this rank wants.
-            tensors: What it holds.
+            tensors: What it may give to others, and takes for itself.
 
         Returns:
             A fingerprint of what it wants, and the transfer.

@@ -196,3 +196,18 @@ def test_replicated_training_stores_the_buffers_that_ddp_takes(tmp_path: Path) -
     checkpoint = remesh.Checkpoint(tmp_path)
     assert checkpoint.read_array("model.1.running_mean").tolist() == [0.0] * 3
     assert checkpoint.read_array("model.1.running_var").tolist() == [1.0] * 3
+
+
+def test_a_reshard_takes_the_chosen_buffers_and_not_those_of_each_rank() -> None:
+    def push(exchange: Exchange) -> list[tuple[float, float, int]]:
+        source, target = model_of(exchange.rank), model_of(100)
+        state = {"model": source}
+        resharder = remesh.Resharder(state, {"model": target}, group=exchange, buffers="rank0")
+        found = []
+        for _ in range(2):
+            resharder.push()
+            found.append(statistics_of(target))
+            target.load_state_dict(model_of(100).state_dict())
+        return found
+
+    assert run_ranks(2, push) == [[(0.0, 1.0, 10)] * 2] * 2

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stream_layout import RankStream, lay_out
 from remesh.errors import StateError
@@ -24,7 +22,6 @@ from remesh.index import Index
 from remesh.memory import Memory
 from remesh.pipeline import Collection, SpreadMemory
 from remesh.planner import SavePlan
-from remesh.state import Role
 from remesh.storage import SharedFiles, Storage
 from remesh.tables import BoxTable
 
@@ -80,20 +77,19 @@ def lay_out_collected(
     Args:
         frames_of: Its data files, given a table of whole tensors.
         tensors: The rank's boxes.
-        rows: Those that it gives; of copies that may differ, only these count.
+        rows: Those that it writes.
         holders: From `plan_files`.
         exchange: The ranks.
     """
     index = Index.decode(holders, "the save")
-    table, boxes = index.tensors, tensors.boxes
-    is_given = tensors.roles != Role.FIRST
-    is_given[rows] = True
-    given = np.flatnonzero(is_given).tolist()
-    held = BoxTable.of(boxes.tensors, [(int(boxes.tensor[row]), boxes.box(row)) for row in given])
-    collection = Collection(exchange, index, held, [tensors.memories[row] for row in given])
+    table, given = index.tensors, tensors.given(rows)
+    boxes = given.boxes
+    collection = Collection(exchange, index, boxes, given.memories)
     own = {
-        boxes.tensors.names[tensor]: tensors.memories[row]
-        for row, tensor in zip(given, held.tensor.tolist(), strict=True)
+        boxes.tensors.names[tensor]: memory
+        for row, (tensor, memory) in enumerate(
+            zip(boxes.tensor.tolist(), given.memories, strict=True)
+        )
         if boxes.box(row).shape == boxes.tensors.shape(tensor)
     }
     numbers = [n for n in range(len(table.names)) if math.prod(table.shape(n))]

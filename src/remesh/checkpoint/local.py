@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -164,6 +164,29 @@ class LocalTensors:
     parts: list[ArrayLike]
     aliases: dict[str, str]
     is_frozen: npt.NDArray[np.bool_]
+
+    def given(self, rows: IntArray) -> LocalTensors:
+        """Those that this rank may give to others: what it writes, and copies that do not differ.
+
+        Args:
+            rows: The rows that it writes.
+        """
+        is_given = self.roles != Role.FIRST
+        if is_given.all():
+            return self
+        is_given[rows] = True
+        numbers = np.flatnonzero(is_given)
+        boxes = self.boxes
+        return replace(
+            self,
+            boxes=BoxTable(
+                boxes.tensors, boxes.tensor[numbers], boxes.offsets[numbers], boxes.extents[numbers]
+            ),
+            roles=self.roles[numbers],
+            memories=[self.memories[number] for number in numbers],
+            parts=[self.parts[number] for number in numbers],
+            is_frozen=self.is_frozen[numbers],
+        )
 
 
 def tensors_to_store(description: Description) -> LocalTensors:
