@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remesh import pieces
 from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import Box
@@ -423,6 +425,19 @@ def test_columns_come_back_from_their_words(
     words = pack(column)
     assert unpack(words, len(column)).tolist() == column.tolist()
     assert len(words) <= len(column) + 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=6),
+    st.sampled_from([0, 10**6]),
+)
+def test_ranges_of_rows_are_joined(found: list[tuple[int, int]], long_range: int) -> None:
+    values = np.arange(60).reshape(30, 2)
+    starts = np.array([start for start, _ in found], dtype=np.int64)
+    lengths = np.array([length for _, length in found], dtype=np.int64)
+    with mock.patch.object(pieces, "LONG_RANGE", long_range):
+        joined = pieces.joined(values, starts, lengths)
+    np.testing.assert_array_equal(joined, values[pieces.ranges(starts, lengths)])
 
 
 def test_grids_take_a_few_words() -> None:

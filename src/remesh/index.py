@@ -41,7 +41,7 @@ from remesh.index_columns import (
     unpacked,
 )
 from remesh.packing import pack
-from remesh.pieces import MAX_POSITION, PieceRows, Pieces, ranges
+from remesh.pieces import MAX_POSITION, PieceRows, Pieces, joined, ranges
 from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 
 __all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
@@ -449,6 +449,10 @@ def _check_stored(index: Index) -> None:
         require(is_possible.all(), "impossible size of a compressed block")
 
 
+def _lie_in(numbers: IntArray, lowest: int, highest: int) -> bool:
+    return not numbers.size or bool(numbers.min() >= lowest and numbers.max() <= highest)
+
+
 def _check_pieces(index: Index, file_sizes: IntArray) -> None:
     """Check that pieces lie in their tensors and files; those of tensors that are cut alike once.
 
@@ -458,27 +462,30 @@ def _check_pieces(index: Index, file_sizes: IntArray) -> None:
     pieces, tensors = index.pieces_of_tensors, index.tensors
     offsets, extents, file = (one.values for one in (pieces.offsets, pieces.extents, pieces.files))
     require(len(pieces.in_file) == len(file_sizes), "positions of other files")
-    require(((file >= 0) & (file < len(file_sizes))).all(), "pieces of no file")
-    require(((offsets >= 0) & (offsets < MAX_ELEMENTS)).all(), "impossible offset")
-    is_possible = ((extents > 0) & (extents <= MAX_ELEMENTS)).all()
-    require(is_possible, "a piece is empty or leaves its tensor")
+    require(_lie_in(file, 0, len(file_sizes) - 1), "pieces of no file")
+    require(_lie_in(offsets, 0, MAX_ELEMENTS - 1), "impossible offset")
+    require(_lie_in(extents, 1, MAX_ELEMENTS), "a piece is empty or leaves its tensor")
     for part in (pieces.in_file, pieces.in_tensor, pieces.steps.values):
-        require(((part >= -MAX_POSITION) & (part <= MAX_POSITION)).all(), "a piece leaves its file")
+        require(_lie_in(part, -MAX_POSITION, MAX_POSITION), "a piece leaves its file")
     filled = np.flatnonzero(pieces.offsets.lengths)
     if not len(filled):
         return
-    own = pieces.among(filled)
-    kinds, of = own.alike(tensors.itemsizes[filled])
-    rows = index.rows(index.pieces_among(filled[kinds]))
+    own, itemsizes = pieces.among(filled), tensors.itemsizes[filled]
+    kinds, of = own.alike(itemsizes)
     lengths = own.offsets.lengths[kinds]
     first = np.cumsum(lengths) - lengths
-    highest = np.maximum.reduceat(rows.offsets + rows.extents, first, axis=0)
-    is_inside = (highest[of] <= tensors.shapes[filled]).all()
-    require(is_inside, "a piece is empty or leaves its tensor")
-    num_bytes = np.prod(rows.extents, axis=1, dtype=np.float64) * tensors.itemsizes[rows.tensor]
-    begin = rows.position - pieces.in_tensor[rows.tensor]
+    offsets, extents, file, steps = (
+        joined(one.values, one.starts[kinds], lengths) for one in own.lists
+    )
+    num_bytes = np.repeat(itemsizes[kinds].astype(np.float64), lengths)
+    for dim in range(tensors.shapes.shape[1]):
+        highest = np.maximum.reduceat(offsets[:, dim] + extents[:, dim], first)[of]
+        is_inside = (highest <= tensors.shapes[filled, dim]).all()
+        require(is_inside, "a piece is empty or leaves its tensor")
+        num_bytes *= extents[:, dim]
+    begin = pieces.in_file[file] + steps
     low = np.minimum.reduceat(begin, first)[of] + own.in_tensor
-    high = np.maximum.reduceat(begin + num_bytes - file_sizes[rows.file], first)[of]
+    high = np.maximum.reduceat(begin + num_bytes - file_sizes[file], first)[of]
     leaves = (low < 0) | (high + own.in_tensor > 0)
     require(not leaves.any(), "a piece leaves its file")
     total = np.add.reduceat(num_bytes, first)[of].sum()

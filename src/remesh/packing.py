@@ -87,8 +87,10 @@ def _unpack(words: IntArray, at: int, max_rows: int, depth: int) -> tuple[IntArr
     fits = len(first) == len(steps) == len(counts)
     if not fits or not ((counts > 0) & (counts <= num_rows)).all() or counts.sum() != num_rows:
         raise ValueError(f"runs that are not {num_rows} numbers")
-    column = np.arange(num_rows, dtype=np.int64)
-    column -= np.repeat(np.cumsum(counts) - counts, counts)
-    column *= np.repeat(steps, counts)
-    column += np.repeat(first, counts)
-    return column, at
+    # Steps from number to number, also from the last of a run to the first of the next.
+    column = np.repeat(steps, counts)
+    last = first + steps * (counts - 1)
+    column[np.cumsum(counts) - counts] = np.diff(first, prepend=0) - np.append(
+        0, (last - first)[:-1]
+    )
+    return np.cumsum(column, out=column), at

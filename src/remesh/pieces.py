@@ -14,11 +14,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from remesh.geometry import MAX_ELEMENTS, IntArray, row_products
+
+Number = TypeVar("Number", np.int64, np.bool_)
+
+LONG_RANGE = 256
+"""Ranges of so many rows on average are copied as such."""
 
 MAX_POSITION = MAX_ELEMENTS // 2
 """No part of a position is larger, so that their sum fits into 64 bits."""
@@ -30,6 +37,22 @@ def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     numbers = np.arange(int(lengths.sum()), dtype=np.int64)
     numbers += np.repeat(starts - (ends - lengths), lengths)
     return numbers
+
+
+def joined(values: npt.NDArray[Number], starts: IntArray, lengths: IntArray) -> npt.NDArray[Number]:
+    """Rows from each start on, as many as its length says, one range after the other.
+
+    Where the ranges follow each other, no row is copied.
+    """
+    if len(starts) and np.array_equal(starts[1:], (starts + lengths)[:-1]):
+        return values[starts[0] : starts[-1] + lengths[-1]]
+    if LONG_RANGE * len(starts) > lengths.sum():
+        return values.take(ranges(starts, lengths), axis=0)
+    # Long ranges are copied several times as fast as their rows.
+    parts = [values[:0]]
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        parts.append(values[start : start + length])
+    return np.concatenate(parts)
 
 
 def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:

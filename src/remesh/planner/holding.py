@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from remesh.geometry import BoolArray, IntArray
-from remesh.pieces import Lists, distinct, ranges
+from remesh.pieces import Lists, distinct, joined
 from remesh.tables import BoxTable, TensorTable
 
 
@@ -182,29 +182,39 @@ class Alike:
     def expanded(self, found: Distinct) -> Distinct:
         """The distinct boxes of all tensors, given those of the samples."""
         bounds = np.searchsorted(found.boxes.tensor, np.arange(len(self.sample) + 1))
-        counts = np.diff(bounds)[self.of]
-        box = ranges(bounds[self.of], counts)
-        tensor = np.repeat(np.arange(len(self.tensors)), counts)
+        begin, counts = bounds[self.of], np.diff(bounds)[self.of]
         boxes = BoxTable(
             self.tensors,
-            tensor,
-            found.boxes.offsets.take(box, axis=0),
-            found.boxes.extents.take(box, axis=0),
+            np.repeat(np.arange(len(self.tensors)), counts),
+            joined(found.boxes.offsets, begin, counts),
+            joined(found.boxes.extents, begin, counts),
         )
-        if len(found.rank) == len(found.boxes):
-            holder, first = box, np.arange(len(box) + 1)
-        else:
-            num_holders = np.diff(found.first).take(box)
-            first = np.concatenate(([0], np.cumsum(num_holders)))
-            holder = ranges(found.first.take(box), num_holders)
-            tensor = np.repeat(tensor, num_holders)
-        rank = found.rank.take(holder)
-        keys = self.group.take(rank)
+        num_holders = joined(np.diff(found.first), begin, counts)
+        holders = found.first[bounds]
+        begin, counts = holders[self.of], np.diff(holders)[self.of]
+        rank = joined(found.rank, begin, counts)
+        row = self._starts(joined(self.group[found.rank], begin, counts), counts)
+        row += joined(found.row, begin, counts)
+        first = np.concatenate(([0], np.cumsum(num_holders)))
+        by_first = joined(found.by_first, bounds[self.of], np.diff(bounds)[self.of])
+        return Distinct(boxes, first, rank, self.rows.take(row), by_first)
+
+    def _starts(self, group: IntArray, counts: IntArray) -> IntArray:
+        """The first row in `rows` of tensors in groups.
+
+        Args:
+            group: A group that holds the tensor, some of each tensor after those of the other.
+            counts: How many of each tensor.
+        """
+        keys = group
         keys *= len(self.tensors)
-        keys += tensor
-        row = self.starts.take(np.searchsorted(self.keys, keys))
-        row += found.row.take(holder)
-        return Distinct(boxes, first, rank, self.rows.take(row), found.by_first.take(box))
+        keys += np.repeat(np.arange(len(self.tensors)), counts)
+        num_keys = int(self.keys.max(initial=-1)) + 1
+        if num_keys > len(keys):
+            return self.starts.take(np.searchsorted(self.keys, keys))
+        table = np.zeros(num_keys, dtype=np.int64)
+        table[self.keys] = self.starts
+        return table.take(keys)
 
 
 def find_alike(
