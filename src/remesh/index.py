@@ -436,17 +436,26 @@ def _check_stored(index: Index) -> None:
         ValueError: If not.
     """
     require(0 < index.block_size <= MAX_COMPRESSED_BLOCK, "impossible size of compressed blocks")
-    for number, file in enumerate(index.files):
-        stored_size = int(index.stored_bytes[number])
-        require(0 <= stored_size <= file.num_bytes, "a compressed file is larger than its content")
-        begin, length = index.stored_blocks(number)
-        if not len(begin):
-            continue
-        full = np.full(len(begin), index.block_size)
-        full[-1] = file.num_bytes - (len(begin) - 1) * index.block_size
-        require(begin.min() == 0, "compressed blocks leave a gap")
-        is_possible = (length <= full) & (length * MAX_RATIO >= full)
-        require(is_possible.all(), "impossible size of a compressed block")
+    content = np.array([file.num_bytes for file in index.files], dtype=np.int64)
+    stored, begin = index.stored_bytes, index.stored_begin
+    is_smaller = ((stored >= 0) & (stored <= content)).all()
+    require(is_smaller and sum(stored.tolist()) < 2**62, "impossible size of a compressed file")
+    counts = np.diff(index.first_block)
+    file = np.repeat(np.arange(len(counts)), counts)
+    require(((begin >= 0) & (begin < stored[file])).all(), "a compressed block leaves its file")
+    # As if the files followed each other.
+    first = np.cumsum(stored) - stored
+    begin = begin + first[file]
+    order = np.argsort(begin, kind="stable")
+    length = np.empty_like(begin)
+    length[order] = np.diff(begin[order], append=sum(stored.tolist()))
+    has_blocks = np.flatnonzero(counts)
+    begins = begin[order][index.first_block[has_blocks]]
+    require(np.array_equal(begins, first[has_blocks]), "compressed blocks leave a gap")
+    full = np.full(len(begin), index.block_size)
+    full[index.first_block[has_blocks + 1] - 1] -= (counts * index.block_size - content)[has_blocks]
+    is_possible = (length <= full) & (length * MAX_RATIO >= full)
+    require(is_possible.all(), "impossible size of a compressed block")
 
 
 def _lie_in(numbers: IntArray, lowest: int, highest: int) -> bool:

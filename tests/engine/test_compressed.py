@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 import remesh
 from remesh import catalog
 from remesh.checkpoint import convert, unchanged
+from remesh.cli import cli
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.events import Event
 from remesh.exchange import Exchange
@@ -27,6 +29,7 @@ from remesh.formats.table import WRITERS
 from remesh.geometry import Box
 from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance import orphans
+from remesh.pipeline import Compress
 from remesh.pipeline.block_codec import FIRST_BYTES, BlockCodec
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from remesh.testing import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
@@ -248,6 +251,25 @@ def test_a_local_place_is_not_compressed_on_its_own(tmp_path: Path) -> None:
         assert remesh.Checkpoint(place).record.version == 2
 
 
+def test_a_network_file_system_is_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("remesh.storage.distance.is_network_device", lambda _device: True)
+    state = {"w": np.zeros(3 * BLOCK_SIZE)}
+    remesh.save_async(state, tmp_path, compress="auto").result()
+    assert stored_bytes(tmp_path) < 10_000
+    assert remesh.Checkpoint(tmp_path).verify().ok
+
+
+def test_ranks_agree_on_it(tmp_path: Path) -> None:
+    def save(exchange: Exchange) -> None:
+        compress: Compress | None = "zstd" if exchange.rank else None
+        remesh.save({"w": np.zeros(9)}, tmp_path, compress=compress, group=exchange)
+
+    outcomes = run_ranks_outcomes(2, save)
+    assert all("disagree" in str(outcome) and "compress" in str(outcome) for outcome in outcomes)
+
+
 @pytest.mark.parametrize(
     ("encoding", "writing", "pays"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, False)]
 )
@@ -293,13 +315,16 @@ def test_a_save_that_fails_leaves_nothing(way: Way, operation: Any, saved: Path)
     assert not [path for path in inner.list() if path.endswith(("safetensors", "json"))]
 
 
-def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    def cancel(event: Event) -> None:
-        if event.point == "save.chunk_written":
-            raise InjectedError("the job ends")
+def fail_at_chunk(event: Event) -> None:
+    if event.point == "save.chunk_written":
+        raise InjectedError("the job ends")
 
+
+def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InjectedError):
-        remesh.save({"w": np.zeros(1 << 20)}, tmp_path / "c", compress="zstd", on_event=cancel)
+        remesh.save(
+            {"w": np.zeros(1 << 20)}, tmp_path / "c", compress="zstd", on_event=fail_at_chunk
+        )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -311,6 +336,16 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 def test_conversions(saved: Path, tmp_path: Path) -> None:
     convert(saved, tmp_path / "plain", format="remesh")
     assert remesh.Checkpoint(tmp_path / "plain").record.version == 2
+    same = CliRunner().invoke(cli, ["diff", str(saved), str(tmp_path / "plain")])
+    assert same.exit_code == 0, same.output
+    with pytest.raises(InjectedError):
+        convert(
+            tmp_path / "plain",
+            tmp_path / "again",
+            format="remesh",
+            compress="zstd",
+            on_event=fail_at_chunk,
+        )
     run_ranks(
         2,
         lambda exchange: convert(

@@ -258,8 +258,8 @@ def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int,
             return 0, 0.0
         left, right = left[unequal], right[unequal]
     wide = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
-    a, b = left.astype(wide), right.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
+        a, b = left.astype(wide), right.astype(wide)  # a signalling NaN is invalid
         distance = np.abs(a - b)
         limit = tolerance.absolute + tolerance.relative * np.abs(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
