@@ -86,13 +86,13 @@ class StoredFile:
 class Index(Mapping[str, StoredTensor]):
     """The tensors of a checkpoint: a mapping from names to stored tensors, aliases included.
 
-    Pieces are numbered from 0, tensor by tensor. `rows` gives what is known of some of them;
+    Pieces are numbered from 0, tensor by tensor. `rows` gives the columns of some of them;
     `boxes`, `file` and `position` are columns of all of them, which are made when they are first
     asked for and may be large.
 
     Attributes:
         tensors: The tensors.
-        pieces_of_tensors: What they are cut into.
+        pieces_of_tensors: Their pieces.
         files: The data files.
         aliases: Further names of tensors (tied weights): alias → name.
         block_size: Bytes of a digest block; 0 if there are no digests.
@@ -201,7 +201,7 @@ class Index(Mapping[str, StoredTensor]):
         return [file.num_bytes for file in self.files]
 
     def stored_blocks(self, file: int) -> tuple[IntArray, IntArray]:
-        """Where each block of a compressed file begins in the stored file, and its length there."""
+        """First byte and length of each block of a compressed file in the stored file."""
         begin = self.stored_begin[self.first_block[file] : self.first_block[file + 1]]
         order = np.argsort(begin, kind="stable")
         length = np.empty_like(begin)
@@ -234,7 +234,7 @@ class Index(Mapping[str, StoredTensor]):
         return tensor
 
     def rows(self, piece: IntArray) -> PieceRows:
-        """What is known of some pieces."""
+        """The columns of some pieces."""
         tensor = self.tensor_of(piece)
         return PieceRows(self.pieces_of_tensors, tensor, piece - self._first_piece.take(tensor))
 
@@ -291,7 +291,7 @@ class Index(Mapping[str, StoredTensor]):
         return Index(self.tensors, self.pieces_of_tensors, self.files, self.aliases)
 
     def pieces(self, name: str) -> list[Piece]:
-        """What a tensor is cut into."""
+        """The pieces of a tensor."""
         row = self._rows[name]
         start, stop = self.piece_range(row)
         found = self.rows(np.arange(start, stop))

@@ -1,11 +1,11 @@
 """State from layout to layout between live processes, without storage.
 
 Resharding is a save and a load with the disk left out. The ranks agree on the source state as they
-would for a save: who holds which box, every element exactly once, the copies of a box dealt to
-those who have them by bytes. What a save would write to a rank's file is here an imaginary file: it
-has a layout, positions and an index, but no bytes. Against this index the target state is compared
-and planned as for a load. So all that holds for loading holds here: any layout, and what does not
-fit is found on all ranks before a byte moves.
+would for a save: who holds which box, every element exactly once, and the copies of a box divided
+among their holders by bytes. The file that a rank would write in a save is here an imaginary file:
+it has a layout, positions and an index, but no bytes. Against this index the target state is
+compared and planned as for a load. So all that holds for loading holds here: any layout, and a
+mismatch is found on all ranks before a byte moves.
 
 Only then the paths part: what a rank has itself it copies, and the rest is sent from rank to rank
 through buffers of bounded size (`remesh.pipeline.from_memory`).

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.checkpoint.stopwatch import timed
+from remesh.checkpoint.timing import timed
 from remesh.exchange import Exchange
 from remesh.testing import run_ranks
 

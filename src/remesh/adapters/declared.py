@@ -6,10 +6,10 @@ entry of its state dict: under which global name, in which boxes. The keys of wh
 those of `state_dict(prefix=prefix)`; what the tensors are stored as is in the `ShardedTensor`s, so
 that a pipeline stage may name its first layer `layers.4`, and a rank its first expert `experts.8`.
 
-The method is found wherever it is in a tree of modules and speaks for everything below. Entries
+The method is found wherever it is in a tree of modules and describes everything below. Entries
 that are not declared are whole, and equal on every rank that has them; that is compared when they
 are saved. A parameter that carries the mark of a shard (`tensor_model_parallel`, `is_distributed`)
-must be spoken for.
+must be described.
 
 `default_sharded_state_dict` is what a module without the method says; a method of one's own starts
 from it and changes what is special, most often names (`rename_shards`). `NamedModule` changes
@@ -147,15 +147,15 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
     """
     entries: dict[str, object] = module.state_dict()
     tensors = _Tensors.of(entries)
-    spoken_for: dict[str, ShardedTensor] = {}
+    described_by_key: dict[str, ShardedTensor] = {}
     for child, raw_prefix, clean in _children(module, "", prefix):
-        spoken_for |= _declared_under(child, raw_prefix, clean, tensors)
-    refuse_marked(module, spoken_for, prefix)
+        described_by_key |= _declared_under(child, raw_prefix, clean, tensors)
+    refuse_marked(module, described_by_key, prefix)
     names = entry_names(module, entries)
     result = {}
     for raw, tensor in tensors.by_key.items():
-        if raw in spoken_for:
-            result[prefix + raw] = spoken_for[raw]
+        if raw in described_by_key:
+            result[prefix + raw] = described_by_key[raw]
         else:
             name = prefix + names[raw].name
             shape = tuple(tensor.shape)
@@ -163,7 +163,7 @@ def default_sharded_state_dict(module: nn.Module, prefix: str = "") -> dict[str,
     return result
 
 
-def speaks(module: nn.Module) -> bool:
+def has_sharded_state_dict(module: nn.Module) -> bool:
     """Whether a module, or one below it, has a `sharded_state_dict` method."""
     return any(callable(getattr(one, "sharded_state_dict", None)) for one in module.modules())
 
@@ -171,28 +171,28 @@ def speaks(module: nn.Module) -> bool:
 def declared_shards(
     module: nn.Module, entries: Mapping[str, object], where: str
 ) -> dict[str, ShardedTensor]:
-    """What the modules of a tree say with a method of their own, by key of the state dict.
+    """The shards that modules describe by a method of their own, by key of the state dict.
 
     Args:
         module: The root of the tree.
-        entries: Its state dict; not looked at if no module `speaks`.
+        entries: Its state dict; not looked at if no module `has_sharded_state_dict`.
         where: Its place in the state, for error messages.
 
     Raises:
         StateError: See `default_sharded_state_dict`.
     """
-    spoken_for = _declared_under(module, "", "", _Tensors.of(entries))
-    refuse_marked(module, spoken_for, f"{where}." if where else "")
-    return spoken_for
+    described_by_key = _declared_under(module, "", "", _Tensors.of(entries))
+    refuse_marked(module, described_by_key, f"{where}." if where else "")
+    return described_by_key
 
 
-def refuse_marked(module: nn.Module, spoken_for: Iterable[str], prefix: str) -> None:
-    """Refuse parameters that are marked as shards and not spoken for.
+def refuse_marked(module: nn.Module, described_by_key: Iterable[str], prefix: str) -> None:
+    """Refuse parameters that are marked as shards and not described.
 
     Raises:
         StateError: If there is one.
     """
-    described = set(spoken_for)
+    described = set(described_by_key)
     for raw, parameter in module.named_parameters(remove_duplicate=False):
         if raw in described or isinstance(parameter, DTensor):
             continue

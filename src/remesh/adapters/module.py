@@ -27,9 +27,9 @@ from remesh.adapters.declared import (
     EXTRA_STATE,
     NamedModule,
     declared_shards,
+    has_sharded_state_dict,
     module_of,
     new_name,
-    speaks,
 )
 from remesh.adapters.fsdp1 import describe_fsdp1, fsdp1_parameters, has_fsdp1
 from remesh.adapters.memory import alias_key
@@ -133,7 +133,7 @@ def placed_parameters(
     if has_fsdp1(module):
         flat = fsdp1_parameters(leaf, where)
         return [(tensor, flat[id(tensor)]) for tensor in own.values()]
-    entries = module.state_dict() if speaks(module) else {}
+    entries = module.state_dict() if has_sharded_state_dict(module) else {}
     places = _places(leaf, own, entries, where)
     return [(tensor, (places[raw],)) for raw, tensor in own.items()]
 

@@ -41,7 +41,7 @@ from remesh.checkpoint.local import (
 )
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.saving import check_compress, options_of, save_agreed
-from remesh.checkpoint.stopwatch import timed
+from remesh.checkpoint.timing import timed
 from remesh.errors import OptionError, StorageError
 from remesh.events import Emit, OnEvent, emitter, ignore
 from remesh.exchange import Exchange

@@ -41,7 +41,7 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
-from remesh.checkpoint.stopwatch import log_requests
+from remesh.checkpoint.timing import log_requests
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk

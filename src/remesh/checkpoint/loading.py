@@ -41,8 +41,8 @@ from remesh.checkpoint.mismatch import counted, listed, refuse
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
-from remesh.checkpoint.stopwatch import timed
 from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.timing import timed
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.collector import collector_rests
 from remesh.errors import MismatchError

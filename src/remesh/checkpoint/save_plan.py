@@ -381,11 +381,11 @@ class _Rank:
         """What rank 0 does not know yet."""
         assert self.tensors is not None
         space = self.storage.space()
-        is_spokesman = self.exchange.rank == 0 or not self.same_document
+        sends_document = self.exchange.rank == 0 or not self.same_document
         return msgspec.msgpack.encode(
             _Described(
                 self.boxes_to_tell(),
-                self.document if is_spokesman else b"",
+                self.document if sends_document else b"",
                 self.replicas,
                 self.storage.url,
                 (

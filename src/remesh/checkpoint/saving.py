@@ -23,8 +23,8 @@ from remesh.checkpoint.buffers import Buffers, check_buffers
 from remesh.checkpoint.commit import finish, give_up, make_way, remove_own, write_beside
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
-from remesh.checkpoint.stopwatch import log_requests, timed
 from remesh.checkpoint.stored_memory import stored_copies
+from remesh.checkpoint.timing import log_requests, timed
 from remesh.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore

@@ -1,6 +1,6 @@
 """Log lines of saves and loads: how much, how long, and the time of each phase.
 
-The moments that are told to `on_event` are the marks of the stopwatch: some of them begin a phase.
+Some events of a save or load begin a phase, whose time is measured until the next one begins.
 The logger is `remesh`. Every rank logs its own share at DEBUG, and rank 0 the whole save at INFO; a
 load logs its report there. What fails logs nothing, because it raises.
 """

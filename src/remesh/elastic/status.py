@@ -36,7 +36,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
         num_processes: Its processes.
         last_heard: Seconds since its last message; None if none came since the master started.
         num_charged: Restarts that it was charged with.
-        check: What the last check found.
+        check: The result of the last check.
         reason: Why it is excluded.
     """
 
@@ -82,7 +82,7 @@ class FailureStatus(ProcessFailure, frozen=True, kw_only=True):
 
     Attributes:
         signal: The name of the signal that ended it; empty if none did.
-        decision: What follows for its node, in a sentence.
+        decision: The consequence for its node, in a sentence.
     """
 
     signal: str
@@ -134,11 +134,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         saved_step: The step of the newest checkpoint.
         ranks: The ranks that report steps; of more than `MAX_ROWS` those in trouble first.
         num_ranks: How many there are.
-        failures: What failed, newest round first.
+        failures: The failures, newest round first.
         stacks: The stacks of the processes when the job hung last, by rank, as far as they fit into
             `MAX_STACKS_SIZE` characters.
-        history: What happened, newest first.
-        warnings: What is wrong with the master itself.
+        history: The events, newest first.
+        warnings: Problems of the master itself.
     """
 
     time: float
@@ -174,7 +174,7 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Its name.
         phase: `waiting`, `checking`, `running`, `hanging`, or how the job ended.
-        reason: What it waits for, or why it ended.
+        reason: The condition that it waits for, or the reason of its end.
         num_nodes: Nodes that train.
         step: The highest step that a rank has reported.
         saved_step: The step of its newest checkpoint.
@@ -199,9 +199,9 @@ def status_of(
 
     Args:
         job: The job.
-        live: What is known of its nodes now.
+        live: The current facts of its nodes.
         now: The time.
-        warnings: What is wrong with the master itself.
+        warnings: Problems of the master itself.
         shown: A survey, and the nodes and the ranks of it that are shown; by default `MAX_ROWS` of
             each, those in trouble first.
     """
@@ -239,7 +239,7 @@ def status_of(
 
 
 def phase_of(job: Job) -> tuple[str, str]:
-    """What a job does, and why, in a sentence."""
+    """The phase of a job, and the reason for it, in a sentence."""
     nodes = job.rendezvous
     if nodes is None:
         return "waiting", "no node has joined"

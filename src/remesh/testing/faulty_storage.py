@@ -36,7 +36,7 @@ class Fail:
     Attributes:
         operation: Name of the operation.
         path: Pattern of paths, as in a shell.
-        number: What the system says: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any
+        number: The error number: `errno.ENOSPC` and `errno.EDQUOT` become `NoSpaceError`, any
             other number (usually `errno.EIO`) a `StorageError`.
         skip: How many matching calls go well first.
         times: How many fail after that; None for all.
@@ -102,7 +102,7 @@ class FaultyStorage:
 
     Args:
         inner: The storage that does the work.
-        faults: What goes wrong.
+        faults: The faults.
         sleep: Waits, for `Slow`.
 
     Attributes:
@@ -221,7 +221,7 @@ class FaultyStorage:
         return number >= fault.skip and (fault.times is None or number < fault.skip + fault.times)
 
     def _end(self, path: str) -> int:
-        """Where a file seems to end at the latest."""
+        """The largest size that a file appears to have."""
         ends = [
             fault.num_bytes
             for fault in self._faults

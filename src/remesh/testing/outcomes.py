@@ -28,7 +28,7 @@ class Returned(Generic[T_co]):
     """The rank's function returned.
 
     Attributes:
-        value: What it returned.
+        value: The returned value.
     """
 
     value: T_co

@@ -41,7 +41,7 @@ class _Directory:
     pending: list[dict[str, _Node | None]] = field(default_factory=list)
 
     def entries(self) -> dict[str, _Node]:
-        """What a program sees."""
+        """The entries that a program sees."""
         return _changed(self.durable, self.pending)
 
 

@@ -84,7 +84,7 @@ def run_processes_outcomes(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a rank's process has to know; `call` is the pickled function and its arguments."""
+    """The task of a rank's process; `call` is the pickled function and its arguments."""
 
     world_size: int
     store: str

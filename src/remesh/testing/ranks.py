@@ -71,6 +71,6 @@ def run_ranks_outcomes(
 
 
 def _where(thread: threading.Thread) -> str:
-    """Where a thread is right now."""
+    """The stack of a thread at this moment."""
     frame = None if thread.ident is None else sys._current_frames().get(thread.ident)  # noqa: SLF001
     return "" if frame is None else "".join(traceback.format_stack(frame))

@@ -54,7 +54,7 @@ class Call:
         target: The second path of `link`, `rename` and `replace`.
         flags: Of `open`.
         position: Where `pwrite` begins; the size for `ftruncate` and `fallocate`.
-        data: What `pwrite` writes.
+        data: The bytes that `pwrite` writes.
     """
 
     name: str

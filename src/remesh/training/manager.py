@@ -389,7 +389,7 @@ class Manager:
 
     # Whether to save ------------------------------------------------------------------------------
 
-    def _look_around(self, step: int) -> policies.Verdict:
+    def _look_around(self, step: int) -> policies.SaveDecision:
         """Exchange notes. Collective. Raises the failure of a background save of any rank."""
         last_gap = 1 if self._last_look is None else step - self._last_look
         self._last_look = step

@@ -121,7 +121,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SaveDecision:
     """What all ranks make of their notes.
 
     Attributes:
@@ -139,7 +139,7 @@ class Verdict:
     next_look: int
 
 
-def combine(notes: Sequence[Note]) -> Verdict:
+def combine(notes: Sequence[Note]) -> SaveDecision:
     """The same verdict on every rank: one note suffices for a save, a stop, a wait or a failure.
 
     Args:
@@ -150,7 +150,7 @@ def combine(notes: Sequence[Note]) -> Verdict:
         for rank, note in enumerate(notes)
         if note.reason
     ]
-    return Verdict(
+    return SaveDecision(
         reasons[0] if reasons else "",
         any(note.stop for note in notes),
         any(note.hold for note in notes),

@@ -26,7 +26,7 @@ Array = Any
 
 
 def describe(arrays: Mapping[str, Array]) -> dict[str, TensorInfo | None]:
-    """What is known of arrays; what has no shape is a plain value."""
+    """Dtype and shape of arrays; None for a plain value, which has no shape."""
     return {
         name: TensorInfo(dtype_name(array, name), tuple(int(n) for n in array.shape))
         if hasattr(array, "shape") and hasattr(array, "dtype")
@@ -81,7 +81,7 @@ def arranged(block: Array, region: Region) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------
-# Agreement
+# Checks of equal values
 # ---------------------------------------------------------------------------------------------
 
 

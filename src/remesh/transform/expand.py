@@ -53,8 +53,8 @@ class Step:
         statement: The statement.
         position: Its place in the program, from 0.
         binding: The numbers that placeholders stand for.
-        left: What it reads; nothing if it adds.
-        right: What it assigns; nothing if it deletes.
+        left: The operands that it reads; none if it adds.
+        right: The operands that it assigns; none if it deletes.
     """
 
     statement: Statement
@@ -69,7 +69,7 @@ class Step:
         """An error in this step.
 
         Args:
-            message: What is wrong.
+            message: Description of the error.
             at: The operand or the place in the text; the operator if not given.
             hints: Lines that say what to do.
         """
@@ -77,7 +77,7 @@ class Step:
         return messages.statement_error(message, self.statement, span, self.expansions(), hints)
 
     def expansions(self) -> list[tuple[str, str]]:
-        """What each macro made of the statement: (macro, text), in the order of evaluation."""
+        """The expansion of the statement by each macro: (macro, text), as they are evaluated."""
         statement = self.statement
         names = (*statement.left, *statement.right)
         made = _placeholders_filled(statement, self.binding)
@@ -130,8 +130,8 @@ class Expander:
         sources: Names of sources, and of parameters whose optimizer state is a source.
         states: Names of sources that are optimizer state.
         targets: Gives the names of targets, likewise; None if targets are not known.
-        original_names: What a name with a star had stood for in the statement that a step undoes;
-            empty if it undoes none.
+        original_names: Returns the names that a name with a star matched in the statement that a
+            step undoes; empty if it undoes none.
     """
 
     def __init__(

@@ -45,10 +45,10 @@ class Origin(NamedTuple):
 
     Attributes:
         leaf: The source.
-        source_box: What of it.
+        source_box: Box of the source.
         steps: How its elements are rearranged.
-        box: Where it goes, in the tensor that was asked for.
-        dtypes: What its elements are converted to, in this order.
+        box: Where it goes, in the requested tensor.
+        dtypes: Element types that its elements are converted to, in this order.
         is_check: Whether the place is already filled by another piece, which must be equal.
     """
 
@@ -69,7 +69,7 @@ class View(NamedTuple):
         order: For each axis of the tensor, which axis of the node it is; -1 if the node has no
             such axis, which then has extent 1.
         shift: For each axis of the tensor, what is added to the offset in the node.
-        dtypes: What elements of the node are converted to, in this order.
+        dtypes: Element types that elements of the node are converted to, in this order.
         is_check: See `Origin`.
     """
 
@@ -117,7 +117,7 @@ class View(NamedTuple):
         return View(tuple(offset), tuple(extents), order, self.shift, self.dtypes, self.is_check)
 
     def place(self, box: Box) -> Box:
-        """Where a box of the node lies in the tensor."""
+        """The box of the tensor that a box of the node is."""
         offset, extents = box.offset, box.shape
         pairs = zip(self.order, self.shift, strict=True)
         return Box(
@@ -323,7 +323,7 @@ class Tied(Node):
 
 @functools.lru_cache(maxsize=1024)
 def _rearrangement(order: Shape, num_axes: int, extents: Shape) -> Rearrangement:
-    """What brings a block of `num_axes` axes into the shape `extents`; see `View.order`."""
+    """The steps from a block of `num_axes` axes to the shape `extents`; see `View.order`."""
     kept = [axis for axis in order if axis >= 0]
     steps: list[Permute | Reshape] = []
     if kept != sorted(kept):
@@ -334,7 +334,7 @@ def _rearrangement(order: Shape, num_axes: int, extents: Shape) -> Rearrangement
 
 
 def _mapped_up(origin: Origin, inner: Box, outer: Box) -> Iterator[Origin]:
-    """What was found for a part of a reshaped node, as parts of the result.
+    """An origin of a part of a reshaped node, as origins of parts of the result.
 
     `inner` and `outer` hold the same elements in the same order, in the node and in the result.
     """
@@ -349,7 +349,7 @@ def _mapped_up(origin: Origin, inner: Box, outer: Box) -> Iterator[Origin]:
 
 
 def _cut(origin: Origin, part: Box) -> Iterator[Origin]:
-    """What of an origin goes to a part of its box."""
+    """The parts of an origin that make up a part of its box."""
     back = inverse(origin.steps, origin.source_box.shape)
     for begin, end, path in trace(part.relative_to(origin.box), origin.box.shape, back):
         yield origin._replace(

@@ -104,7 +104,7 @@ def _tie(like: Statement, copies: Sequence[Name], name: Name) -> Statement:
 
 
 COPY = re.compile(r"_copy[0-9]+\.")
-"""What a name begins with that stands for one of several copies."""
+"""The beginning of a name of one of several copies."""
 
 
 def _copy_of(name: Name, number: int, statement: Statement) -> Name:

@@ -18,7 +18,7 @@ Axes = tuple[str | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """What a name is bound to: a tensor, and the labels of its axes as far as they are known."""
+    """The value of a name: a tensor, and the labels of its axes as far as they are known."""
 
     node: Node
     axes: Axes

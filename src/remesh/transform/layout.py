@@ -1,4 +1,4 @@
-"""What statements ask about layouts: tensor-parallel degrees, and sizes that targets decide."""
+"""Facts about layouts for statements: tensor-parallel degrees, and sizes that targets decide."""
 
 from __future__ import annotations
 

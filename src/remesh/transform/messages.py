@@ -29,10 +29,10 @@ def statement_error(
     """An error in a statement.
 
     Args:
-        message: What is wrong.
-        statement: Where.
-        span: Which characters of its text; the whole statement if not given.
-        expansions: What each macro made of it: (macro, text), in order.
+        message: Description of the error.
+        statement: The statement.
+        span: The characters of its text that are shown; the whole statement if not given.
+        expansions: Its expansion by each macro: (macro, text), in order.
         hints: Lines that say what to do.
     """
     lines = [message]

@@ -113,7 +113,7 @@ def _text(value: object) -> str:
 
 
 class Problem(Exception):  # noqa: N818 - it is turned into an error that shows the text
-    """What is wrong with an operator, and where; the whole statement if `span` is None."""
+    """An error of an operator, and its place; the whole statement if `span` is None."""
 
     def __init__(self, message: str, span: Span | None = None, hints: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -162,7 +162,7 @@ class Attributes:
             )
 
     def span(self, name: str) -> Span:
-        """Where an attribute stands."""
+        """The characters of an attribute."""
         return self.by_name[name].span
 
     def integer(self, name: str, default: int | None = None) -> int:

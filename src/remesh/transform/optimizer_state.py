@@ -57,9 +57,9 @@ class State(NamedTuple):
     Attributes:
         parameter: The parameter's name.
         slot: Which state it is, by the name that all systems' names of it share.
-        before: What its name has before the parameter.
-        after: What its name has after the parameter.
-        owner: What the parameter's name has before the part that the state's name repeats.
+        before: Part of its name before the parameter.
+        after: Part of its name after the parameter.
+        owner: Part of the parameter's name before the part that the state's name repeats.
     """
 
     parameter: str
@@ -78,7 +78,7 @@ def short_name(owner: str, short: str, new: str) -> str:
     """How an optimizer calls a parameter that has a new name.
 
     Args:
-        owner: What stood before the part of the old name that the optimizer repeats.
+        owner: Part of the old name before the part that the optimizer repeats.
         short: That part.
         new: The new name of the parameter.
     """
@@ -109,7 +109,7 @@ class States:
     Attributes:
         by_name: The state that a name stands for.
         by_parameter: The names of the states of a parameter, by slot.
-        undecided: What a name may stand for whose parameter may be any of several.
+        undecided: The possible states of each name whose parameter may be any of several.
         is_clear: Whether every name that an optimizer has for a parameter shows the same owner, if
             any does.
     """

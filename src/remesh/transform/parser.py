@@ -273,7 +273,7 @@ class _Parser:
         return self.finish(draft)
 
     def attribute_or_name(self, draft: _Draft) -> None:
-        """What follows a comma on the right."""
+        """Parse the attribute or the name after a comma on the right."""
         token = self.token
         following = self.tokens[min(self.position + 1, len(self.tokens) - 1)]
         if token.kind == NAME and following.text == "=" and following.kind == MARK:

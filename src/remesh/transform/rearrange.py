@@ -68,7 +68,7 @@ def append(steps: Rearrangement, step: Permute | Reshape, shape: Shape) -> Rearr
 
     Args:
         steps: Rearrangement so far.
-        step: What comes next.
+        step: The step to add.
         shape: Shape of the block before any step.
     """
     last = steps[-1] if steps else None

@@ -130,8 +130,8 @@ def _state_name(rename: Rename, name: str | None, state: State) -> str | None:
 
     Args:
         rename: The rule.
-        name: What the rule makes of the name of the state.
-        state: What the state is.
+        name: The name of the state after the rule.
+        state: The state.
     """
     parameter = _renamed(rename, state.parameter)
     if name is None or parameter is None:

@@ -140,7 +140,7 @@ class _Undone:
         return result[0].read_shapes.get((step.statement.number, name))
 
     def names(self, draft: Step, name: Name) -> list[str]:
-        """What a name with a star had stood for in the statement that is undone."""
+        """The names that a name with a star matched in the statement that is undone."""
         result = self._result()
         step = result[1].get((draft.statement.number, draft.binding)) if result else None
         return [operand.name for operand in step.left if operand.origin == name] if step else []

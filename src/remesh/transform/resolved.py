@@ -1,4 +1,4 @@
-"""What a transformation has come to once sources and targets are known: regions of sources."""
+"""The result of a transformation of known sources and targets: regions of sources."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Region:
 
     Attributes:
         source: Name of the source.
-        source_box: What of it.
-        steps: What brings the block into its new shape, in this order: permutations of axes and
-            reshapes. Mostly none or one permutation.
+        source_box: Box of the source.
+        steps: Permutations of axes and reshapes that bring the block into its new shape, in this
+            order. Mostly none or one permutation.
         target_box: Where the block goes, in the target's global coordinates.
-        dtypes: What the elements are converted to, in this order; empty if not at all.
+        dtypes: Element types that the elements are converted to, in this order; may be empty.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Region:
     __repr__ = short_repr
 
     def restrict(self, source_box: Box) -> tuple[Region, ...]:
-        """What becomes of a part of the source's box: disjoint regions that cover just that."""
+        """The disjoint regions that cover a part of the source's box, and nothing else."""
         part = source_box.intersect(self.source_box)
         if part is None:
             return ()
@@ -65,10 +65,10 @@ class Plan:
 
     Attributes:
         sources: Names of the sources that it is made of or must agree with.
-        node: What it is; None for a plain value, which is that of any of the sources.
+        node: Its expression; None for a plain value, which is that of any of the sources.
         states: For optimizer state, which is made as `node` says of its parameter: the source of
             the state by the source of the parameter. None if `node` is made of the sources.
-        dtype: What such state is converted to; None if it is not.
+        dtype: Element type that such state is converted to; None if it is not converted.
         renamed: The sources that stand for others that `node` or `states` name.
     """
 
@@ -94,7 +94,7 @@ class Resolved:
             and how these differ.
         deleted: Sources that statements deleted, with their optimizer states.
         unused_results: Names that statements assigned, which are no targets and were not read.
-        plans: What the methods below answer from.
+        plans: The plan of each target.
         resized: Targets that are one source in another size, where this is allowed, and the source.
         unused: Sources that no target reads and no statement deleted.
     """
@@ -146,7 +146,7 @@ class Resolved:
 
         Args:
             target: Name of a target.
-            box: What of it is wanted, in global coordinates; all of it if not given.
+            box: The wanted box, in global coordinates; the whole target if not given.
 
         Returns:
             Regions whose target boxes are disjoint and cover the box exactly; none if the target

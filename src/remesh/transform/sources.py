@@ -44,7 +44,7 @@ class Sources:
         return None
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of a source, or of a parameter from its states."""
+        """Dtype and shape of a source, or of a parameter as its states show them."""
         info = self.infos.get(name)
         if info is not None:
             return info
@@ -61,7 +61,7 @@ class Sources:
 
 
 def info_from_states(parameter: str, states: States, infos: Infos) -> TensorInfo | None:
-    """What the largest state of a parameter tells of the parameter."""
+    """Dtype and shape of a parameter as its largest state shows them."""
     found = [
         info
         for names in states.by_parameter.get(parameter, {}).values()

@@ -115,7 +115,7 @@ class Statement:
         span: Where it stands there.
         left: Names left of the arrow.
         right: Names right of the arrow.
-        operator: What it does.
+        operator: The operator.
         operator_span: Where the attribute that says so stands, for errors.
         is_reversed: Whether left and right have been exchanged since it was written.
     """

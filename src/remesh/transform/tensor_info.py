@@ -1,4 +1,4 @@
-"""What is known of a tensor before its elements are: dtype, shape, how it is cut."""
+"""Description of a tensor without its elements: dtype, shape, how it is cut."""
 
 from __future__ import annotations
 
