@@ -213,7 +213,7 @@ def test_it_reads_compressed_files(tmp_path: Path) -> None:
     }
     path = next(tmp_path.glob("data-*/00000.safetensors"))
     sound = path.read_bytes()
-    for place in (3, len(sound) // 2, len(sound) - 1):
+    for place in (3, len(sound) // 3, len(sound) // 2):
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         with pytest.raises((AssertionError, ValueError, zstandard.ZstdError)):
             programs["check"](tmp_path)

@@ -11,18 +11,24 @@ range decodes no more than it has to check anyway. A block that does not get sma
 is, and an encoded block is always smaller than its content, which tells the two apart.
 
 An encoded block is one byte, the number of planes, and one frame of zstd.
+
+The blocks of a file lie in it in any order, and after them a table says where. The index of a
+checkpoint has the same numbers; the table is there for what is left when the index is lost.
 """
 
 from __future__ import annotations
 
 import importlib
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from remesh.errors import FormatVersionError, OptionError
+from remesh.geometry import IntArray
 
 LEVEL = 1
 """The fastest of zstd's levels: higher ones cost a multiple for a percent, for what can be made
@@ -38,10 +44,19 @@ MAX_PLANES = 16
 _WORDS = frozenset({2, 4, 8})
 """Numbers of planes of which shifts are faster than copies byte by byte."""
 
-_MAGIC = b"\x28\xb5\x2f\xfd"
-"""How a frame of zstd begins."""
+MAX_BLOCK_BYTES = 16 << 20
+"""Bytes of a block of compressed files: it is decoded in memory, whatever its file takes."""
+
+MAX_RATIO = 32 << 10
+"""Bytes that come out of a byte of a zstd frame: a block of it takes 4 and stands for 128 KiB."""
+
+TABLE_END_BYTES = 40
+"""Of a table, what does not grow with the number of blocks."""
+
+_TABLE_MARK = b"REMESHBT"
 
 Bytes = npt.NDArray[np.uint8]
+Count = TypeVar("Count", int, IntArray)
 
 _local = threading.local()
 
@@ -123,9 +138,99 @@ def decode_block(stored: Bytes, into: Bytes, where: str) -> bool:
     return True
 
 
-def is_encoded(data: bytes) -> bool:
-    """Whether bytes begin like an encoded block, and not like a safetensors file."""
-    return len(data) > 5 and 0 < data[0] <= MAX_PLANES and data[1:5] == _MAGIC
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """Where the blocks of a compressed file lie.
+
+    Attributes:
+        begin: The byte of the file at which each block begins.
+        length: Bytes of its stored form.
+        num_bytes: Bytes of the content of the file.
+        block_size: Bytes of the content in each block; the last may have fewer.
+    """
+
+    begin: IntArray
+    length: IntArray
+    num_bytes: int
+    block_size: int
+
+    @classmethod
+    def of(cls, begin: IntArray, num_bytes: int, block_size: int, stored_bytes: int) -> BlockTable:
+        """The table of a file of `stored_bytes`: blocks lie without gaps, the table behind them."""
+        end = np.array([stored_bytes - table_size(len(begin))])
+        return cls(begin, stored_lengths(begin, np.zeros_like(begin), end), num_bytes, block_size)
+
+
+def stored_lengths(begin: IntArray, file: IntArray, end: IntArray) -> IntArray:
+    """Bytes of the stored form of blocks: each ends where the next one of its file begins.
+
+    Args:
+        begin: The byte of its file at which each block begins.
+        file: The file of each, ascending.
+        end: The byte of each file at which its last block ends.
+    """
+    order = np.lexsort((begin, file))
+    following = np.append(begin[order][1:], 0)
+    is_last = np.diff(file, append=-1) != 0
+    following[is_last] = end[file[is_last]]
+    length = np.empty_like(begin)
+    length[order] = following - begin[order]
+    return length
+
+
+def table_size(num_blocks: Count) -> Count:
+    """Bytes of a table, or of several."""
+    return 8 * num_blocks + TABLE_END_BYTES
+
+
+def encode_table(begin: IntArray, num_bytes: int, block_size: int) -> Bytes:
+    """The stored form of a table; see `BlockTable`."""
+    numbers = np.append(begin, [num_bytes, block_size]).astype("<i8").tobytes()
+    digest = xxhash.xxh3_128_digest(numbers)
+    return np.frombuffer(numbers + digest + _TABLE_MARK, np.uint8)
+
+
+def size_of_stored_table(end: bytes) -> int | None:
+    """Bytes of the table of a file, given its last `TABLE_END_BYTES`; None if it has no table.
+
+    Raises:
+        ValueError: If there is no such table.
+    """
+    if len(end) < TABLE_END_BYTES or not end.endswith(_TABLE_MARK):
+        return None
+    num_bytes, block_size = np.frombuffer(end[:16], "<i8").tolist()
+    if num_bytes < 0 or not 0 < block_size <= MAX_BLOCK_BYTES:
+        raise ValueError("its table of blocks is damaged")
+    return table_size(int(-(-num_bytes // block_size)))
+
+
+def decode_table(data: bytes, stored_bytes: int) -> BlockTable:
+    """The table of its stored form.
+
+    Args:
+        data: The stored form.
+        stored_bytes: Size of the file.
+
+    Raises:
+        ValueError: If the table is damaged or impossible.
+    """
+    numbers = data[:-24]
+    if xxhash.xxh3_128_digest(numbers) != data[-24:-8]:
+        raise ValueError("its table of blocks is damaged")
+    *begin, num_bytes, block_size = np.frombuffer(numbers, "<i8").tolist()
+    table = BlockTable.of(np.array(begin, np.int64), num_bytes, block_size, stored_bytes)
+    full = np.full(len(begin), block_size)
+    full[-1:] = num_bytes - (len(begin) - 1) * block_size
+    is_whole = not begin or min(begin) == 0
+    if not is_whole or not are_possible(table.begin, table.length, full):
+        raise ValueError("its table of blocks is impossible")
+    return table
+
+
+def are_possible(begin: IntArray, length: IntArray, full: IntArray) -> bool:
+    """Whether blocks of `full` bytes may lie there in their stored form."""
+    is_possible = (begin >= 0) & (length <= full) & (length * MAX_RATIO >= full)
+    return bool(is_possible.all())
 
 
 def _planes(block: Bytes, num_planes: int) -> Bytes:

@@ -28,6 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from remesh._repr import short_repr
+from remesh.compression import (
+    MAX_BLOCK_BYTES,
+    BlockTable,
+    are_possible,
+    stored_lengths,
+    table_size,
+)
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
 from remesh.index_columns import (
@@ -99,7 +106,8 @@ class Index(Mapping[str, StoredTensor]):
         digests: (blocks, 2) xxh3-128 digests (high and low 64 bits) of the blocks of all files.
         first_block: Row in `digests` of the first block of each file, and their total.
         stored_begin: If files are compressed, the byte of its stored file at which each block
-            begins; otherwise empty. The blocks of a file lie there without gaps, in any order.
+            begins, -1 in files that are not; otherwise empty. The blocks of a file lie there
+            without gaps, in any order.
         stored_bytes: If files are compressed, the size of each stored file; otherwise empty.
     """
 
@@ -200,13 +208,13 @@ class Index(Mapping[str, StoredTensor]):
             return sizes
         return [file.num_bytes for file in self.files]
 
-    def stored_blocks(self, file: int) -> tuple[IntArray, IntArray]:
-        """First byte and length of each block of a compressed file in the stored file."""
+    def block_table(self, file: int) -> BlockTable | None:
+        """Where the blocks of a file lie; None if it is not compressed."""
         begin = self.stored_begin[self.first_block[file] : self.first_block[file + 1]]
-        order = np.argsort(begin, kind="stable")
-        length = np.empty_like(begin)
-        length[order] = np.diff(begin[order], append=self.stored_bytes[file])
-        return begin, length
+        if (begin < 0).all():
+            return None
+        stored = int(self.stored_bytes[file])
+        return BlockTable.of(begin, self.files[file].num_bytes, self.block_size, stored)
 
     @property
     def num_bytes_held(self) -> int:
@@ -422,40 +430,33 @@ def _check_numbers(index: Index) -> None:
         _check_stored(index)
 
 
-MAX_COMPRESSED_BLOCK = 16 << 20
-"""Bytes of a block of compressed files: it is decoded in memory, whatever its file takes."""
-
-MAX_RATIO = 32 << 10
-"""Bytes that come out of a byte of a zstd frame: a block of it takes 4 and stands for 128 KiB."""
-
-
 def _check_stored(index: Index) -> None:
     """Check that the stored blocks of compressed files are possible.
 
     Raises:
         ValueError: If not.
     """
-    require(0 < index.block_size <= MAX_COMPRESSED_BLOCK, "impossible size of compressed blocks")
-    content = np.array([file.num_bytes for file in index.files], dtype=np.int64)
-    stored, begin = index.stored_bytes, index.stored_begin
-    is_smaller = ((stored >= 0) & (stored <= content)).all()
-    require(is_smaller and sum(stored.tolist()) < 2**62, "impossible size of a compressed file")
-    counts = np.diff(index.first_block)
-    file = np.repeat(np.arange(len(counts)), counts)
-    require(((begin >= 0) & (begin < stored[file])).all(), "a compressed block leaves its file")
-    # As if the files followed each other.
-    first = np.cumsum(stored) - stored
-    begin = begin + first[file]
-    order = np.argsort(begin, kind="stable")
-    length = np.empty_like(begin)
-    length[order] = np.diff(begin[order], append=sum(stored.tolist()))
-    has_blocks = np.flatnonzero(counts)
-    begins = begin[order][index.first_block[has_blocks]]
-    require(np.array_equal(begins, first[has_blocks]), "compressed blocks leave a gap")
-    full = np.full(len(begin), index.block_size)
-    full[index.first_block[has_blocks + 1] - 1] -= (counts * index.block_size - content)[has_blocks]
-    is_possible = (length <= full) & (length * MAX_RATIO >= full)
-    require(is_possible.all(), "impossible size of a compressed block")
+    require(0 < index.block_size <= MAX_BLOCK_BYTES, "impossible size of compressed blocks")
+    sizes = np.array([file.num_bytes for file in index.files], dtype=np.int64)
+    stored = index.stored_bytes
+    num_blocks = np.diff(index.first_block)
+    file = np.repeat(np.arange(len(sizes)), num_blocks)
+    is_plain = np.ones(len(sizes), np.bool_)
+    is_plain[file[index.stored_begin != -1]] = False
+    require((stored[is_plain] == sizes[is_plain]).all(), "a file has two sizes")
+    tables = table_size(num_blocks)
+    is_possible = is_plain | ((stored >= tables) & (stored <= sizes + tables))
+    require(is_possible.all(), "impossible size of a compressed file")
+    rows = ~is_plain[file]
+    begin, of = index.stored_begin[rows], file[rows]
+    full = np.full(len(file), index.block_size)
+    last = index.first_block[1:][num_blocks > 0] - 1
+    full[last] = (sizes - (num_blocks - 1) * index.block_size)[num_blocks > 0]
+    length = stored_lengths(begin, of, stored - tables)
+    starts = np.flatnonzero(np.diff(of, prepend=-1))
+    is_covered = not len(of) or not np.minimum.reduceat(begin, starts).any()
+    require(is_covered, "compressed blocks leave a gap")
+    require(are_possible(begin, length, full[rows]), "impossible size of a compressed block")
 
 
 def _lie_in(numbers: IntArray, lowest: int, highest: int) -> bool:

@@ -103,10 +103,10 @@ def names_in_range(index: Index, file: int, start: int, stop: int) -> Iterator[s
 
 def names_in_stored_range(index: Index, file: int, start: int, stop: int) -> list[str]:
     """Names of the tensors with a byte in [start, stop) of a file as it is stored."""
-    if not index.is_compressed:
+    table = index.block_table(file) if index.is_compressed else None
+    if table is None:
         return list(names_in_range(index, file, start, stop))
-    begin, length = index.stored_blocks(file)
-    hit = np.flatnonzero((begin < stop) & (begin + length > start))
+    hit = np.flatnonzero((table.begin < stop) & (table.begin + table.length > start))
     together = np.split(hit, np.flatnonzero(np.diff(hit) > 1) + 1) if len(hit) else []
     step = index.block_size
     spans = [(int(blocks[0]) * step, int(blocks[-1] + 1) * step) for blocks in together]

@@ -10,6 +10,8 @@ import torch
 
 import remesh
 from remesh.exchange import Exchange
+from remesh.geometry import IntArray
+from remesh.index import Index
 from remesh.storage import Storage
 from tests.engine.bits import TORCH_DTYPES, random_tensor, zeros_like
 
@@ -69,3 +71,10 @@ def stored_bytes(path: Path) -> int:
     sizes = [(path / file.path).stat().st_size for file in record.files]
     assert sizes == [file.num_bytes for file in record.files]
     return sum(sizes)
+
+
+def places_of(index: Index, row: int) -> tuple[IntArray, IntArray]:
+    """Where the blocks of a compressed file begin in it, and their lengths."""
+    table = index.block_table(row)
+    assert table is not None
+    return table.begin, table.length

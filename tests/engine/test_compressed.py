@@ -24,7 +24,7 @@ from remesh.cli import cli
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.events import Event
 from remesh.exchange import Exchange
-from remesh.formats.decoding import DecompressedFiles
+from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.geometry import Box
 from remesh.integrity import BLOCK_SIZE
@@ -38,6 +38,7 @@ from tests.engine.compressed import (
     COLUMNS,
     ROWS,
     part_of_state,
+    places_of,
     save_rows,
     small_tensors,
     stored_bytes,
@@ -89,7 +90,7 @@ def test_files_take_less_and_everything_is_there(saved: Path) -> None:
     content = sum(file.num_bytes for file in index.files)
     assert stored_bytes(saved) < 0.8 * content
     # Noise is stored as it is, among blocks that are smaller.
-    lengths = np.concatenate([index.stored_blocks(row)[1] for row in range(NUM_RANKS)])
+    lengths = np.concatenate([places_of(index, row)[1] for row in range(NUM_RANKS)])
     assert (lengths == BLOCK_SIZE).any()
     assert (lengths < BLOCK_SIZE // 100).any()
     [entry] = catalog.scan(open_storage(saved.parent))
@@ -139,8 +140,8 @@ def test_a_range_decodes_the_blocks_that_it_meets(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, reads = remesh.Checkpoint(saved).index, Reads(LocalStorage(saved))
-    files, path = DecompressedFiles(reads, index), index.files[0].path
-    _, lengths = index.stored_blocks(0)
+    files, path = decoded(reads, index), index.files[0].path
+    _, lengths = places_of(index, 0)
     buffer = np.empty(10, np.uint8)
     assert files.read_into(path, BLOCK_SIZE - 5, buffer) == 10
     assert sum(reads.num_bytes) == lengths[:2].sum()
@@ -150,12 +151,13 @@ def test_a_range_decodes_the_blocks_that_it_meets(
     assert files.read_into(path, size + 3, buffer) == 0
     assert files.read(path, size) == files.read(path, 9, 5) == b""
     # Ranks that take columns of the rows that others saved decode each block once, together.
-    decoded: list[int] = []
+    seen: list[int] = []
     decode = DecompressedFiles._decode
+    rows = {file.path: row for row, file in enumerate(index.files)}
 
-    def counted(self: Any, row: int, number: int, *rest: Any) -> None:
-        decoded.append(int(index.first_block[row]) + number)
-        decode(self, row, number, *rest)
+    def counted(self: Any, path: str, number: int, *rest: Any) -> None:
+        seen.append(int(index.first_block[rows[path]]) + number)
+        decode(self, path, number, *rest)
 
     monkeypatch.setattr(DecompressedFiles, "_decode", counted)
 
@@ -164,7 +166,7 @@ def test_a_range_decodes_the_blocks_that_it_meets(
         remesh.load(state, saved, group=exchange, share_reads=True)
 
     run_ranks(4, load)
-    assert sorted(decoded) == list(range(len(index.digests)))
+    assert sorted(seen) == list(range(len(index.digests)))
 
 
 def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +182,7 @@ def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "decode_block", meet)
     index = remesh.Checkpoint(saved).index
-    files = DecompressedFiles(LocalStorage(saved), index)
+    files = decoded(LocalStorage(saved), index)
     found: dict[int, bytes] = {}
 
     def read(row: int) -> None:

@@ -13,21 +13,30 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 import remesh
 from remesh.cli import cli
-from remesh.errors import CheckpointError, CorruptCheckpointError
+from remesh.compression import (
+    MAX_BLOCK_BYTES,
+    TABLE_END_BYTES,
+    encode_table,
+    table_size,
+)
+from remesh.errors import CorruptCheckpointError
 from remesh.exchange import Exchange
 from remesh.formats import native
+from remesh.formats.decoding import read_table
 from remesh.geometry import IntArray
-from remesh.index import MAX_COMPRESSED_BLOCK, Index
+from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE
-from remesh.maintenance.repair import RepairReport, repair
+from remesh.maintenance.repair import RepairReport, plan_repair, repair
 from remesh.storage import LocalStorage, MemoryStorage
 from remesh.testing import run_ranks
-from tests.engine.compressed import save_rows, stored_bytes, truth
+from tests.engine.compressed import places_of, save_rows, stored_bytes, truth
 from tests.fuzz.files import Files, in_memory
-from tests.fuzz.trial import attempt
+from tests.fuzz.trial import attempt, import_late_modules
 
 NUM_FLIPS = 24
 
@@ -85,7 +94,7 @@ def test_a_wrong_byte_anywhere_is_found(saved: Path) -> None:
     for _ in range(NUM_FLIPS):
         row = dice.randrange(3)
         file, path = data_file(saved, row), index.files[row].path
-        begin, length = index.stored_blocks(row)
+        begin, length = places_of(index, row)
         block = dice.randrange(len(begin))
         position = int(begin[block]) + dice.randrange(int(length[block]))
         change = dice.randrange(1, 256)
@@ -115,7 +124,7 @@ def test_a_wrong_byte_anywhere_is_found(saved: Path) -> None:
 def test_zeros_that_cannot_be_decoded_are_damaged(tmp_path: Path) -> None:
     remesh.save({"moment": np.zeros(BLOCK_SIZE)}, tmp_path, compress="zstd")
     index = remesh.Checkpoint(tmp_path).index
-    begin, _ = index.stored_blocks(0)
+    begin, _ = places_of(index, 0)
     flip(data_file(tmp_path, 0), int(begin[4]) + 1)  # the frame's mark
     [damage] = remesh.Checkpoint(tmp_path).verify().damages
     assert (damage.start, damage.stop) == (4 * BLOCK_SIZE, 5 * BLOCK_SIZE)
@@ -127,7 +136,7 @@ def test_zeros_that_cannot_be_decoded_are_damaged(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
     index = remesh.Checkpoint(saved).index
     file, path, size = data_file(saved, 2), index.files[2].path, int(index.stored_bytes[2])
-    begin, length = index.stored_blocks(2)
+    begin, length = places_of(index, 2)
     kept = int(np.sort(begin)[-1]) - 1
     lost = np.flatnonzero(begin + length > kept).tolist()
     right = file.read_bytes()
@@ -151,11 +160,12 @@ def test_a_file_that_is_cut_short_or_goes_on(saved: Path) -> None:
 
 def test_blocks_in_each_others_place(saved: Path) -> None:
     file, index = data_file(saved, 0), remesh.Checkpoint(saved).index
-    places = [column.tolist() for column in index.stored_blocks(0)]
+    places = [column.tolist() for column in places_of(index, 0)]
     right = file.read_bytes()
     stored = [right[at : at + size] for at, size in zip(*places, strict=True)]
     swapped = dict(zip(places[0], [stored[1], stored[0], *stored[2:]], strict=True))
-    file.write_bytes(b"".join(swapped[at] for at in sorted(swapped)))
+    end = max(map(sum, zip(*places, strict=True)))
+    file.write_bytes(b"".join(swapped[at] for at in sorted(swapped)) + right[end:])
     damages = remesh.Checkpoint(saved).verify().damages
     assert {damage.start // BLOCK_SIZE for damage in damages} >= {0, 1}
     assert all("weight" in damage.tensors or "moment" in damage.tensors for damage in damages)
@@ -204,7 +214,7 @@ def one_block(size: int, block_size: int) -> Callable[[Index], Index]:
             digests=np.zeros((num_files * num_blocks, 2), np.uint64),
             first_block=first,
             stored_begin=begin,
-            stored_bytes=np.full(num_files, 60 * num_blocks),
+            stored_bytes=np.full(num_files, 60 * num_blocks + table_size(num_blocks)),
         )
 
     return change
@@ -222,14 +232,15 @@ LIES: dict[str, Callable[[Index], Index]] = {
     "a file has no bytes": size_of(0),
     "a file has a negative size": size_of(-5),
     "huge blocks": one_block(1 << 40, 1 << 40),
-    "blocks that are a little too large": one_block(1 << 25, MAX_COMPRESSED_BLOCK + 1),
-    "more than comes out of a frame": one_block(MAX_COMPRESSED_BLOCK, MAX_COMPRESSED_BLOCK),
+    "blocks that are a little too large": one_block(1 << 25, MAX_BLOCK_BYTES + 1),
+    "more than comes out of a frame": one_block(MAX_BLOCK_BYTES, MAX_BLOCK_BYTES),
 }
 
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Files, Any]:
     """The files of a small compressed checkpoint, and a target for it."""
+    import_late_modules()
     storage = MemoryStorage()
     state = {"w": np.zeros(400_000), "b": np.arange(7.0)}
 
@@ -295,7 +306,7 @@ def repaired(damaged: Path, keeps: set[str], **options: Any) -> RepairReport:
 
 def test_a_damaged_block_costs_its_tensors(saved: Path) -> None:
     index = remesh.Checkpoint(saved).index
-    begin, length = index.stored_blocks(0)
+    begin, length = places_of(index, 0)
     block = len(begin) - 2
     assert names_of_blocks(index, 0, [block]) == {"weight"}
     flip(data_file(saved, 0), int(begin[block]) + int(length[block]) // 2)
@@ -325,7 +336,7 @@ def test_sound_files_move_to_another_storage(saved: Path) -> None:
 @pytest.mark.parametrize("missing", ["short", "gone"])
 def test_a_file_that_is_not_whole(missing: str, saved: Path) -> None:
     file, index = data_file(saved, 1), remesh.Checkpoint(saved).index
-    begin, length = index.stored_blocks(1)
+    begin, length = places_of(index, 1)
     kept = 0 if missing == "gone" else int(np.sort(begin)[1]) + 7
     if missing == "gone":
         file.unlink()
@@ -357,14 +368,60 @@ def test_with_a_damaged_index(saved: Path) -> None:
     assert all(file.state == "sound" for file in report.files)
 
 
-@pytest.mark.parametrize("has_record", [True, False])
-def test_without_the_index_nothing_is_found(has_record: bool, saved: Path) -> None:
+def test_without_the_index_files_say_where_their_blocks_lie(saved: Path) -> None:
     next(saved.glob("data-*/index.safetensors")).unlink()
-    if not has_record:
-        (saved / native.RECORD_NAME).unlink()
-    with pytest.raises(CheckpointError, match="nothing can be saved"):
-        repair(saved, saved.with_name("repaired"))
-    result = CliRunner().invoke(cli, ["repair", str(saved), "--dry-run"])
-    assert "it is compressed, and only the lost index says where its blocks lie" in " ".join(
-        result.output.split()
+    report = repaired(saved, set(truth()))
+    assert all(file.state == "sound" for file in report.files)
+    assert report.unchecked == report.left_out == ()
+
+
+def test_without_index_and_record_nothing_is_proven(saved: Path) -> None:
+    next(saved.glob("data-*/index.safetensors")).unlink()
+    (saved / native.RECORD_NAME).unlink()
+    report = repaired(saved, set(truth()), keep_unchecked=True)
+    assert set(report.unchecked) >= set(truth())
+    # What cannot be decoded is known to be wrong all the same.
+    shutil.rmtree(saved)
+    saved.with_name("repaired").rename(saved)
+    begin, _ = places_of(remesh.Checkpoint(saved).index, 0)
+    flip(data_file(saved, 0), int(begin[0]) + 1)  # the frame's mark
+    next(saved.glob("data-*/index.safetensors")).unlink()
+    (saved / native.RECORD_NAME).unlink()
+    report = plan_repair(saved, keep_unchecked=True).report
+    assert [file.state for file in report.files] == ["unreadable", "sound", "sound"]
+    assert "cannot be decoded" in report.files[0].problem
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_without_the_index_a_damaged_table_costs_its_file(damage: str, saved: Path) -> None:
+    file = data_file(saved, 0)
+    next(saved.glob("data-*/index.safetensors")).unlink()
+    size = file.stat().st_size
+    if damage == "flipped":
+        flip(file, size - TABLE_END_BYTES - 3)
+    else:
+        os.truncate(file, size - 1)
+    report = plan_repair(saved).report
+    assert [one.state for one in report.files] == ["unreadable", "sound", "sound"]
+    assert ("table of blocks is damaged" if damage == "flipped" else "own table are lost") in (
+        report.files[0].problem
     )
+
+
+@given(at=st.integers(0, 63), value=st.integers(0, 255))
+def test_a_changed_table_is_refused(at: int, value: int) -> None:
+    begin, content = np.array([900_000, 0, 1_800_000]), 2 * BLOCK_SIZE + 7
+    stored = encode_table(begin, content, BLOCK_SIZE).tobytes()
+    wrong = stored[:at] + bytes([value]) + stored[at + 1 :]
+    storage = MemoryStorage()
+    storage.put("file", bytes(1_800_005) + wrong, overwrite=False)
+    if wrong == stored:
+        table = read_table(storage, "file")
+        assert table is not None
+        assert table.begin.tolist() == begin.tolist()
+        assert table.length.tolist() == [900_000, 900_000, 5]
+    elif at < len(stored) - 8:
+        with pytest.raises(CorruptCheckpointError, match="file: its table of blocks is"):
+            read_table(storage, "file")
+    else:
+        assert read_table(storage, "file") is None

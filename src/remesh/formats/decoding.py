@@ -22,18 +22,24 @@ import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from remesh.compression import decode_block
+from remesh.compression import (
+    TABLE_END_BYTES,
+    BlockTable,
+    decode_block,
+    decode_table,
+    size_of_stored_table,
+)
 from remesh.errors import FormatVersionError
 from remesh.formats.checks import damaged
-from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.integrity import block_digests
+from remesh.integrity import Digests, block_digests
 from remesh.storage import Buffer, Storage, StorageView
 
 KEPT_BYTES = 256 << 20
@@ -85,85 +91,126 @@ def encoded_file(name: str) -> EncodedFile | None:
 def decoded(storage: Storage, index: Index) -> Storage:
     """A storage in which all files of an index can be read; most often the same."""
     if index.is_compressed:
-        return DecompressedFiles(storage, index)
+        rows = {file.path: row for row, file in enumerate(index.files)}
+
+        def table_of(path: str) -> BlockTable | None:
+            return index.block_table(rows[path]) if path in rows else None
+
+        def digest_of(path: str, number: int) -> Digests:
+            row = int(index.first_block[rows[path]]) + number
+            return index.digests[row : row + 1]
+
+        return DecompressedFiles(storage, table_of, digest_of)
     if any("#" in file.path and encoded_file(file.path) for file in index.files):
         return DecodedFiles(storage)
     return storage
 
 
 class DecompressedFiles(StorageView):
-    """The compressed files of an index, which are read as what they hold.
+    """Compressed files, which are read as what they hold; others are read as they are.
 
     Sizes are those of the stored files.
 
     Args:
         storage: Where the files are.
-        index: Says which files there are, and where their blocks lie.
+        table_of: Says where the blocks of a file lie; None for one that is not compressed. By
+            default the file itself says it.
+        digest_of: The digest of a block of a file, given its number, as one row. If none is known,
+            a block that cannot be decoded is a `CorruptCheckpointError`.
     """
 
-    def __init__(self, storage: Storage, index: Index) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        table_of: Callable[[str], BlockTable | None] | None = None,
+        digest_of: Callable[[str, int], Digests] | None = None,
+    ) -> None:
         super().__init__(storage)
-        self._index = index
-        self._rows = {file.path: row for row, file in enumerate(index.files)}
-        self._places: dict[int, tuple[IntArray, IntArray]] = {}
+        self._table_of = table_of or partial(read_table, storage)
+        self._digest_of = digest_of
+        self._tables: dict[str, BlockTable | None] = {}
+
+    def table(self, path: str) -> BlockTable | None:
+        """Where the blocks of a file lie; None if it is not compressed."""
+        if path not in self._tables:
+            self._tables[path] = self._table_of(path)
+        return self._tables[path]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Storage.read`."""
-        row = self._rows.get(path)
-        if row is None:
+        table = self.table(path)
+        if table is None:
             return self._storage.read(path, start, stop)
-        size = self._index.files[row].num_bytes
-        end = size if stop is None else min(stop, size)
+        end = table.num_bytes if stop is None else min(stop, table.num_bytes)
         data = np.empty(max(end - start, 0), np.uint8)
         self.read_into(path, start, data)
         return data.tobytes()
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
-        row = self._rows.get(path)
-        if row is None:
+        table = self.table(path)
+        if table is None:
             return self._storage.read_into(path, start, buffer)
-        size, step = self._index.files[row].num_bytes, self._index.block_size
+        size, step = table.num_bytes, table.block_size
         stop = min(start + buffer.size, size)
         if stop <= start:
             return 0
         first, last = start // step, -(-stop // step)
-        for number, stored in self._stored(row, first, last):
+        for number, stored in self._stored(path, table, first, last):
             begin, end = number * step, min((number + 1) * step, size)
             if start <= begin and end <= stop:
-                block = buffer[begin - start : end - start]
-                self._decode(row, number, stored, block)
+                self._decode(path, number, stored, buffer[begin - start : end - start])
             else:
                 block = np.empty(end - begin, np.uint8)
-                self._decode(row, number, stored, block)
+                self._decode(path, number, stored, block)
                 low, high = max(begin, start), min(end, stop)
                 buffer[low - start : high - start] = block[low - begin : high - begin]
         return stop - start
 
-    def _stored(self, row: int, first: int, last: int) -> Iterator[tuple[int, Buffer]]:
+    def _stored(
+        self, path: str, table: BlockTable, first: int, last: int
+    ) -> Iterator[tuple[int, Buffer]]:
         """Some blocks of a file as they are stored; those that lie together are read together."""
-        if row not in self._places:
-            self._places[row] = self._index.stored_blocks(row)
-        begins, lengths = (column[first:last] for column in self._places[row])
+        begins, lengths = table.begin[first:last], table.length[first:last]
         order = np.argsort(begins)
         ends = begins + lengths
         is_gap = begins[order][1:] != ends[order][:-1]
         for together in np.split(order, np.flatnonzero(is_gap) + 1):
             begin, end = int(begins[together[0]]), int(ends[together[-1]])
             data = np.empty(end - begin, np.uint8)
-            num_read = self._storage.read_into(self._index.files[row].path, begin, data)
+            num_read = self._storage.read_into(path, begin, data)
             for number in together.tolist():
                 at = int(begins[number]) - begin
                 yield first + number, data[:num_read][at : at + int(lengths[number])]
 
-    def _decode(self, row: int, number: int, stored: Buffer, block: Buffer) -> None:
-        index = self._index
-        if decode_block(stored, block, f"{self.url}/{index.files[row].path}"):
+    def _decode(self, path: str, number: int, stored: Buffer, block: Buffer) -> None:
+        where = f"{self.url}/{path}"
+        if decode_block(stored, block, where):
             return
+        if self._digest_of is None:
+            raise damaged(where, f"block {number} cannot be decoded")
         block[:] = 0
-        expected = index.digests[int(index.first_block[row]) + number]
-        if np.array_equal(block_digests(block, index.block_size)[0], expected):
+        if np.array_equal(block_digests(block, len(block)), self._digest_of(path, number)):
             block[:] = 0xFF
+
+
+def read_table(storage: Storage, path: str) -> BlockTable | None:
+    """Where the blocks of a file lie, as it says itself; None if it is not compressed.
+
+    Raises:
+        CorruptCheckpointError: If its table is damaged.
+    """
+    stored_bytes = storage.size(path)
+    end = storage.read(path, max(stored_bytes - TABLE_END_BYTES, 0), stored_bytes)
+    try:
+        size = size_of_stored_table(end)
+        if size is None:
+            return None
+        if size > stored_bytes:
+            raise ValueError("its table of blocks is larger than the file")
+        return decode_table(storage.read(path, stored_bytes - size, stored_bytes), stored_bytes)
+    except ValueError as error:
+        raise damaged(f"{storage.url}/{path}", str(error)) from error
 
 
 class DecodedFiles(StorageView):

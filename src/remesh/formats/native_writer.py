@@ -100,9 +100,8 @@ def build_index(
         one = part.written
         digests.append(one.digests)
         first_block.append(first_block[-1] + len(one.digests))
-        # In a file that is not compressed, blocks lie where they belong.
         begin = one.stored_begin
-        begins.append(np.arange(len(one.digests)) * BLOCK_SIZE if begin is None else begin)
+        begins.append(np.full(len(one.digests), -1) if begin is None else begin)
         sizes.append(part.num_bytes if one.stored_bytes is None else one.stored_bytes)
         is_compressed |= begin is not None
     return Index.of(

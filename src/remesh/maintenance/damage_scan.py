@@ -15,7 +15,7 @@ The files of one save are read one after the other:
 4. A tensor is whole if its good pieces cover it exactly once.
 
 Compressed files are read as what they hold: positions, blocks and sizes are those of the content.
-Where their blocks lie, only an index says; without one, nothing can be found in them.
+Where their blocks lie, an index says, or else the table at the end of each file.
 
 Bytes for which there is no old digest may be wrong: in a file that has lost its first bytes, all
 pieces seem to be there. Tensors with such bytes are *unchecked*, and taken only on request.
@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remesh.compression import is_encoded
+from remesh.compression import BlockTable
 from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import (
@@ -41,8 +41,8 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
-from remesh.formats.decoding import decoded
-from remesh.geometry import Box, IntArray, uncovered
+from remesh.formats.decoding import DecompressedFiles, decoded
+from remesh.geometry import Box, uncovered
 from remesh.index import Index
 from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, digest_of_digests
 from remesh.maintenance.small_files import SmallFiles
@@ -125,9 +125,11 @@ def _blocks_of(piece: ScannedPiece) -> slice:
 
 
 def contents_of(storage: Storage, small: SmallFiles) -> Storage:
-    """A storage in which compressed files can be read, if an index says where their blocks lie."""
+    """A storage in which compressed files can be read as what they hold."""
     index = small.index
-    return storage if index is None or index.block_size != BLOCK_SIZE else decoded(storage, index)
+    if index is None or index.block_size != BLOCK_SIZE:
+        return DecompressedFiles(storage)
+    return decoded(storage, index)
 
 
 def scan_data_files(storage: Storage, contents: Storage, small: SmallFiles) -> list[ScannedFile]:
@@ -167,7 +169,6 @@ class _Known:
     """What the small files say of a data file."""
 
     num_bytes: int | None
-    stored_begin: IntArray | None
     stored_bytes: int | None
     digest: str | None
     blocks: Digests | None
@@ -175,24 +176,20 @@ class _Known:
 
     @classmethod
     def of(cls, small: SmallFiles, path: str) -> _Known:
-        num_bytes, digest, blocks, pieces = None, None, None, None
-        begin, stored = None, None
+        num_bytes, stored_bytes, digest, blocks, pieces = None, None, None, None, None
         for file in () if small.record is None else small.record.files:
             if file.path == path:
-                num_bytes, digest = file.num_bytes, file.digest
+                stored_bytes, digest = file.num_bytes, file.digest
         index = small.index
         number = None if index is None else _row_of(index, path)
         if index is not None and number is not None:
             if index.block_size == BLOCK_SIZE:
-                rows = slice(index.first_block[number], index.first_block[number + 1])
-                blocks = index.digests[rows]
-                if index.is_compressed:
-                    begin, stored = index.stored_begin[rows], int(index.stored_bytes[number])
-                    num_bytes = index.files[number].num_bytes
+                blocks = index.digests[index.first_block[number] : index.first_block[number + 1]]
             if small.index_state == "intact":
+                stored_bytes = index.stored_sizes[number]
                 num_bytes = index.files[number].num_bytes
                 pieces = _pieces_of(index, number)
-        return cls(num_bytes, begin, stored, digest, blocks, pieces)
+        return cls(num_bytes, stored_bytes, digest, blocks, pieces)
 
 
 def _row_of(index: Index, path: str) -> int | None:
@@ -215,9 +212,13 @@ def _scan_file(
     contents: Storage, small: SmallFiles, known: _Known, path: str, size: int
 ) -> ScannedFile:
     """Read a file; `size` is that of the stored one."""
+    try:
+        table = _table_of(contents, path)
+    except (CorruptCheckpointError, StorageError) as error:
+        return _without_blocks(path, "unreadable", str(error), known.pieces)
+    expected = known.stored_bytes if table is None else table.num_bytes
     # Blocks that a compressed file lacks can be read, too: as damaged ones.
-    there = size if known.stored_bytes is None else known.num_bytes
-    assert there is not None
+    there = size if table is None else table.num_bytes
     header, problem = None, ""
     pieces: Sequence[ScannedPiece] = []
     try:
@@ -225,16 +226,20 @@ def _scan_file(
         pieces = _pieces_in(header, path)
     except (CorruptCheckpointError, StorageError) as error:
         problem = str(error)
-        if known.stored_bytes is None and _may_be_compressed(contents, small, path):
-            problem = f"{path}: it is compressed, and only the lost index says where its blocks lie"
-    expected = known.num_bytes
+        version = 0 if small.record is None else small.record.version
+        if table is None and small.index is None and version >= native.COMPRESSED_VERSION:
+            problem = f"{path}: it is compressed, and both the index and its own table are lost"
     if expected is None and header is not None:
         expected = header.data_start + max(
             (entry.data_offsets[1] for entry in header.entries.values()), default=0
         )
     num_bytes = there if expected is None else min(there, expected)
     digests, unreadable = _digest_blocks(contents, path, num_bytes)
-    written = WrittenFile(digests, known.stored_begin, known.stored_bytes)
+    written = WrittenFile(digests)
+    stored_bytes = expected
+    if table is not None:
+        stored_bytes = size if known.stored_bytes is None else known.stored_bytes
+        written = WrittenFile(digests, table.begin, stored_bytes)
     bad, is_checked = _compare(known, digests, num_bytes, is_cut=num_bytes != expected)
     bad |= unreadable
     if known.pieces is not None:
@@ -245,19 +250,23 @@ def _scan_file(
     elif not is_checked[: -(-header.data_start // BLOCK_SIZE)].all():
         # Bytes may be proven, but not what they are.
         is_checked = np.zeros_like(is_checked)
-    stored_bytes = expected if known.stored_bytes is None else known.stored_bytes
     state, why = _state_of(size, stored_bytes, bad, unreadable, problem)
     return ScannedFile(path, num_bytes, state, why, written, bad, is_checked, pieces)
 
 
-def _may_be_compressed(storage: Storage, small: SmallFiles, path: str) -> bool:
-    """Whether a file in which no header is found may be a compressed one."""
-    if small.record is not None:
-        return small.record.version >= native.COMPRESSED_VERSION
-    try:
-        return is_encoded(storage.read(path, 0, 8))
-    except (StorageError, CheckpointNotFoundError):
-        return False
+def _table_of(contents: Storage, path: str) -> BlockTable | None:
+    """Where the blocks of a file lie; None if it is not compressed.
+
+    Raises:
+        CorruptCheckpointError: If its own table is damaged, or has blocks that cannot be digested.
+    """
+    table = contents.table(path) if isinstance(contents, DecompressedFiles) else None
+    if table is not None and table.block_size != BLOCK_SIZE:
+        raise CorruptCheckpointError(
+            f"{contents.url}/{path}: blocks of {table.block_size} bytes; repair knows those of "
+            f"{BLOCK_SIZE}"
+        )
+    return table
 
 
 def _without_blocks(
@@ -295,7 +304,7 @@ def _digest_blocks(storage: Storage, path: str, num_bytes: int) -> tuple[Digests
         try:
             if storage.read_into(path, start, data) < len(data):
                 return False
-        except (StorageError, CheckpointNotFoundError):
+        except (StorageError, CheckpointNotFoundError, CorruptCheckpointError):
             return False
         found = block_digests(data)
         digests[first : first + len(found)] = found

@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 
+from remesh.compression import encode_table, table_size
 from remesh.dtypes import DType
 from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
@@ -339,7 +340,7 @@ class ChunkWriter:
     def finish(self) -> list[WrittenFile]:
         """Make the files durable; what is known of each."""
         if self._is_single:
-            self._open[0].finish(self._size(0))
+            self._complete(0)
         else:
             assert not self._left.any(), "the files are not complete"
         return [self._known.get(file) or self._written(file) for file in range(len(self._left))]
@@ -347,15 +348,28 @@ class ChunkWriter:
     def _written(self, file: int) -> WrittenFile:
         if not self._has_digests:
             return WrittenFile(np.zeros((0, 2), dtype=np.uint64))
-        first = int(self._files.start[file]) // BLOCK_SIZE
-        blocks = slice(first, first - int(-self._files.num_bytes[file] // BLOCK_SIZE))
+        blocks = self._blocks_of(file)
         if self._codec is None:
             return WrittenFile(self._digests[blocks])
-        return WrittenFile(self._digests[blocks], self._stored_begin[blocks], self._size(file))
+        begin, size = self._stored_begin[blocks], self._stored_bytes[file]
+        return WrittenFile(self._digests[blocks], begin, size)
 
-    def _size(self, file: int) -> int | None:
-        """Size of the stored file, if that was not known before."""
-        return None if self._codec is None else self._stored_bytes[file]
+    def _blocks_of(self, file: int) -> slice:
+        """Blocks of the stream that are a file's, which begins with one."""
+        first = int(self._files.start[file]) // BLOCK_SIZE
+        return slice(first, first - int(-self._files.num_bytes[file] // BLOCK_SIZE))
+
+    def _complete(self, file: int) -> None:
+        """Finish a file of which everything is written."""
+        writer = self._writer_of(file)
+        if self._codec is None:
+            writer.finish()
+            return
+        begin, size = self._stored_begin[self._blocks_of(file)], self._files.sizes[file]
+        table = encode_table(begin, size, BLOCK_SIZE)
+        writer.write(self._stored_bytes[file], table)
+        self._stored_bytes[file] += len(table)
+        writer.finish(self._stored_bytes[file])
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -377,6 +391,8 @@ class ChunkWriter:
                     assert isinstance(self._storage, SharedFiles)
                     self._open[file] = self._storage.open_shared(path, size)
                 else:
+                    if self._codec is not None:
+                        size += table_size(-(-size // BLOCK_SIZE))
                     self._open[file] = self._storage.create(path, size)
                 self._created.append(file)
             return self._open[file]
@@ -387,7 +403,7 @@ class ChunkWriter:
             self._left[file] -= num_bytes
             is_complete = not self._left[file]
         if is_complete:
-            self._writer_of(file).finish(self._size(file))
+            self._complete(file)
             del self._open[file]
 
 
