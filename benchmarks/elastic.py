@@ -5,8 +5,10 @@ runs, one process is killed with SIGKILL: a worker, or an agent together with it
 does not tie them to each other). Measured is the time until any rank finishes a step in a new
 world. Where a job does not come back, the table says so.
 
-Both sides run in turn in one run of this script, with the same training script, three restarts, and
-otherwise the defaults of their options.
+All sides run in turn in one run of this script, with the same training script, three restarts, and
+otherwise the defaults of their options. By default torchrun's restarted workers meet in a store
+that still has the addresses of those before, so whether they come back is a race. "own store" is
+torchrun with `OWN_STORE`: then rank 0 opens a new store after each restart.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.report import median, print_table, write_json
@@ -40,6 +44,8 @@ for step in range(1_000_000):
     time.sleep(0.05)
 """
 BIN = Path(sys.executable).parent
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Environment of torchrun without a store that outlives restarts."""
 
 
 class Job:
@@ -53,9 +59,11 @@ class Job:
         self._directory = directory
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, commands: Sequence[Sequence[str]]) -> None:
-        """Start nodes."""
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    def start(
+        self, commands: Sequence[Sequence[str]], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start nodes, with further environment variables."""
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
         with (self._directory / "log").open("ab") as log:
             for command in commands:
                 agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -141,7 +149,9 @@ def measure_remesh(victim: str, limit: float) -> float | None:
             master.communicate()
 
 
-def measure_torchrun(victim: str, limit: float) -> float | None:
+def measure_torchrun(
+    victim: str, limit: float, variables: Mapping[str, str] = MappingProxyType({})
+) -> float | None:
     """With torchrun's c10d rendezvous, whose store lies with a node that is not killed."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -153,9 +163,9 @@ def measure_torchrun(victim: str, limit: float) -> float | None:
         node += ["--rdzv-id=bench", str(script), name]
         job = Job(directory)
         try:
-            job.start([node])  # the first one has the store
+            job.start([node], variables)  # the first one has the store
             job.until(lambda: is_open(port), limit)
-            job.start([node] * (NUM_NODES - 1))
+            job.start([node] * (NUM_NODES - 1), variables)
             return seconds_to_recover(job, victim, limit)
         finally:
             job.close()
@@ -173,6 +183,13 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+SIDES: dict[str, Callable[[str, float], float | None]] = {
+    "remesh run": measure_remesh,
+    "torchrun": measure_torchrun,
+    "torchrun, own store": partial(measure_torchrun, variables=OWN_STORE),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -181,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, list[float | None]] = {}
     for _ in range(options.repeats):
         for victim in ("worker", "agent"):
-            for side, measure in (("remesh run", measure_remesh), ("torchrun", measure_torchrun)):
+            for side, measure in SIDES.items():
                 seconds = measure(victim, options.limit)
                 results.setdefault(f"{side}, {victim} killed", []).append(seconds)
                 sys.stderr.write(f"{side}, {victim} killed: {seconds} s\n")

@@ -4,10 +4,10 @@ Four ranks train a small model with DDP and save every 50 steps; after some step
 killed with SIGKILL. Measured is the time until any rank finishes a step that none had finished
 before, and how many steps were made a second time. What is killed is a worker of one node, or one
 of two agents with its workers; or these are stopped with SIGSTOP, as a machine that loses power
-falls silent. The same training runs under `remesh run` as a function that is
-entered again, under `remesh run` as an ordinary script, and, where a worker is killed, as the same
-script under torchrun with its c10d rendezvous, in turn. At last a node joins two others, and the
-longest time between two steps is measured.
+falls silent. The same training runs under `remesh run` as a function that is entered again, under
+`remesh run` as an ordinary script, and, where a worker is killed, as the same script under torchrun
+with its c10d rendezvous (see `benchmarks.elastic`), in turn. At last a node joins two others, and
+the longest time between two steps is measured.
 
 For processes that go on it is shown where the time goes: until the last process that lives has left
 the function, until all have entered it, have made their groups, their model and manager, have
@@ -24,14 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from benchmarks.elastic import BIN, Job, free_port
+from benchmarks.elastic import BIN, OWN_STORE, Job, free_port
 from benchmarks.report import median, print_table, write_json
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.simulation.cluster import Cluster, FailureKind
@@ -93,13 +94,19 @@ def steps_of(job: Job) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def running(directory: Path, commands: Sequence[Sequence[str]], how: str) -> Iterator[Job]:
+def running(
+    directory: Path,
+    commands: Sequence[Sequence[str]],
+    how: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Job]:
     """A job that trains, in a directory."""
     script = directory / "train.py"
     script.write_text(SCRIPT)
     job = Job(directory)
     try:
-        job.start([[*command, str(script), str(directory), how] for command in commands])
+        whole = [[*command, str(script), str(directory), how] for command in commands]
+        job.start(whole, variables)
         yield job
     finally:
         job.close()
@@ -153,15 +160,18 @@ def after_kill(job: Job, victim: str, limit: float) -> dict[str, float] | None:
     return found | {"again": len(own) - len(set(own))}
 
 
+TORCHRUN: dict[str, dict[str, str]] = {"torchrun": {}, "torchrun, own store": OWN_STORE}
+
+
 def measure(side: str, victim: str, limit: float) -> dict[str, float] | None:
     """What `after_kill` says of a job of its own."""
     how = "again" if side == "go on" else "ordinary"
     with tempfile.TemporaryDirectory() as name:
-        if side == "torchrun":
+        if side in TORCHRUN:
             endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
             command = [str(BIN / "torchrun"), "--rdzv-backend=c10d", endpoint, "--max-restarts=3"]
             command += [f"--nproc-per-node={NUM_RANKS}"]
-            with running(Path(name), [command], how) as job:
+            with running(Path(name), [command], how, TORCHRUN[side]) as job:
                 return after_kill(job, victim, limit)
         num_nodes = 1 if victim == "worker" else 2
         with (
@@ -248,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     results: Results = {}
-    cases = [(side, "worker") for side in ("go on", "start again", "torchrun")]
+    cases = [(side, "worker") for side in ("go on", "start again", *TORCHRUN)]
     cases += [(side, what) for what in WORDS for side in ("go on", "start again")][2:]
     cases = [(side, what) for side, what in cases if what in options.failures]
     for _ in range(options.repeats):

@@ -338,7 +338,10 @@ def of_elastic(result: Any) -> Iterator[str]:
 
 def of_recovery(result: Any) -> Iterator[str]:
     """Seconds from a failure to the next new step, and where they go."""
-    yield "Medians of seconds, and of the steps that were made again."
+    yield (
+        "Medians of seconds, and of the steps that were made again. Each job had "
+        f"{result['limit']:g} s to make a new step."
+    )
     yield ""
     stages = ["left", "entered", "group", "made", "resumed", "step", "again"]
     yield f"| | came back | failure to next new step | {' | '.join(stages)} |"
