@@ -161,6 +161,7 @@ def after_kill(job: Job, victim: str, limit: float) -> dict[str, float] | None:
 
 
 TORCHRUN: dict[str, dict[str, str]] = {"torchrun": {}, "torchrun, own store": OWN_STORE}
+SIDES = ("go on", "start again", *TORCHRUN)
 
 
 def measure(side: str, victim: str, limit: float) -> dict[str, float] | None:
@@ -255,12 +256,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to come back")
     parser.add_argument("--failures", nargs="+", choices=WORDS, default=list(WORDS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     results: Results = {}
-    cases = [(side, "worker") for side in ("go on", "start again", *TORCHRUN)]
-    cases += [(side, what) for what in WORDS for side in ("go on", "start again")][2:]
-    cases = [(side, what) for side, what in cases if what in options.failures]
+    cases = [
+        (side, what)
+        for what in WORDS
+        for side in SIDES
+        if what in options.failures
+        and side in options.sides
+        and (side not in TORCHRUN or what == "worker")
+    ]
     for _ in range(options.repeats):
         for side, victim in cases:
             if victim == "join":
