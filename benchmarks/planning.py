@@ -4,9 +4,14 @@ Every rank of a world holds a dim-0 shard of each of 1,000 tensors (FSDP2). Meas
 process: what one rank does to describe its part, what rank 0 does to decode and plan the save and
 to build and encode the index, the bytes that cross the network and lie in the index, and what one
 rank does to open the index and to plan a load: of the dim-0 shard that it has in a quarter of the
-world, and of a dim-1 shard of everything (row to column, which touches every piece). Each world has
-a process of its own; times are those of its CPU, for other work on the machine does not concern
-them. Peak memory is that of rank 0, up to the encoded index, and that of the whole process.
+world, and of a dim-1 shard of everything (row to column, which touches every piece), with what it
+says to share reads. Each world has a process of its own; times are those of its CPU, for other work
+on the machine does not concern them. Peak memory is that of rank 0, up to the encoded index, and
+that of the whole process.
+
+Also what it takes to open an index of random cuts, which have no pattern, and to resolve
+transformations of 300,000 names, for all targets and for a few (`benchmarks.transform_planning`).
+The figures of the largest world are printed with their goals.
 """
 
 from __future__ import annotations
@@ -25,19 +30,34 @@ import msgspec
 import numpy as np
 
 from benchmarks.report import print_table, write_json
+from benchmarks.transform_planning import rule_files, sources
+from remesh import Transform
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.formats import native
 from remesh.formats.framing import Part
 from remesh.formats.native_writer import build_index
 from remesh.geometry import Box, IntArray
-from remesh.index import Index
+from remesh.index import Index, StoredFile
 from remesh.integrity import BLOCK_SIZE
-from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save
+from remesh.planner import ReadLimits, SavePlan, plan_load, plan_save, touched_windows
 from remesh.state import Role
 from remesh.tables import BoxTable, TensorTable
 
 HIDDEN = 4096
 HEADER_BYTES = 4096
+RANDOM_TENSORS, RANDOM_PIECES, RANDOM_FILES = 500, 921, 2048
+FEW_TARGETS = 40
+GOALS = {
+    "save": 3.0,
+    "load": 1.0,
+    "peak": 2e9,
+    "index": 60e6,
+    "open": 0.1,
+    "random": 0.05,
+    "resolve": 1.0,
+    "growth": 1.0,
+}
+"""Seconds of one CPU, bytes, and the exponent with which the index grows with the ranks."""
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -96,6 +116,69 @@ def columns_of(index: Index, number: int, columns: int) -> BoxTable:
     return BoxTable.of(tensors, [(row, box) for row in range(len(tensors))])
 
 
+def plan_columns(index: Index, number: int, columns: int) -> tuple[int, int, int]:
+    """Plan a load of columns: bytes read, reads, and regions that were planned one by one."""
+    plan = plan_load(index, columns_of(index, number, columns), ReadLimits())
+    touched_windows(index, plan)
+    return plan.bytes_read, plan.num_runs, len(plan.runs.regions)
+
+
+def random_index() -> Index:
+    """Tensors in random pieces, each of which lies in a random file."""
+    rng = np.random.default_rng(0)
+    rows, num_pieces = 1 << 16, RANDOM_TENSORS * RANDOM_PIECES
+    tensors = TensorTable.of(
+        [(f"model.layers.{n}.weight", "float32", (rows, 64)) for n in range(RANDOM_TENSORS)]
+    )
+    cuts = [
+        np.sort(rng.choice(np.arange(1, rows), RANDOM_PIECES - 1, replace=False))
+        for _ in range(RANDOM_TENSORS)
+    ]
+    offset = np.concatenate([np.append(0, cut) for cut in cuts])
+    extent = np.concatenate([np.diff(cut, prepend=0, append=rows) for cut in cuts])
+    boxes = BoxTable(
+        tensors,
+        np.repeat(np.arange(RANDOM_TENSORS), RANDOM_PIECES),
+        np.stack([offset, np.zeros_like(offset)], axis=1),
+        np.stack([extent, np.full_like(extent, 64)], axis=1),
+    )
+    file = np.sort(rng.integers(0, RANDOM_FILES, num_pieces))
+    order = rng.permutation(num_pieces)
+    ends = np.cumsum(boxes.num_bytes[order])
+    begins = ends - boxes.num_bytes[order]
+    position = np.empty(num_pieces, dtype=np.int64)
+    position[order] = begins - begins[np.searchsorted(file, file)]
+    of = np.empty(num_pieces, dtype=np.int64)
+    of[order] = file
+    sizes = np.bincount(file, weights=boxes.num_bytes[order], minlength=RANDOM_FILES)
+    files = tuple(StoredFile(f"{n}.safetensors", int(size)) for n, size in enumerate(sizes))
+    return Index.of(boxes, of, position, files)
+
+
+def measure_random() -> dict[str, float]:
+    """What it takes to open an index without a pattern: the median of several times."""
+    encoded = random_index().encode()
+    times = sorted(timed(lambda: Index.decode(encoded, "index"))[0] for _ in range(9))
+    return {
+        "pieces": RANDOM_TENSORS * RANDOM_PIECES,
+        "index_bytes": len(encoded),
+        "open_seconds": times[4],
+    }
+
+
+def measure_transforms() -> list[dict[str, Any]]:
+    """What it takes to resolve transformations of many names."""
+    found, rows = sources(100, 256), []
+    for rules in rule_files(100, 256)[:2]:
+        transform = Transform(rules.text)
+        few = dict(list(rules.targets.items())[:FEW_TARGETS])
+        for targets in (rules.targets, few):
+            seconds, _ = timed(lambda: transform.resolve(found, targets))  # noqa: B023
+            counts = {"sources": len(found), "targets": len(targets)}
+            rows.append({"rules": rules.name, **counts, "seconds": seconds})
+    return rows
+
+
 def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: local_boxes_of(tensors, 0, world_size))
@@ -119,12 +202,9 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     rows_seconds, _ = timed(lambda: plan_load(opened, rows, ReadLimits()))
     # The last column is where most pieces are cut by the ends of windows.
     columns = max(HIDDEN // world_size, 1)
-    load_seconds, load_plan = max(
-        (
-            timed(lambda: plan_load(opened, columns_of(opened, number, columns), ReadLimits()))  # noqa: B023
-            for number in (0, HIDDEN // columns - 1)
-        ),
-        key=lambda found: found[0],
+    load_seconds, (bytes_read, num_reads, num_planned) = max(
+        timed(lambda: plan_columns(opened, number, columns))  # noqa: B023
+        for number in (0, HIDDEN // columns - 1)
     )
     return {
         "ranks": world_size,
@@ -139,8 +219,9 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
         "open_seconds_a_rank": open_seconds,
         "load_rows_seconds_a_rank": rows_seconds,
         "load_seconds_a_rank": load_seconds,
-        "load_bytes_read_a_rank": load_plan.bytes_read,
-        "num_reads_a_rank": load_plan.num_runs,
+        "load_bytes_read_a_rank": bytes_read,
+        "num_reads_a_rank": num_reads,
+        "num_regions_planned": num_planned,
         "peak_save_bytes": peak_save,
         "peak_bytes": peak_bytes(),
     }
@@ -169,12 +250,53 @@ def growth_of(results: list[dict[str, float]]) -> dict[str, list[float]]:
     }
 
 
+def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures that have a goal: those of the largest world, and what worlds have in common."""
+    before, world = result["worlds"][-2:]
+    ranks = f"{world['ranks']:,} ranks"
+    grown = [math.log(world[key] / before[key]) for key in ("index_bytes", "ranks")]
+    resolved = {
+        which: max(row["seconds"] for row in result["transforms"] if which_of(row) == which)
+        for which in ("all", "few")
+    }
+    found = [
+        (f"save: rank 0, {ranks}", "save", world["save_seconds_rank_0"]),
+        (f"load of columns, {ranks}", "load", world["load_seconds_a_rank"]),
+        (f"peak of the process, {ranks}", "peak", world["peak_bytes"]),
+        (f"index, which every rank gets, {ranks}", "index", world["index_bytes"]),
+        (f"open, {ranks}", "open", world["open_seconds_a_rank"]),
+        ("growth of the index with the ranks", "growth", grown[0] / grown[1]),
+        ("open, random cuts", "random", result["random"]["open_seconds"]),
+        ("resolve, all targets", "resolve", resolved["all"]),
+        ("resolve, few targets", "resolve", resolved["few"]),
+    ]
+    return [
+        {"figure": figure, "unit": UNITS.get(goal, "s"), "value": value, "goal": GOALS[goal]}
+        for figure, goal, value in found
+    ]
+
+
+def which_of(row: dict[str, Any]) -> str:
+    return "few" if row["targets"] == FEW_TARGETS else "all"
+
+
+def shown(value: float, unit: str) -> str:
+    """A figure with its unit."""
+    if unit == "bytes":
+        return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+    return f"ranks^{value:.2f}" if unit == "exponent" else f"{value:.2g} s"
+
+
+UNITS = {"peak": "bytes", "index": "bytes", "growth": "exponent"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 64, 1024, 16384])
     parser.add_argument("--tensors", type=int, default=1000)
     arguments = parser.parse_args()
     results = [measure_apart(arguments.tensors, world_size) for world_size in arguments.ranks]
+    random, transforms = measure_random(), measure_transforms()
     growth = growth_of(results)
     print_table(
         f"Planning for {arguments.tensors} tensors",
@@ -203,7 +325,18 @@ def main() -> None:
         ["figure", *(f"{r['ranks']:,} ranks" for r in results[1:])],
         [[name, *(f"{x:.2f}" for x in exponents)] for name, exponents in growth.items()],
     )
-    write_json("planning", {"worlds": results, "growth": growth})
+    result: dict[str, Any] = {"worlds": results, "growth": growth}
+    result |= {"random": random, "transforms": transforms}
+    result["goals"] = goals_of(result)
+    print_table(
+        "Goals",
+        ["figure", "measured", "goal"],
+        [
+            [one["figure"], *(shown(one[key], one["unit"]) for key in ("value", "goal"))]
+            for one in result["goals"]
+        ],
+    )
+    write_json("planning", result)
 
 
 if __name__ == "__main__":

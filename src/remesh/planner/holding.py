@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from remesh.geometry import BoolArray, IntArray
 from remesh.pieces import Lists, distinct, joined
 from remesh.tables import BoxTable, TensorTable
+
+_CHUNK_ROWS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,17 +126,17 @@ class Distinct:
 
     Attributes:
         boxes: The boxes.
-        first: First row of each box in what follows, and the number of rows.
+        first: First row of each box in what follows, and the number of rows; None if it has one.
         rank: The rank of each holder, sorted by box and rank.
         row: `Held.row` of each holder.
-        by_first: Boxes that the first of their holders must write.
+        by_first: Boxes that the first of their holders must write; None if each has one.
     """
 
     boxes: BoxTable
-    first: IntArray
+    first: IntArray | None
     rank: IntArray
     row: IntArray
-    by_first: BoolArray
+    by_first: BoolArray | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,32 +192,37 @@ class Alike:
             joined(found.boxes.offsets, begin, counts),
             joined(found.boxes.extents, begin, counts),
         )
-        num_holders = joined(np.diff(found.first), begin, counts)
-        holders = found.first[bounds]
+        first, by_first = None, None
+        holders = bounds
+        if found.first is not None and found.by_first is not None:
+            holders = found.first[bounds]
+            num_holders = joined(np.diff(found.first), begin, counts)
+            first = np.concatenate(([0], np.cumsum(num_holders)))
+            by_first = joined(found.by_first, begin, counts)
         begin, counts = holders[self.of], np.diff(holders)[self.of]
         rank = joined(found.rank, begin, counts)
-        row = self._starts(joined(self.group[found.rank], begin, counts), counts)
-        row += joined(found.row, begin, counts)
-        first = np.concatenate(([0], np.cumsum(num_holders)))
-        by_first = joined(found.by_first, bounds[self.of], np.diff(bounds)[self.of])
-        return Distinct(boxes, first, rank, self.rows.take(row), by_first)
+        row = self._rows(found, begin, counts)
+        return Distinct(boxes, first, rank, row, by_first)
 
-    def _starts(self, group: IntArray, counts: IntArray) -> IntArray:
-        """The first row in `rows` of tensors in groups.
+    def _rows(self, found: Distinct, begin: IntArray, counts: IntArray) -> IntArray:
+        """Rows of the boxes of all tensors on the ranks that hold them.
 
         Args:
-            group: A group that holds the tensor, some of each tensor after those of the other.
-            counts: How many of each tensor.
+            found: The distinct boxes of the samples.
+            begin: The first holder in `found` of the boxes of each tensor.
+            counts: How many holders these have.
         """
-        keys = group
-        keys *= len(self.tensors)
-        keys += np.repeat(np.arange(len(self.tensors)), counts)
-        num_keys = int(self.keys.max(initial=-1)) + 1
-        if num_keys > len(keys):
-            return self.starts.take(np.searchsorted(self.keys, keys))
-        table = np.zeros(num_keys, dtype=np.int64)
-        table[self.keys] = self.starts
-        return table.take(keys)
+        group = self.group[found.rank] * len(self.tensors)
+        ends = np.cumsum(counts)
+        rows = np.empty(int(counts.sum()), dtype=np.int64)
+        # Some tensors at a time, for what is large needs memory that is slow when it is new.
+        chunks = np.searchsorted(ends, np.arange(0, len(rows), _CHUNK_ROWS), side="right")
+        for start, stop in pairwise([*dict.fromkeys(chunks.tolist()), len(counts)]):
+            here = begin[start:stop], counts[start:stop]
+            keys = joined(group, *here) + np.repeat(np.arange(start, stop), here[1])
+            row = self.starts.take(np.searchsorted(self.keys, keys)) + joined(found.row, *here)
+            rows[ends[start] - counts[start] : ends[stop - 1]] = self.rows.take(row)
+        return rows
 
 
 def find_alike(

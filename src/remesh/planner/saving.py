@@ -120,9 +120,9 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
     if found is None:
         found = _distinct_boxes(Held.by_all(tensors, local_boxes, rows))
     boxes, first, rank, row = found.boxes, found.first, found.rank, found.row
-    num_holders = np.diff(first)
-    if len(rank) == len(boxes):
+    if first is None:
         return SavePlan(boxes, rank, row)
+    num_holders = np.diff(first)
     copied = np.flatnonzero(np.repeat(num_holders > 1, num_holders))
     box = np.repeat(np.flatnonzero(num_holders > 1), num_holders[num_holders > 1])
     copies = Copies(box, rank[copied], row[copied])
@@ -161,9 +161,9 @@ def _distinct_boxes(held: Held) -> Distinct:
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)
-    by_first = np.zeros(len(boxes), np.bool_)
-    if len(boxes):
-        by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
+    if len(rank) == len(boxes):
+        return Distinct(boxes, None, rank, row, None)
+    by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
     return Distinct(boxes, first, rank, row, by_first)
 
 
