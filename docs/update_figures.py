@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import goodput  # noqa: E402 - found by the line above
+from benchmarks import goodput, planning  # noqa: E402 - found by the line above
 from benchmarks.chart import bar_chart, group_rows  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -415,6 +415,42 @@ def of_compression(result: Any) -> Iterator[str]:
         yield f"| {row['bytes_per_second'] / 1e6:.0f} MB/s | `{row['compress']}` | {figures} |"
 
 
+def of_planning(result: Any) -> Iterator[str]:
+    """What it takes to plan for simulated worlds, beside the goals."""
+    yield (
+        "| ranks | pieces | save: rank 0 | its peak | save: sent by a rank | index | open | "
+        "load: rows | load: columns | peak |"
+    )
+    yield "|---" * 10 + "|"
+    for world in result["worlds"]:
+        cells = [
+            f"{world['ranks']:,}",
+            f"{world['pieces']:,}",
+            f"{world['save_seconds_rank_0']:.2g} s",
+            f"{world['peak_save_bytes'] / 1e9:.2f} GB",
+            f"{world['bytes_sent_a_rank']} bytes",
+            f"{world['index_bytes'] / 1e6:.1f} MB",
+            f"{world['open_seconds_a_rank']:.3f} s",
+            f"{world['load_rows_seconds_a_rank']:.2g} s",
+            f"{world['load_seconds_a_rank']:.2g} s",
+            f"{world['peak_bytes'] / 1e9:.2f} GB",
+        ]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "| | measured | goal |"
+    yield "|---" * 3 + "|"
+    for one in result["goals"]:
+        value, goal = (planning.shown(one[key], one["unit"]) for key in ("value", "goal"))
+        yield f"| {one['figure']} | {value} | {goal} |"
+    names = {row["sources"] for row in result["transforms"]}
+    random = result["random"]
+    yield ""
+    yield (
+        f"Random cuts are {random['pieces']:,} pieces without a pattern, whose index has "
+        f"{random['index_bytes'] / 1e6:.0f} MB. Transformations are of {max(names):,} names."
+    )
+
+
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "async_save": of_async_save,
     "async_save.summary": of_async_save_summary,
@@ -426,6 +462,7 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "master": of_master,
     "megatron": of_megatron,
     "operator": of_operator,
+    "planning": of_planning,
     "recovery": of_recovery,
     "reshard": of_reshard,
     "save_load": of_save_load,
