@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,22 +16,26 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import remesh
 from remesh import catalog
 from remesh.checkpoint import convert, unchanged
 from remesh.cli import cli
+from remesh.compression import encode_table
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.events import Event
 from remesh.exchange import Exchange
+from remesh.formats import native
 from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.geometry import Box
 from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance import orphans
 from remesh.pipeline import Compress
-from remesh.pipeline.block_codec import FIRST_BYTES, BlockCodec
+from remesh.pipeline.block_codec import FIRST_BYTES, MAX_EARLY, BlockCodec, ChunkOrder
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from remesh.testing import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
 from tests.engine.bits import bits_of
@@ -200,6 +205,43 @@ def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------
 # Saving
 # ---------------------------------------------------------------------------------------------
+
+
+@given(numbers=st.permutations(range(5, 35)))
+def test_chunks_are_stored_nearly_in_order(numbers: list[int]) -> None:
+    order = ChunkOrder(5)
+    found: list[tuple[int, Any]] = []
+    for count, number in enumerate(numbers, 1):
+        chunk: Any = f"chunk {number}"
+        found += order.take(number, chunk)
+        assert count - len(found) <= MAX_EARLY
+        if count <= MAX_EARLY:
+            assert [one for one, _ in found] == list(range(5, 5 + len(found)))
+    assert sorted(number for number, _ in found) == list(range(5, 35))
+    assert all(chunk == f"chunk {number}" for number, chunk in found)
+
+
+def test_blocks_may_lie_in_any_order(saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / "copy")
+    storage = LocalStorage(path)
+    index = remesh.Checkpoint(path).index
+    begins = []
+    for row, file in enumerate(index.files):
+        begin, length = (column.tolist() for column in places_of(index, row))
+        assert begin == sorted(begin)  # a few chunks are always in order
+        right = (path / file.path).read_bytes()
+        places = np.zeros(len(begin), np.int64)
+        content = b""
+        for number in reversed(range(len(begin))):
+            places[number] = len(content)
+            content += right[begin[number] :][: length[number]]
+        table = encode_table(places, file.num_bytes, BLOCK_SIZE)
+        (path / file.path).write_bytes(content + table.tobytes())
+        begins.append(places)
+    native.replace_index(
+        storage, native.read_record(storage), replace(index, stored_begin=np.concatenate(begins))
+    )
+    check_stored(path)
 
 
 @pytest.mark.parametrize("way", ["thread", "process"])

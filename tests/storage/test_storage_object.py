@@ -31,7 +31,17 @@ from remesh.errors import (
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline import Compress
-from remesh.storage import Buffer, MemoryStorage, Storage, delete_files, hedging, open_storage
+from remesh.storage import (
+    Buffer,
+    MemoryStorage,
+    Storage,
+    StorageView,
+    delete_files,
+    hedging,
+    latency_of,
+    open_storage,
+    requests_since,
+)
 from remesh.storage.hedging import FIRST_SECONDS, MIN_SECONDS, Hedge
 from remesh.storage.object_store import ObjectStorage
 from remesh.storage.parts import Parts
@@ -308,6 +318,15 @@ class TestCheckpoints:
         assert checkpoint.read_array("table", box).tolist() == [[32, 33, 34], [42, 43, 44]]
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)
+
+    def test_a_view_is_as_far_away_as_what_it_shows(self, root: str) -> None:
+        storage = open_storage(root)
+        storage.put("file", b"content", overwrite=False)
+        view = StorageView(StorageView(storage))
+        assert latency_of(view) == latency_of(storage) != 0
+        told = requests_since(view)
+        assert view.read("file") == b"content"
+        assert told().gets == 1
 
     def test_compressed_files_end_before_they_were_said_to(
         self, root: str, server: S3Server

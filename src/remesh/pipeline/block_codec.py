@@ -1,4 +1,4 @@
-"""Whether and how the blocks of a file are compressed while it is written."""
+"""Whether and how the blocks of a file are compressed while it is written, and in which order."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ stream have room for the first few, so these say nothing of how fast they take t
 
 SMOOTHING = 0.25
 """Weight of the newest measurement."""
+
+MAX_EARLY = 8
+"""Chunks of a compressed file that wait for others, so that blocks lie in their order."""
 
 
 @dataclass(slots=True)
@@ -86,5 +89,49 @@ def _smoothed(old: float, new: float) -> float:
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:
-    """Blocks one after the other."""
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    """Blocks one after the other, copied."""
+    return np.concatenate(blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunk:
+    """The stored form of a chunk.
+
+    Attributes:
+        num_bytes: Bytes that it stands for.
+        lengths: Stored bytes of its blocks.
+        data: Its blocks, one after the other.
+    """
+
+    num_bytes: int
+    lengths: IntArray
+    data: Buffer
+
+
+class ChunkOrder:
+    """Stored chunks of a compressed file, which are handed on in their order, or nearly.
+
+    The place of a chunk is known when the lengths of those before it are. Threads finish chunks a
+    little out of order, and a file in that order would take a reader of several chunks several
+    reads. So a chunk that comes early is kept, without waiting, until those before it have come or
+    too many are kept.
+
+    Args:
+        first: Number of the first chunk.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._early: dict[int, StoredChunk] = {}
+
+    def take(self, number: int, chunk: StoredChunk) -> list[tuple[int, StoredChunk]]:
+        """Take a chunk; those that are to be stored now, after what was handed on before."""
+        self._early[number] = chunk
+        ready = []
+        while self._early:
+            first = min(self._early)
+            if first > self._next and len(self._early) <= MAX_EARLY:
+                break
+            ready.append((first, self._early.pop(first)))
+            self._next = max(self._next, first + 1)
+        return ready

@@ -29,7 +29,7 @@ from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
 from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
-from remesh.pipeline.block_codec import BlockCodec, joined
+from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk, joined
 from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, SharedFiles, Storage, Writer
@@ -243,6 +243,9 @@ class ChunkWriter:
         self._codec = files.codec
         self._stored_begin = np.zeros(len(self._digests), np.int64)
         self._stored_bytes = [0] * len(files.paths)
+        self._orders: list[ChunkOrder] = []
+        if self._codec is not None:
+            self._orders = [ChunkOrder(start // CHUNK_SIZE) for start in files.start.tolist()]
         self._known: dict[int, WrittenFile] = {}
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
@@ -291,14 +294,21 @@ class ChunkWriter:
         """Write the stored form of what a file has from a byte of the stream on."""
         blocks = codec.encode(start, part)
         lengths = np.array([len(block) for block in blocks], np.int64)
+        placed = []
         with self._lock:
-            begin = self._stored_bytes[file]
-            self._stored_bytes[file] += int(lengths.sum())
-        first = start // BLOCK_SIZE
-        self._stored_begin[first : first + len(blocks)] = begin + np.cumsum(lengths) - lengths
-        began = time.perf_counter()
-        self._writer_of(file).write(begin, joined(blocks))
-        codec.written(int(lengths.sum()), time.perf_counter() - began)
+            ready = self._orders[file].take(
+                start // CHUNK_SIZE, StoredChunk(len(part), lengths, joined(blocks))
+            )
+            for number, chunk in ready:
+                placed.append((number, chunk, self._stored_bytes[file]))
+                self._stored_bytes[file] += len(chunk.data)
+        for number, chunk, begin in placed:
+            first, lengths = number * CHUNK_SIZE // BLOCK_SIZE, chunk.lengths
+            self._stored_begin[first : first + len(lengths)] = begin + np.cumsum(lengths) - lengths
+            began = time.perf_counter()
+            self._writer_of(file).write(begin, chunk.data)
+            codec.written(len(chunk.data), time.perf_counter() - began)
+            self._count(file, chunk.num_bytes)
 
     def accept(self, number: int, chunk: Buffer) -> None:
         """Take notice of a chunk that is in the files."""
@@ -307,7 +317,7 @@ class ChunkWriter:
                 found = block_digests(part)
                 first = number * CHUNK_SIZE // BLOCK_SIZE
                 self._digests[first : first + len(found)] = found
-            if not self._is_single:
+            if self._codec is None:
                 self._count(file, len(part))
 
     def restore(self, number: int, chunk: Buffer) -> bool:
@@ -398,7 +408,9 @@ class ChunkWriter:
             return self._open[file]
 
     def _count(self, file: int, num_bytes: int) -> None:
-        """Finish a file when all its bytes are there."""
+        """Finish a file when all its bytes are there; a single one is finished at the end."""
+        if self._is_single:
+            return
         with self._lock:
             self._left[file] -= num_bytes
             is_complete = not self._left[file]

@@ -13,7 +13,7 @@ from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.protocol import Storage
 from remesh.storage.room import is_network_device
-from remesh.storage.view import StorageView
+from remesh.storage.view import without_views
 
 NUM_TOGETHER = 16
 """Requests at a time: each waits for the network and takes hardly any processor."""
@@ -81,8 +81,7 @@ def is_remote(storage: Storage) -> bool:
 
     A directory that cannot be looked at counts as local; reading it will say what is wrong.
     """
-    while isinstance(storage, StorageView):
-        storage = storage.behind
+    storage = without_views(storage)
     if is_local(storage):
         try:
             return is_network_device(os.stat(storage.url).st_dev)
@@ -96,6 +95,7 @@ def latency_of(storage: Storage) -> float | None:
 
     Ranks that plan together use what one of them has found, because each measures another value.
     """
+    storage = without_views(storage)
     if not is_remote(storage):
         return None
     return storage.latency if isinstance(storage, MeasuredLatency) else 0.0

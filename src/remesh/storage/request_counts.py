@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from remesh._repr import format_bytes, short_repr
 from remesh.storage.protocol import Storage
+from remesh.storage.view import without_views
 
 USD_PER_1000_PUTS = 0.005
 """List price of S3 Standard in us-east-1 in November 2026, in US dollars."""
@@ -92,6 +93,7 @@ class CountedRequests(Protocol):
 
 def requests_since(storage: Storage) -> Callable[[], Requests]:
     """What tells the requests of a storage from now on; none if it does not count them."""
+    storage = without_views(storage)
     if not isinstance(storage, CountedRequests):
         return Requests
     before = storage.requests

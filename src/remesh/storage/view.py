@@ -16,11 +16,6 @@ class StorageView:
         self._storage = storage
 
     @property
-    def behind(self) -> Storage:
-        """The storage itself."""
-        return self._storage
-
-    @property
     def url(self) -> str:
         """See `Storage.url`."""
         return self._storage.url
@@ -60,3 +55,10 @@ class StorageView:
     def space(self) -> FileSystemSpace | None:
         """See `Storage.space`."""
         return self._storage.space()
+
+
+def without_views(storage: Storage) -> Storage:
+    """The storage itself, whatever it is seen through."""
+    while isinstance(storage, StorageView):
+        storage = storage._storage  # noqa: SLF001 - of this module
+    return storage
