@@ -86,6 +86,7 @@ format: $(VENV)/.ready-dev  ## Format the code
 
 bench: $(VENV)/.ready-dev  ## Measure against other systems and the limits of the machine
 	$(BIN)/python -m benchmarks.save_load
+	$(BIN)/python -m benchmarks.object_store
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.snapshots
 	$(BIN)/python -m benchmarks.incremental

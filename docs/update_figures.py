@@ -451,6 +451,32 @@ def of_planning(result: Any) -> Iterator[str]:
     )
 
 
+def of_object_store(result: Any) -> Iterator[str]:
+    """Saves to and loads from a store, a column for each distance."""
+    rows = result["rows"]
+    of = {(row["ranks"], row["task"], row["contestant"], row["delay_ms"]): row for row in rows}
+    delays = sorted({row["delay_ms"] for row in rows})
+    yield (
+        f"{result['gibibytes']:.2g} GiB of state, medians of {result['rounds']} interleaved rounds."
+        " For each round trip: seconds of the limit, and the contestants as multiples of it."
+    )
+    yield ""
+    names = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name != "limit"]
+    heads = [f"{delay} ms: limit | {' | '.join(names)}" for delay in delays]
+    yield f"| | {' | '.join(heads)} | bytes asked for | requests | memory |"
+    yield "|---" * (4 + len(delays) * (1 + len(names))) + "|"
+    for ranks, task in dict.fromkeys((row["ranks"], row["task"]) for row in rows):
+        cells = []
+        for delay in delays:
+            cells.append(f"{of[ranks, task, 'limit', delay]['seconds']:.2f} s")
+            found = (of.get((ranks, task, name, delay)) for name in names)
+            cells += ["" if row is None else f"{row['times_limit']:.2f}" for row in found]
+        ours = of[ranks, task, "remesh", delays[-1]]
+        asked = f"{ours['asked']:.2f}" if "load" in task else ""
+        cells += [asked, f"{ours['requests']:.0f}", f"{ours['peak'] / 1e6:.0f} MB"]
+        yield f"| {ranks} rank{'s' * (ranks > 1)}, {task} | {' | '.join(cells)} |"
+
+
 TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "async_save": of_async_save,
     "async_save.summary": of_async_save_summary,
@@ -463,6 +489,7 @@ TABLES: dict[str, Callable[[Any], Iterator[str]]] = {
     "megatron": of_megatron,
     "operator": of_operator,
     "planning": of_planning,
+    "object_store": of_object_store,
     "recovery": of_recovery,
     "reshard": of_reshard,
     "save_load": of_save_load,
