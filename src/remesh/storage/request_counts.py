@@ -16,7 +16,7 @@ from remesh.storage.protocol import Storage
 from remesh.storage.view import without_views
 
 USD_PER_1000_PUTS = 0.005
-"""List price of S3 Standard in us-east-1 in November 2026, in US dollars."""
+"""A list price of S3 Standard in us-east-1, in US dollars; prices change."""
 
 USD_PER_1000_GETS = 0.0004
 """The same for requests that read."""
