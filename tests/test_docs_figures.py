@@ -32,7 +32,7 @@ def test_charts_are_those_of_the_stored_results(name: str) -> None:
 
 
 BY_HAND = {"## Planning"}
-"""Sections whose tables are still typed; it only gets smaller."""
+"""Sections with a table of a single measurement, which has its date beside it."""
 
 
 def test_tables_of_figures_are_not_typed_by_hand() -> None:
