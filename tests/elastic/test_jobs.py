@@ -22,7 +22,7 @@ from remesh.elastic.protocol import PURPOSES, name_of
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
 from tests.browser import BROWSER, browse
-from tests.elastic.test_master import ask, join_all, speaker
+from tests.elastic.test_master import ask, connections_kept, join_all, speaker
 from tests.elastic.test_page import text_of
 from tests.waiting import is_alive, wait_until
 
@@ -39,7 +39,8 @@ def start(directory: Path, *, token: str = TOKEN, on_excluded: str | None = None
         jobs.on_excluded = on_excluded
         return jobs
 
-    with ServerThread(make, ServerOptions(token=token)) as server:
+    options = ServerOptions(token=token)
+    with ServerThread(make, options) as server, connections_kept(server.url):
         yield server.url
 
 
@@ -78,7 +79,8 @@ def test_no_request_reaches_another_job(tmp_path: Path, name: str) -> None:
 def test_jobs_do_not_see_each_other_and_outlive_the_master(tmp_path: Path) -> None:
     with start(tmp_path) as url:
         for job in "ab":
-            status, reply = first(url, job, TOKEN)
+            # Jobs of two nodes, so that none begins, however long this takes.
+            status, reply = first(url, job, TOKEN, settings={"min_nodes": 2, "max_nodes": 2})
             assert (status, reply["node_id"]) == (200, 0), "each counts from 0"
         client = Client(f"{url}/jobs/a", token=job_token(TOKEN, "a"))
         assert [node.name for node in client.status().nodes] == ["host"]

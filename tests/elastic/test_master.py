@@ -58,10 +58,16 @@ def start(
     def make() -> Jobs:
         return Jobs.only(Master(Policy(**policy), Journal(tmp_path / "journal.sqlite"), clock))
 
-    with ServerThread(make, options or ServerOptions()) as server:
-        _KEPT[server.url] = {}
+    with ServerThread(make, options or ServerOptions()) as server, connections_kept(server.url):
         yield server
-    for connection in _KEPT.pop(server.url).values():
+
+
+@contextmanager
+def connections_kept(url: str) -> Iterator[None]:
+    """Keep a connection for each agent that asks below a URL, for one without has died."""
+    _KEPT[url] = {}
+    yield
+    for connection in _KEPT.pop(url).values():
         connection.close()
 
 
@@ -93,8 +99,9 @@ def ask(
         response = connection.getresponse()
         status, reply = response.status, json.loads(response.read())
     done: http.client.HTTPConnection | None = connection
-    if isinstance(body, dict) and "incarnation" in body and url in _KEPT:
-        agent, kept = body["incarnation"], _KEPT[url]
+    server = next((kept for kept in list(_KEPT) if f"{url}/".startswith(f"{kept}/")), None)
+    if isinstance(body, dict) and "incarnation" in body and server is not None:
+        agent, kept = body["incarnation"], _KEPT[server]
         with _LOCK:
             done, kept[agent] = kept.get(agent), connection
     if done is not None:
