@@ -9,7 +9,10 @@ name of the row, beside those of torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -129,14 +132,26 @@ def run(benchmark: Benchmark, seconds: float) -> list[Row]:
     command = [sys.executable, "-m", f"benchmarks.{benchmark.name}", *benchmark.options]
     if seconds <= 0:
         return [{"what": f"{benchmark.name}: no time was left"}]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        subprocess.run(command, check=True, timeout=seconds, stdout=subprocess.DEVNULL)
+        if process.wait(seconds):
+            return [{"what": f"{benchmark.name}: ended with {process.returncode}"}]
     except subprocess.TimeoutExpired:
         return [{"what": f"{benchmark.name}: did not end within {seconds:.0f} s"}]
-    except subprocess.CalledProcessError as error:
-        return [{"what": f"{benchmark.name}: ended with {error.returncode}"}]
+    finally:
+        end_group(process)
     document = json.loads(Path(f"bench-output/{benchmark.name}.json").read_text())
     return list(benchmark.rows(document["result"]))
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a benchmark and the jobs that it started, whose agents end their processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main() -> None:
