@@ -20,7 +20,7 @@ import remesh
 from remesh.errors import StorageError
 from remesh.events import Event
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import object_store
+from remesh.storage import distance, object_store
 from tests.storage.object_servers import BUCKET, ENVIRONMENT
 from tests.waiting import wait_until
 
@@ -67,6 +67,7 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
     server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(object_store.RETRIES, "max_retries", 3)
+    monkeypatch.setattr(distance, "BYTES_UNDER_WAY", 32 << 20)  # two parts
     state = {"weights": np.arange(40 << 20, dtype=np.int32)}
     all_chunks = state["weights"].nbytes // CHUNK_SIZE
     num_chunks = 0
@@ -76,8 +77,8 @@ def test_a_killed_server_fails_the_save_and_leaves_no_checkpoint(
         nonlocal num_chunks
         with counting:
             num_chunks += event.point == "save.chunk_written"
-            # One of the ten parts may have been uploaded. Those on their way and in the window hold
-            # eight more at most, so chunks are left over however long the retries take.
+            # One of the ten parts may have been uploaded. Two are on their way and three in the
+            # window at most, so chunks are left over however long the retries take.
             if num_chunks == all_chunks // 8:
                 server.kill()
                 server.wait()
