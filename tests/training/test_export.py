@@ -22,6 +22,7 @@ from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import StateError, StorageError, UnsupportedValueError
 from remesh.exchange import Exchange, ThreadExchange
 from remesh.formats.weight_files import FileTensor, file_names, split_into_files
+from remesh.formats.whole_tensors import WholeFile, WholeFiles, decode_files, give_to_ranks
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage
@@ -346,6 +347,16 @@ def test_shards_of_a_model(tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "pth/model.pth").testzip() is None
     for file in (tmp_path / "live").iterdir():
         assert file.read_bytes() == (tmp_path / "stored" / file.name).read_bytes()
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.integers(1, 6))
+def test_files_are_given_to_ranks_evenly(sizes: list[int], world_size: int) -> None:
+    files = [WholeFile(f"{number}", size, []) for number, size in enumerate(sizes)]
+    given = decode_files(give_to_ranks(WholeFiles(files, {}).encode(), world_size, "final"))
+    loads = np.bincount(given.writers, sizes, world_size)
+    assert len(given.writers) == len(sizes)
+    assert len(loads) == world_size
+    assert loads.max() - loads.min() <= max(sizes, default=0)
 
 
 def test_one_rank_writes_an_archive_of_what_others_hold(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,11 +86,6 @@ class BlockCodec:
 
 def _smoothed(old: float, new: float) -> float:
     return new if not old else old + SMOOTHING * (new - old)
-
-
-def joined(blocks: Sequence[Buffer]) -> Buffer:
-    """Blocks one after the other, copied."""
-    return np.concatenate(blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

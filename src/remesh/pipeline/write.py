@@ -29,7 +29,7 @@ from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
 from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
-from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk, joined
+from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk
 from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
 from remesh.storage import Buffer, SharedFiles, Storage, Writer
@@ -294,12 +294,10 @@ class ChunkWriter:
         """Write the stored form of what a file has from a byte of the stream on."""
         blocks = codec.encode(start, part)
         lengths = np.array([len(block) for block in blocks], np.int64)
+        stored = StoredChunk(len(part), lengths, np.concatenate(blocks))
         placed = []
         with self._lock:
-            ready = self._orders[file].take(
-                start // CHUNK_SIZE, StoredChunk(len(part), lengths, joined(blocks))
-            )
-            for number, chunk in ready:
+            for number, chunk in self._orders[file].take(start // CHUNK_SIZE, stored):
                 placed.append((number, chunk, self._stored_bytes[file]))
                 self._stored_bytes[file] += len(chunk.data)
         for number, chunk, begin in placed:
