@@ -71,7 +71,7 @@ def showing(emit: Emit, verb: str, rank: int, url: str) -> Iterator[Emit]:
     Args:
         emit: Is called first with each moment.
         verb: `saving` or `loading`.
-        rank: The rank whose moments these are.
+        rank: The rank whose events these are.
         url: The checkpoint.
 
     Yields:

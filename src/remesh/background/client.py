@@ -57,7 +57,7 @@ class SaveClient:
         layout: What this rank's file holds.
         arena: Where it is staged.
         connect: Makes the server, given what takes its messages.
-        emit: Told of the events of the save.
+        emit: Called at each event of the save.
         copies: See `Stager`.
         collection: What the ranks hold together, if this one collects the tensors of its files.
         on_commit: Told, once the save is committed, what this rank has said of its files.

@@ -232,7 +232,7 @@ def committed_names(storage: Storage) -> list[str]:
 
 
 class _Dated(Protocol):
-    """What the newest can be told of."""
+    """What `newest_of` compares."""
 
     @property
     def name(self) -> str: ...

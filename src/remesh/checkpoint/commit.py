@@ -32,7 +32,7 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
     Args:
         storage: Where the checkpoint is.
         save: On rank 0, what it knows of the save.
-        emit: Told of `save.values_written`.
+        emit: Called at `save.values_written`.
 
     Raises:
         StorageError: If the storage fails.
@@ -93,7 +93,7 @@ def finish(
         storage: Where the checkpoint is.
         save: What rank 0 knows of the save.
         parts: What each rank says of its files, in rank order.
-        emit: Told of the moments from `save.parts_gathered` to `save.committed`.
+        emit: Called at the points from `save.parts_gathered` to `save.committed`.
 
     Raises:
         CheckpointExistsError: If another process has committed a checkpoint there meanwhile.

@@ -207,7 +207,7 @@ def load_into(
         exchange: The ranks that load.
         options: What the caller allows.
         read: Reads what a rank wants.
-        emit: Told of the moments from `load.planned` on.
+        emit: Called at the points from `load.planned` on.
         reserved: See `match`.
         requests: What this rank has requested so far.
 

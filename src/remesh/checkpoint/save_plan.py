@@ -271,7 +271,7 @@ def make_save_plan(
         state: This rank's part of the state.
         options: What the caller asked for.
         cache: The plan of the last save; filled with that of this one.
-        emit: Told of `save.described` and `save.planned`.
+        emit: Called at `save.described` and `save.planned`.
         first: What this rank does before; all ranks raise its failure.
         begin: What this rank does when it knows its part; all ranks raise its failure.
 

@@ -268,7 +268,7 @@ def write(
     Args:
         storage: Where to.
         mine: What this rank has to do.
-        emit: Told of `save.file_created`, `save.chunk_written` and `save.file_finished`.
+        emit: Called at `save.file_created`, `save.chunk_written` and `save.file_finished`.
         beside: What else is to be done meanwhile.
         journal: See `PlanCache`.
 

@@ -151,7 +151,7 @@ def save_scattered(
         num_replicas: On how many further nodes each file lies, if there are so many.
         cache: The plan of the last save.
         first: What this rank does before; all ranks raise its failure.
-        emit: Told of the moments in `remesh.events.SAVE_POINTS`.
+        emit: Called at the points in `remesh.events.SAVE_POINTS`.
 
     Raises:
         RemeshError: As `remesh.save`. What was written is removed, unless it may be complete.
@@ -405,7 +405,7 @@ def load_scattered(
         nodes: Which ranks share a place; as it was found with.
         exchange: The ranks.
         options: What the caller allows.
-        emit: Told of the moments in `remesh.events.LOAD_POINTS`.
+        emit: Called at the points in `remesh.events.LOAD_POINTS`.
 
     Returns:
         The state, and this rank's report, without the time that the load took.

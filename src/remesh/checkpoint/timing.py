@@ -43,9 +43,9 @@ def timed(
     """An `Emit` that also takes the time, and logs it at the end.
 
     Args:
-        emit: Is told first.
+        emit: Called first.
         what: `save` or `load`.
-        rank: The rank whose moments these are.
+        rank: The rank whose events these are.
         url: The checkpoint.
         clock: Seconds.
     """

@@ -118,7 +118,7 @@ def max_connections() -> int:
 
 
 class OnClose(Protocol):
-    """What is told of connections that are closed."""
+    """Called with each connection that is closed."""
 
     def __call__(self, number: int, *, by_peer: bool) -> None:
         """A connection is closed."""
@@ -131,7 +131,7 @@ class Listener:
     Args:
         tls: Certificate and key, if it speaks HTTPS.
         most: How many connections there may be.
-        on_close: Is told the number of each connection that is closed.
+        on_close: Called with the number of each connection that is closed.
     """
 
     def __init__(self, tls: ssl.SSLContext | None, most: int, on_close: OnClose) -> None:

@@ -372,7 +372,7 @@ async def listening(
     Args:
         make: Makes the application.
         options: Where and how to listen.
-        on_close: Is told of each connection that is closed.
+        on_close: Called with each connection that is closed.
         framed: Makes what serves frames on connections that ask for them, if they may.
     """
     requests_log = logging.getLogger("remesh.elastic.requests")

@@ -74,7 +74,7 @@ class MonitoredRead:
 
     Args:
         read: Reads; given what to call after each run with its size in bytes.
-        on_read: Is told of each run too.
+        on_read: Called after each run, too.
         num_bytes: How much is going to be read.
         timeout: Seconds after which it gives up; None for never.
 

@@ -66,7 +66,7 @@ class Call:
 
 
 Handler = Callable[[Call], int | None]
-"""Asked before a call. May raise an `OSError`, which the caller of the function then gets. Returns
+"""Called before a call. May raise an `OSError`, which the caller of the function then gets. Returns
 how many bytes a read or write is to move at most, or None for all."""
 
 
@@ -75,9 +75,9 @@ class SystemCalls:
 
     Args:
         root: The directory.
-        before: Asked before each call.
-        after: Told of each call that has succeeded, in the order in which they took effect. Calls
-            that change something are made one at a time if it is given.
+        before: Called before each call.
+        after: Called after each call that has succeeded, in the order in which they took effect.
+            Calls that change something are made one at a time if it is given.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Memory:
         every: Steps between two snapshots.
         num_replicas: On how many further nodes each file lies.
         buffers: See `remesh.save`.
-        on_event: Told of the moments of saves and loads.
+        on_event: Called at the points in `remesh.events`.
     """
 
     def __init__(
