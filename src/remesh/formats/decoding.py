@@ -40,7 +40,7 @@ from remesh.errors import FormatVersionError
 from remesh.formats.checks import damaged
 from remesh.index import Index
 from remesh.integrity import Digests, block_digests
-from remesh.storage import Buffer, Storage, StorageView
+from remesh.storage import Buffer, Storage, StorageView, buffer_bytes_for, read_range
 
 KEPT_BYTES = 256 << 20
 """Decoded bytes that are kept, at most; the last file is kept even if it is larger."""
@@ -177,11 +177,11 @@ class DecompressedFiles(StorageView):
         is_gap = begins[order][1:] != ends[order][:-1]
         for together in np.split(order, np.flatnonzero(is_gap) + 1):
             begin, end = int(begins[together[0]]), int(ends[together[-1]])
-            data = np.empty(end - begin, np.uint8)
-            num_read = self._storage.read_into(path, begin, data)
+            room = np.empty(buffer_bytes_for(self._storage, end - begin), np.uint8)
+            data = read_range(self._storage, path, begin, end - begin, room)
             for number in together.tolist():
                 at = int(begins[number]) - begin
-                yield first + number, data[:num_read][at : at + int(lengths[number])]
+                yield first + number, data[at : at + int(lengths[number])]
 
     def _decode(self, path: str, number: int, stored: Buffer, block: Buffer) -> None:
         where = f"{self.url}/{path}"

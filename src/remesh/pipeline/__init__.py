@@ -4,6 +4,7 @@ Files are read and written through page-aligned buffers of a few MiB, one for ea
 costs one memcpy from or into cached memory and buys much: direct I/O at the disk's speed without a
 page cache in between, digests taken while the bytes are hot, one path for every dtype, stride and
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
+Responses of object stores need no such buffer, for they lie in memory already.
 
 `write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What

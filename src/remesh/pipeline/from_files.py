@@ -27,7 +27,7 @@ from remesh.planner import (
     plan_regions,
     touched_windows,
 )
-from remesh.storage import Buffer, Storage, is_remote
+from remesh.storage import Buffer, Storage, buffer_bytes_for, is_remote
 
 NUM_SHARING_THREADS = 4
 """Threads that read from this machine for several ranks: fewer than those of a rank that reads for
@@ -128,4 +128,5 @@ def _tasks(
         run = int(order[task])
         return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
-    return Tasks(turn[order], plan.bytes_read, num_threads, plan.longest_run, perform)
+    buffer_bytes = buffer_bytes_for(storage, plan.longest_run)
+    return Tasks(turn[order], plan.bytes_read, num_threads, buffer_bytes, perform)

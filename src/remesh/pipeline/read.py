@@ -1,7 +1,8 @@
 """Reading what a load plan asks for: storage → buffer → digests → memory.
 
 Each thread takes the next run, reads it into its buffer, checks the digests of its blocks, and
-copies every region of the run to where it is wanted. A region lies in the buffer as it lies in its
+copies every region of the run to where it is wanted. Storages that read into memory of their own,
+as object stores do, need no buffer. A region lies in the buffer as it lies in its
 piece, so it is the buffer seen with the piece's strides; no bytes are rearranged before the one
 copy into the destination. A run may hold thousands of small tensors, so what the plan says of its
 regions is taken out of the columns at once.
@@ -23,7 +24,7 @@ from remesh.integrity import find_damage, repair_advice
 from remesh.memory import CarrierArray, Memory
 from remesh.pipeline.workers import run_workers
 from remesh.planner import LoadPlan, ReadLimits, Regions
-from remesh.storage import Buffer, Storage, flow_for
+from remesh.storage import Buffer, Storage, buffer_bytes_for, flow_for, read_range
 
 _OTHERS_ADVICE = "Load another checkpoint, or restore this file from a copy"
 
@@ -86,7 +87,8 @@ def read_runs(
         place, writing = destinations.__getitem__, nullcontext()
         read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
-    run_workers(plan.limits.num_reads, plan.num_runs, plan.longest_run, read)
+    buffer_bytes = buffer_bytes_for(storage, plan.longest_run)
+    run_workers(plan.limits.num_reads, plan.num_runs, buffer_bytes, read)
 
 
 def read_run(
@@ -107,7 +109,7 @@ def read_run(
         plan: What to read.
         run: Number of the run.
         place: Where the regions go.
-        buffer: At least as long as the run.
+        buffer: At least as long as the run, as far as `buffer_bytes_for` asks for it.
         writing: What is entered to write into wanted memory.
 
     Raises:
@@ -116,8 +118,7 @@ def read_run(
     """
     which = plan.run[run]
     start, stop = int(plan.runs.run_start[which]), int(plan.runs.run_stop[which])
-    data = buffer[: stop - start]
-    _read_checked(storage, index, int(plan.file[run]), start, data)
+    data = _read_checked(storage, index, int(plan.file[run]), start, stop - start, buffer)
     with writing:
         regions, begin = plan.taken(np.array([run]))
         _distribute(index, regions, begin - start, place, data)
@@ -149,23 +150,26 @@ def _distribute(
         target.memory.copy_in(Box(corner, shape), region)
 
 
-def _read_checked(storage: Storage, index: Index, file: int, start: int, data: Buffer) -> None:
-    """Fill a buffer with bytes of a data file that are as they were written."""
+def _read_checked(
+    storage: Storage, index: Index, file: int, start: int, num_bytes: int, buffer: Buffer
+) -> Buffer:
+    """Read bytes of a data file that are as they were written."""
     path = index.files[file].path
     where = f"{storage.url}/{path}"
     # What another system wrote has no digests, and nothing can be proven to be whole.
     advice = repair_advice(storage.url) if index.block_size else _OTHERS_ADVICE
     try:
-        num_read = storage.read_into(path, start, data)
+        data = read_range(storage, path, start, num_bytes, buffer)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
             f"{where}: missing, though the checkpoint names it. {advice}"
         ) from None
-    if num_read < len(data):
+    if data.size < num_bytes:
         raise CorruptCheckpointError(
-            f"{where}: ends at byte {start + num_read}, but its index has bytes up to "
-            f"{start + len(data)}\nThe file was cut short. {advice}"
+            f"{where}: ends at byte {start + data.size}, but its index has bytes up to "
+            f"{start + num_bytes}\nThe file was cut short. {advice}"
         )
     damages = find_damage(index, file, start, data)
     if damages:
         raise CorruptCheckpointError(f"{storage.url}/{damages[0]}. {advice}")
+    return data

@@ -30,6 +30,8 @@ from remesh.storage.distance import latency_of as latency_of
 from remesh.storage.local import LocalStorage
 from remesh.storage.memory import MemoryStorage
 from remesh.storage.open import open_storage
+from remesh.storage.own_memory import buffer_bytes_for as buffer_bytes_for
+from remesh.storage.own_memory import read_range as read_range
 from remesh.storage.paths import check_path as check_path
 from remesh.storage.protocol import Buffer as Buffer
 from remesh.storage.protocol import CopiedFiles as CopiedFiles

@@ -28,7 +28,7 @@ from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, Remesh
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace
-from remesh.storage.remote_errors import explain
+from remesh.storage.remote_errors import RANGES_ADVICE, explain
 from remesh.storage.shown import hide_secrets, shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
@@ -137,17 +137,23 @@ class FsspecStorage:
 
     def read_into(self, path: str, start: int, buffer: Buffer) -> int:
         """See `Storage.read_into`."""
-        assert start >= 0
-        place = self._path(path)
-        if not buffer.size:
-            return 0
-        try:
-            found = self._files.cat_file(place, start=start, end=start + buffer.size)
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            return self._nothing_behind(path, start, error).size
-        data = np.frombuffer(found, np.uint8)
+        data = self.read_own(path, start, start + buffer.size)
         buffer[: data.size] = data
         return len(data)
+
+    def read_own(self, path: str, start: int, stop: int) -> Buffer:
+        """See `OwnMemory.read_own`; what the file system returned."""
+        assert 0 <= start <= stop
+        place = self._path(path)
+        if start == stop:
+            return np.empty(0, np.uint8)
+        try:
+            found = self._files.cat_file(place, start=start, end=stop)
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            return self._nothing_behind(path, start, error)
+        if len(found) > stop - start:
+            raise StorageError(f"cannot read {self._name(path)}: {RANGES_ADVICE}")
+        return np.frombuffer(found, np.uint8)
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         """See `Storage.put`."""

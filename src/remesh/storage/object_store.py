@@ -57,7 +57,7 @@ from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
-    from obstore import Bytes, ObjectMeta
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 PART_BYTES = (8 << 20, 16 << 20)
@@ -230,14 +230,15 @@ class ObjectStorage:
                 self.size(path)
                 return b""
             # What one request gives is of one object, however often its name changes hands.
-            first = np.empty(min(wanted, READ_BYTES), np.uint8)
-            found, meta = self._read_range(path, start, first)
-            end = start + found
+            first, meta = self._get(path, start, start + min(wanted, READ_BYTES))
+            end = start + first.size
             if meta is not None:
                 end = meta["size"] if stop is None else min(stop, meta["size"])
+            if end == start + first.size:
+                return first.tobytes()
             buffer = np.empty(end - start, np.uint8)
-            buffer[:found] = first[:found]
-            num_read = self._read_object(path, start, buffer, num_read=found, meta=meta)
+            buffer[: first.size] = first
+            num_read = self._read_object(path, start, buffer, num_read=first.size, meta=meta)
             return buffer[:num_read].tobytes()
 
         return self._read_unchanged(path, read_once)
@@ -247,6 +248,15 @@ class ObjectStorage:
         assert start >= 0
         check_path(path)
         return self._read_unchanged(path, lambda: self._read_object(path, start, buffer))
+
+    def read_own(self, path: str, start: int, stop: int) -> Buffer:
+        """See `OwnMemory.read_own`; the response itself, if one request is enough."""
+        assert 0 <= start <= stop
+        check_path(path)
+        if 0 < stop - start <= READ_BYTES:
+            return self._get(path, start, stop)[0]
+        buffer = np.empty(stop - start, np.uint8)
+        return buffer[: self.read_into(path, start, buffer)]
 
     def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
         """See `Storage.put`."""
@@ -390,40 +400,37 @@ class ObjectStorage:
         """
         while num_read < buffer.size:
             target = buffer[num_read : num_read + READ_BYTES]
-            found, of_object = self._read_range(path, start + num_read, target)
+            begin = start + num_read
+            found, of_object = self._get(path, begin, begin + target.size)
             if of_object is None:
-                if meta is not None and start + num_read < meta["size"]:
+                if meta is not None and begin < meta["size"]:
                     raise _ChangedError
                 break
             if meta is not None and _identity(meta) != _identity(of_object):
                 raise _ChangedError
             meta = of_object
-            num_read += found
-            if found < target.size:
+            target[: found.size] = found
+            num_read += found.size
+            if found.size < target.size:
                 break
         return num_read
 
-    def _read_range(self, path: str, start: int, target: Buffer) -> tuple[int, ObjectMeta | None]:
-        """Fill a buffer that is not empty, by one request.
+    def _get(self, path: str, start: int, stop: int) -> tuple[Buffer, ObjectMeta | None]:
+        """The bytes [start, stop), at least one, by one request.
 
         Returns:
-            How many bytes there were; and of which object, None if the range begins behind its end.
+            Those that there are, read-only; and of which object, None if the range begins behind
+            its end.
         """
-
-        async def ask() -> tuple[ObjectMeta, Bytes]:
-            return await self._store.read(path, start, start + target.size)
-
         try:
-            meta, found = self._hedge.run(ask)
-            data = np.frombuffer(memoryview(found), np.uint8)
+            meta, found = self._hedge.run(lambda: self._store.read(path, start, stop))
+            return np.frombuffer(memoryview(found), np.uint8), meta
         except _FAILURES as error:
             # A range that begins behind the end is an error of no class of its own.
             problem = explain("read", self._name(path), error)
             if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
                 raise problem from None
-            return 0, None
-        target[: data.size] = data
-        return len(data), meta
+            return np.empty(0, np.uint8), None
 
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions.

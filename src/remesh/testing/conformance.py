@@ -40,6 +40,7 @@ from remesh.storage import (
     Storage,
     aligned_buffer,
     list_sizes,
+    read_range,
 )
 from remesh.testing.outcomes import Outcome, Raised, returned_values
 
@@ -147,6 +148,8 @@ class StorageConformance:
             expected = content[start : start + length]
             assert storage.read_into("data/0", start, buffer) == expected.size
             np.testing.assert_array_equal(buffer[: expected.size], expected)
+            found = read_range(storage, "data/0", start, length, buffer[:length])
+            np.testing.assert_array_equal(found, expected)
 
     def test_missing_files(self, storage: Storage) -> None:
         storage.put("here", b"x", overwrite=False)
@@ -157,6 +160,8 @@ class StorageConformance:
                 storage.size(path)
             with pytest.raises(CheckpointNotFoundError, match=path):
                 storage.read_into(path, 0, aligned_buffer(ALIGNMENT))
+            with pytest.raises(CheckpointNotFoundError, match=path):
+                read_range(storage, path, 0, ALIGNMENT, aligned_buffer(ALIGNMENT))
 
     # ----- files written by ranges -----
 
