@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,64 @@ def test_tensors_are_collected_for_an_object_store(
         assert np.array_equal(found[name].numpy(), value)
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("name", ["safetensors", "torch_file"])
+def test_a_single_file_in_an_object_store(
+    name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank writes it, and it is never removed for another one."""
+    monkeypatch.setattr(collect, "ROUND_BYTES", CHUNK_SIZE)
+    storage = MemoryStorage()
+
+    def one(exchange: Exchange) -> None:
+        with remesh.Saver(group=exchange, format=name) as saver:
+            if in_background:
+                saver.save_async(cut(exchange.rank, 0), storage).result()
+            else:
+                saver.save(cut(exchange.rank, 0), storage)
+            with pytest.raises(CheckpointExistsError, match="already"):
+                saver.save(cut(exchange.rank, 1), storage)
+            with pytest.raises(StateError, match=r"cannot be replaced by a save as a single file"):
+                saver.save(cut(exchange.rank, 1), storage, overwrite=True)
+
+    run_ranks(3, one)
+    [path] = storage.list()
+    content = storage.read(path)
+    is_torch = name == "torch_file"
+    found = torch.load(io.BytesIO(content), weights_only=True) if is_torch else load(content)
+    expected: dict[str, Any] = {
+        "wide": np.arange(1_050_000, dtype=np.float32).reshape(700, 1500),
+        "tall": np.arange(1_500_000, dtype=np.int16).reshape(1500, 1000),
+        "same": np.arange(5.0),
+        "alone": np.zeros((3, 3), np.float16),
+    }
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.array_equal(np.asarray(found[key]), value)
+    if is_torch:
+        assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    remesh.save({"w": torch.ones(2)}, storage, overwrite=True)
+    assert path not in storage.list()
+
+
+def test_the_file_of_another_writer_stays() -> None:
+    """A save that finds, too late, that another one was first."""
+
+    class Overtaken(MemoryStorage):
+        def create(self, path: str, num_bytes: int) -> Any:
+            self.put(path, b"theirs", overwrite=False)
+            return super().create(path, num_bytes)
+
+    storage = Overtaken()
+
+    def one(exchange: Exchange) -> None:
+        with pytest.raises(StorageError, match="exists"):
+            remesh.save(cut(exchange.rank, 0), storage, format="safetensors", group=exchange)
+
+    run_ranks(3, one)
+    assert storage.read("model.safetensors") == b"theirs"
+
+
 class NoObject(MemoryStorage):
     """A store that takes no files of tensors."""
 
@@ -260,6 +320,7 @@ def to_bucket(exchange: Exchange, bucket: str, endpoint: str) -> None:
     remesh.save(
         model, f"{bucket}/saved", format="huggingface", format_options=options, metadata=config
     )
+    remesh.save(model, f"{bucket}/single", format="torch_file")
     with remesh.Saver(format="huggingface", writer="process") as saver:
         handle = saver.save_async(model, f"{bucket}/background", metadata=config)
         with torch.no_grad():
@@ -288,7 +349,11 @@ def test_shards_go_to_a_bucket(tmp_path: Path) -> None:
             storage = open_storage(f"{bucket}/{name}")
             for path in storage.list():
                 (tmp_path / name / path).write_bytes(storage.read(path))
+        single = torch.load(
+            io.BytesIO(open_storage(f"{bucket}/single").read("state.pt")), weights_only=True
+        )
         assert server.uploads() == []
+    assert all(torch.equal(value, expected[key]) for key, value in single.items())
     for name in ("saved", "background", "exported"):
         found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         assert all(torch.equal(value, expected[key]) for key, value in found.state_dict().items())
@@ -307,8 +372,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
     with pytest.raises(StateError, match=r"(?s)tensors alone\nThe state has 1 other .*: step"):
         remesh.save({**weights, "step": 3}, tmp_path, format="huggingface")
-    with pytest.raises(StateError, match=r"(?s)needs a directory.*\n.*export_weights"):
-        remesh.save(weights, MemoryStorage(), format="safetensors")
     with pytest.raises(StateError, match="has no option 'dtype'; it has max_shard_bytes"):
         remesh.save(weights, tmp_path, format="huggingface", format_options={"dtype": "int8"})
     with pytest.raises(StateError, match="must be a number of bytes"):

@@ -46,13 +46,12 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
 
 
 def make_way(storage: Storage, save: GlobalSavePlan) -> None:
-    """Remove what a save replaces, if its files get their names while they are written.
+    """Remove what a save replaces, if it is in the way of the files that are going to be written.
 
     Raises:
         StorageError: If the storage fails.
     """
-    writer = writer_of(save.options.format)
-    if save.replaced is None or writer.object_names != "final" or isinstance(storage, SharedFiles):
+    if save.replaced is None or not save.replaced.is_in_the_way:
         return
     mark, *others = save.replaced.paths
     storage.delete(mark)  # no reader takes old and new files for one model
@@ -184,12 +183,21 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
 
 
 def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
-    """Rank 0, when a rank has failed: remove the data files of all ranks, but one file."""
+    """Rank 0, when a rank has failed: remove the data files of all ranks, but one file.
+
+    A checkpoint that is a single file with its final name from the beginning stays: it is whole if
+    it is there, and may be another writer's.
+    """
     writer = writer_of(save.options.format)
     if not writer.has_folder:
-        for rank, rows in enumerate(save.assignments):
-            frames = writer.frames(save.boxes, rows, rank, save.save_id, save.grid)
-            remove_paths(storage, [frame.path for frame in frames])
+        of_rank = (
+            writer.frames(save.boxes, rows, rank, save.save_id, save.grid)
+            for rank, rows in enumerate(save.assignments)
+        )
+        paths = [frame.path for frames in of_rank for frame in frames]
+        is_named = writer.object_names == "final" and not isinstance(storage, SharedFiles)
+        if not (is_named and len(paths) == 1):
+            remove_paths(storage, paths)
     remove_files(storage, save.save_id, keep=keep)
 
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
-from remesh.checkpoint.collecting import lay_out_collected, plan_files
+from remesh.checkpoint.collecting import check_replaced, lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import check_names, check_replicas, document_of
 from remesh.checkpoint.local import (
@@ -424,12 +424,7 @@ class _Rank:
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
-        told = [one.document for one in described if one.document]
-        document = native.merge_documents(
-            [native.ValuesDocument.decode(one, "values") for one in told]
-        )
-        check_names(plan.boxes.tensors.names, document)
-        check_replicas(document, [one.replicas for one in described])
+        document = _document_of_all(described, plan.boxes.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
         num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
@@ -440,10 +435,12 @@ class _Rank:
         grid, holders = plan_files(
             writer, self.storage, plan, document, self.options.format_options, world_size
         )
+        if holders and self.replaced is not None:
+            check_replaced(self.storage, grid, self.replaced)
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
         )
-        meets = self.options.meets or writer.has_shared_files
+        meets = self.options.meets or bool(writer.object_names)
         meets = meets and world_size > 1 and not is_one_directory(spaces)
         meets = meets and cache.met_in != _parent(self.storage.url)
         if meets:
@@ -558,6 +555,17 @@ def _parent(url: str) -> str:
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
+
+
+def _document_of_all(
+    described: Sequence[_Described], names: Sequence[str]
+) -> native.ValuesDocument:
+    """The values of all ranks, which go together with each other and with names of tensors."""
+    told = [one.document for one in described if one.document]
+    document = native.merge_documents([native.ValuesDocument.decode(one, "values") for one in told])
+    check_names(names, document)
+    check_replicas(document, [one.replicas for one in described])
+    return document
 
 
 def _check_options(options: Sequence[tuple[str | None, ...]]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
-from remesh.storage import Storage, list_directory
+from remesh.storage import SharedFiles, Storage, list_directory
 from remesh.tables import BoxTable
 
 SAFETENSORS, PTH = "exported safetensors", "exported pth"
@@ -42,7 +42,10 @@ def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> E
     index = huggingface_writer.index_name(name)
     paths = [index] if suffix == huggingface_writer.SUFFIX and index in there else []
     paths += filter(pattern.fullmatch, sorted(there))
-    return Existing(paths[0], paths=tuple(paths)) if paths else None
+    if not paths:
+        return None
+    is_in_the_way = not isinstance(storage, SharedFiles)
+    return Existing(paths[0], paths=tuple(paths), is_in_the_way=is_in_the_way)
 
 
 EXPORTS = {
@@ -53,7 +56,6 @@ EXPORTS = {
         huggingface_writer.small_files,
         functools.partial(_existing, huggingface_writer.SUFFIX),
         has_metadata=True,
-        has_shared_files=True,
         object_names="final",
         is_beside_others=True,
         options=("name", "max_shard_bytes"),
@@ -65,7 +67,6 @@ EXPORTS = {
         huggingface_writer.config_and_renames,
         functools.partial(_existing, ".pth"),
         has_metadata=True,
-        has_shared_files=True,
         has_checksums=True,
         object_names="final",
         is_beside_others=True,

@@ -165,12 +165,14 @@ class Existing:
         save_id: The save that wrote it, if its files lie in a folder of their own.
         paths: Its files besides, the one that makes it exist first.
         is_fixed: Whether it cannot be replaced, because the names of its data files are fixed.
+        is_in_the_way: Whether its files are removed before files of the same names are written.
     """
 
     what: str
     save_id: str = ""
     paths: tuple[str, ...] = ()
     is_fixed: bool = False
+    is_in_the_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +195,13 @@ class Writer:
             tell. Raises a `CheckpointError` if there is none.
         has_folder: Whether all files but the last lie in the folder `data-<save id>`.
         has_metadata: Whether metadata can be recorded beside the state.
-        has_shared_files: Whether ranks write parts of the same files.
         has_digests: Whether the digests of the blocks of files are recorded, and a rank may write
             several files.
         has_checksums: Whether shared files hold checksums of their tensors. Then each has one
             writer, which collects its tensors.
-        object_names: How shared files are named in a storage in which each file has one writer: by
-            the save (`by_save`), or at once by their final names (`final`); empty if the format
-            cannot be written there.
+        object_names: How files of which ranks write parts are named in a storage in which each file
+            has one writer: by the save (`by_save`), or at once by their final names (`final`).
+            Empty if each file of the format is written by one rank anyway.
         is_beside_others: Whether checkpoints of other formats may be at the same place.
         options: Names of the options that a caller may give.
     """
@@ -214,7 +215,6 @@ class Writer:
     is_committed: Callable[[Storage, str], bool] | None = None
     has_folder: bool = False
     has_metadata: bool = False
-    has_shared_files: bool = False
     has_digests: bool = False
     has_checksums: bool = False
     object_names: str = ""

@@ -5,7 +5,8 @@ boxes there (`whole_tensors`). When all files are durable they get their names, 
 says that they belong together, comes last; a single file exists when it has its name.
 
 In an object store a file has one writer, which collects its tensors. The id of the save is a part
-of the names of files there, and an index names them, also if it is one file.
+of the names of files there, and an index names them, also if it is one file. Where a single file is
+asked for, it exists when its upload is complete.
 """
 
 from __future__ import annotations
@@ -199,10 +200,9 @@ HUGGINGFACE = Writer(
     small_files,
     existing,
     has_metadata=True,
-    has_shared_files=True,
     object_names="by_save",
     options=("max_shard_bytes",),
 )
 SAFETENSORS = Writer(
-    "safetensors", single_file, whole_tensors.frames, small_files, existing, has_shared_files=True
+    "safetensors", single_file, whole_tensors.frames, small_files, existing, object_names="final"
 )

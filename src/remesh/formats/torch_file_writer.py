@@ -4,7 +4,7 @@ The file is an archive with a pickle of the nested state, and the elements of ea
 storage of its own (`torch_archive`); a tied tensor is stored once. All bytes but the elements are
 known before one of them moves, so ranks write their elements into the one file (`whole_tensors`).
 Checksums of the elements are 0 then, because no rank sees all of a tensor; torch does not look at
-them.
+them. In an object store one rank collects the tensors and writes the file, with checksums.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | Non
 
 
 TORCH_FILE = Writer(
-    NAME, one_archive, whole_tensors.frames, small_files, existing, has_shared_files=True
+    NAME, one_archive, whole_tensors.frames, small_files, existing, object_names="final"
 )
