@@ -19,6 +19,7 @@ from remesh.geometry import Box, IntArray
 from remesh.index import Index
 from remesh.memory import HostMemory, Memory, contiguous_bytes, copy_box
 from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.shared_transfer import execute_shared
 from remesh.pipeline.transfer import (
     MessageBuffers,
     Straight,
@@ -89,6 +90,18 @@ class MemoryTransfer:
         Raises:
             ExchangeError: If a rank died.
         """
+        if self.buffers.counters is not None:
+            execute_shared(
+                exchange,
+                self.index,
+                self.plan,
+                self._tasks(memories, len(destinations), ()),
+                destinations,
+                on_read=on_read,
+                buffers=self.buffers,
+                is_on_host=all(map(_is_on_host, (*memories, *(to.memory for to in destinations)))),
+            )
+            return
         straight = self._straight(memories, destinations)
         execute(
             exchange,
@@ -252,6 +265,14 @@ def _bytes_of(memory: Memory, box: Box) -> Buffer | None:
     if not isinstance(memory, HostMemory):
         return None
     return contiguous_bytes(HostMemory(memory.view(box)))
+
+
+def _is_on_host(memory: Memory) -> bool:
+    """Whether the elements of a memory are known to lie in memory of the host."""
+    if isinstance(memory, HostMemory):
+        return True
+    layout = memory.layout
+    return layout is not None and layout.device == "cpu"
 
 
 def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box] | None]:

@@ -100,12 +100,17 @@ class MonitoredRead:
         self._num_read = 0
         self.gate = WriteGate()
         self._finished = threading.Event()
+        self._has_news = threading.Event()
         self.error: BaseException | None = None
 
     def start(self) -> None:
         """Begin to read."""
         # A daemon, because a thread that hangs in a read must not keep the process from ending.
         threading.Thread(target=self._work, name="remesh-read", daemon=True).start()
+
+    def look(self) -> None:
+        """Let the caller's thread see now how far the other ranks are, and whether they live."""
+        self._has_news.set()
 
     def give_up(self) -> None:
         """Read no more than is being read, and write nothing into memory of the caller any more."""
@@ -142,7 +147,9 @@ class MonitoredRead:
             ExchangeError: If time is up; it names the ranks that have not finished.
         """
         while True:
-            self._finished.wait(self.next_wait())
+            if not self._finished.is_set():
+                self._has_news.wait(self.next_wait())
+                self._has_news.clear()
             message = (self._finished.is_set(), self.is_late, self._num_read, self._num_bytes)
             told = [
                 msgspec.msgpack.decode(data, type=tuple[bool, bool, int, int])
@@ -155,7 +162,7 @@ class MonitoredRead:
                 self.give_up()
                 named = ", ".join(map(str, slow[:10])) + (", ..." if len(slow) > 10 else "")
                 raise self.too_late(f"rank {named}" if len(slow) == 1 else f"ranks {named}")
-            if exchange.rank == 0:
+            if exchange.rank == 0 and self.seconds >= LOG_INTERVAL:
                 self._log_slowest(told, slow)
 
     def _log_slowest(self, told: list[tuple[bool, bool, int, int]], slow: list[int]) -> None:
@@ -181,6 +188,7 @@ class MonitoredRead:
                 self.error = error
         finally:
             self._finished.set()
+            self._has_news.set()
 
     def _count(self, size: int) -> None:
         if self.gate.is_closed:

@@ -15,9 +15,10 @@ packed once.
 
 Between memories on one machine, messages are packed into memory that the receiver sees as well
 (`remesh.pipeline.shared_buffers`): what is sent is that they are there, and what is sent back is
-that they are unpacked. Between machines, long regions are parts of a message that are sent by
-themselves: out of the tensor if the region is contiguous there, and into the tensor if it is
-contiguous at the other end.
+that they are unpacked. If that holds for all messages of all ranks, not even this is sent
+(`remesh.pipeline.shared_transfer`). Between machines, long regions are parts of a message that are
+sent by themselves: out of the tensor if the region is contiguous there, and into the tensor if it
+is contiguous at the other end.
 
 A rank that fails continues to the last turn and marks its messages as bad, so that no rank waits
 for it. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
@@ -27,6 +28,7 @@ caller to make the failure known to all (`remesh.exchange.run_on_all` does).
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -43,7 +45,7 @@ from remesh.index import Index
 from remesh.memory import HostMemory
 from remesh.pipeline.monitoring import MonitoredRead
 from remesh.pipeline.read import Destination, Place, Writing
-from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers
+from remesh.pipeline.shared_buffers import Offer, SeenBuffers, SharedBuffers, map_buffers
 from remesh.pipeline.workers import run_threads
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer
@@ -54,10 +56,15 @@ NUM_PACKED = 2
 _LAG = 2
 """Turns after which a rank says that it has unpacked what it sees in the memory of another."""
 
-_NUM_SHARED = _LAG + 1
+NUM_SHARED = _LAG + 1
 """The same as `NUM_PACKED`, where messages may be seen by other ranks."""
 
-_BAD, _GOOD = 0, 1
+BAD, GOOD = 0, 1
+"""What a message begins with."""
+
+IS_ORDERED = platform.machine() in {"x86_64", "AMD64"}
+"""Whether other processes see what this one writes into memory in the order of the writes."""
+
 _LOGGER = logging.getLogger("remesh")
 
 
@@ -70,12 +77,15 @@ class MessageBuffers:
         arriving: For those that others send.
         readers: The ranks that see `leaving`, and are sent nothing but that a message is there.
         seen: The `leaving` of other ranks that this rank sees.
+        counters: Those of this rank and of all that it has to do with, if on all ranks every
+            message is seen: then nothing is sent at all (`remesh.pipeline.shared_transfer`).
     """
 
     leaving: Sequence[Buffer]
     arriving: Sequence[Buffer]
     readers: Container[int]
     seen: Mapping[int, Sequence[Buffer]]
+    counters: Mapping[int, IntArray] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,19 +175,21 @@ def shared_message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuf
     In a turn of the plan each rank sends one message at most, and gets one.
     """
     shared: list[SharedBuffers] = []
-    seen: dict[int, list[Buffer]] = {}
+    seen: dict[int, SeenBuffers] = {}
+    senders = {rank for of_message in plan.incoming.peers for rank in of_message}
+    readers = {rank for of_message in plan.outgoing.peers for rank in of_message}
 
     def share() -> bytes:
-        shared.append(SharedBuffers(_NUM_SHARED, plan.outgoing.buffer_bytes))
+        shared.append(SharedBuffers(NUM_SHARED, plan.outgoing.buffer_bytes))
         return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
 
     def look() -> bytes:
-        for rank in sorted({rank for of_message in plan.incoming.peers for rank in of_message}):
+        for rank in sorted(senders | readers):
             offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
-            found = map_buffers(offer, _NUM_SHARED, num_bytes)
+            found = map_buffers(offer, NUM_SHARED, num_bytes)
             if found is not None:
                 seen[rank] = found
-        return msgspec.msgpack.encode(list(seen))
+        return msgspec.msgpack.encode((list(seen), senders | readers == seen.keys()))
 
     try:
         offers = run_on_all(exchange, share)
@@ -185,13 +197,16 @@ def shared_message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuf
     finally:
         for one in shared:
             one.close()
-    by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in told]
+    by_rank = [msgspec.msgpack.decode(reply, type=tuple[list[int], bool]) for reply in told]
     arriving = plan.incoming.buffer_bytes_but_from(seen)
+    sees_all = IS_ORDERED and all(sees_its_own for _, sees_its_own in by_rank)
+    counters = {rank: one.counters for rank, one in seen.items()}
     return MessageBuffers(
         shared[0].buffers,
         [aligned_buffer(arriving) for _ in range(plan.num_arriving)],
-        frozenset(rank for rank, saw in enumerate(by_rank) if exchange.rank in saw),
-        seen,
+        frozenset(rank for rank, (saw, _) in enumerate(by_rank) if exchange.rank in saw),
+        {rank: one.buffers for rank, one in seen.items()},
+        {**counters, exchange.rank: shared[0].counters} if sees_all else None,
     )
 
 
@@ -228,7 +243,7 @@ def execute(
         buffers = message_buffers(plan)
     turns = _Turns(exchange, plan, buffers, straight)
     steps = _Steps(tasks.turn, plan.num_turns, len(buffers.leaving))
-    place = _place(index, plan.outgoing, destinations, buffers.leaving)
+    place = place_in(index, plan.outgoing, destinations, buffers.leaving)
 
     def read(count: Callable[[int], None]) -> None:
         def work() -> None:
@@ -241,7 +256,7 @@ def execute(
 
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
     is_filled = () if straight is None else straight.filled
-    unpack = _unpacker(index, plan.incoming, destinations, reading.gate, is_filled)
+    unpack = unpacker(index, plan.incoming, destinations, reading.gate, is_filled)
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as pool:
         try:
@@ -305,7 +320,7 @@ class _Turns:
         for rank in self._readers(turn - _LAG):
             incoming[rank].append(np.zeros(1, np.uint8))
         leaving = buffers.leaving[turn % len(buffers.leaving)]
-        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
+        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = GOOD if are_good else BAD
         straight = self.straight
         sent, filled = (None, None) if straight is None else (straight.sent, straight.filled)
         self._add(plan.outgoing, turn, outgoing, leaving, buffers.readers, sent)
@@ -325,7 +340,7 @@ class _Turns:
     def arrived(self, turn: int) -> Buffer:
         """Where the messages of a turn lie that has been swapped."""
         for rank in self._peers(self.plan.incoming, turn, self.buffers.seen):
-            return self.buffers.seen[rank][turn % _NUM_SHARED]
+            return self.buffers.seen[rank][turn % NUM_SHARED]
         return self.buffers.arriving[turn % self.plan.num_arriving]
 
     @staticmethod
@@ -353,11 +368,11 @@ class _Turns:
                     for begin, end, row in messages.parts(number)
                 ]
             for rank in messages.peers[number]:
-                head = np.array([_GOOD], np.uint8)
+                head = np.array([GOOD], np.uint8)
                 of_ranks[rank] += [head] if rank in shared else parts
 
 
-def _place(
+def place_in(
     index: Index, messages: Messages, destinations: Sequence[Destination], buffers: Sequence[Buffer]
 ) -> Place:
     """Where what is taken goes: into this rank's memory or into messages."""
@@ -375,7 +390,7 @@ def _place(
     return place
 
 
-def _unpacker(
+def unpacker(
     index: Index,
     messages: Messages,
     destinations: Sequence[Destination],
@@ -396,7 +411,7 @@ def _unpacker(
 
     def unpack(turn: int, buffer: Buffer) -> None:
         for number in messages.in_turn(turn):
-            if buffer[start[number]] != _GOOD:
+            if buffer[start[number]] != GOOD:
                 continue
             with writing:
                 for row in range(first[number], first[number + 1]):
