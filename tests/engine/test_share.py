@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 import remesh
 from remesh.exchange import Exchange
 from remesh.geometry import Box, IntArray
+from remesh.pipeline import transfer
+from remesh.pipeline.shared_buffers import map_buffers
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
     ReadAssignment,
+    ReadLimits,
     assign_readers,
     assign_readers_if_cheaper,
     assign_to_owners,
@@ -39,6 +43,9 @@ from remesh.testing import (
 
 SHAPE = (3000, 4000)
 """96 MB of float64: a dozen windows."""
+
+
+FAR = ReadLimits(num_reads=16)
 
 
 def truth() -> np.ndarray[Any, Any]:
@@ -86,8 +93,22 @@ def column(rank: int, world_size: int) -> Box:
     return Box((0, rank * columns), (SHAPE[0], columns))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_columns_of_rows_are_read_once(storage: MemoryStorage, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "unseen"),
+    [(2, 0), (4, 0), (4, 1), (4, 2)],
+    ids=["2", "4", "apart", "some apart"],
+)
+def test_columns_of_rows_are_read_once(
+    storage: MemoryStorage, world_size: int, unseen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if none or only some ranks see what others pack for them."""
+    numbers = itertools.count(1)
+
+    def look(*which: Any) -> Any:
+        return None if unseen and next(numbers) % unseen == 0 else map_buffers(*which)
+
+    monkeypatch.setattr(transfer, "map_buffers", look)
+
     def load(exchange: Exchange) -> remesh.checkpoint.RestoreReport:
         return load_box(exchange, storage, column(exchange.rank, world_size))
 
@@ -173,7 +194,7 @@ def touched_by(windows: list[int]) -> IntArray:
 @given(st.lists(st.lists(st.integers(0, 40), unique=True), min_size=1, max_size=40))
 @settings(deadline=None)
 def test_the_assignment_of_readers(touched: list[list[int]]) -> None:
-    assigned = assign_readers(list(map(touched_by, touched)))
+    assigned = assign_readers(list(map(touched_by, touched)), FAR)
     shares = [ReadAssignment.decode(share.encode()) for share in assigned]
     readers: dict[tuple[int, int], set[int]] = {}
     for rank, share in enumerate(shares):
@@ -206,9 +227,16 @@ def test_the_assignment_of_readers(touched: list[list[int]]) -> None:
 
 def test_more_sharers_make_smaller_turns() -> None:
     for num_ranks, most in ((2, 8), (4, 8), (8, 4), (16, 2), (40, 2)):
-        shares = assign_readers([touched_by(list(range(160)))] * num_ranks)
+        shares = assign_readers([touched_by(list(range(160)))] * num_ranks, FAR)
         for rank, share in enumerate(shares):
             assert np.bincount(share.turn[share.reader == rank]).max() == most
+
+
+def test_fewer_reads_make_smaller_turns() -> None:
+    for num_reads, most in ((32, 8), (8, 4), (1, 1)):
+        limits = ReadLimits(num_reads=num_reads)
+        shares = assign_readers([touched_by(list(range(160)))] * 2, limits)
+        assert np.bincount(shares[0].turn[shares[0].reader == 0]).max() == most
 
 
 @given(
@@ -221,7 +249,7 @@ def test_owners_read_whether_they_need_it_or_not(
 ) -> None:
     owners = data.draw(st.lists(st.integers(0, len(touched) - 1), min_size=21, max_size=21))
     shares = assign_to_owners(
-        list(map(touched_by, touched)), lambda windows: np.array(owners)[windows]
+        list(map(touched_by, touched)), FAR, lambda windows: np.array(owners)[windows]
     )
     for rank, share in enumerate(shares):
         needed = {window for of in touched for window in of if owners[window] == rank}
@@ -249,13 +277,13 @@ def test_what_is_decided_for_whom() -> None:
     # Four columns of what was saved by rows: each byte is needed once, and read four times.
     quarter = touched(8, 2)
     local, remote = LOCAL_EXCHANGE_COST, REMOTE_EXCHANGE_COST
-    assert assign_readers_if_cheaper([quarter] * 4, exchange_cost=local) is not None
-    assert assign_readers_if_cheaper([column] * 2, exchange_cost=local) is not None
+    assert assign_readers_if_cheaper([quarter] * 4, FAR, exchange_cost=local) is not None
+    assert assign_readers_if_cheaper([column] * 2, FAR, exchange_cost=local) is not None
     # Replicas on one machine move as much as they spare.
-    assert assign_readers_if_cheaper([replica] * 4, exchange_cost=local) is None
-    assert assign_readers_if_cheaper([replica] * 4, exchange_cost=remote) is not None
+    assert assign_readers_if_cheaper([replica] * 4, FAR, exchange_cost=local) is None
+    assert assign_readers_if_cheaper([replica] * 4, FAR, exchange_cost=remote) is not None
     # Nothing is needed twice.
     apart = [touched(8, 8, range(4)), touched(8, 8, range(4, 8))]
-    assert assign_readers_if_cheaper(apart, exchange_cost=remote) is None
+    assert assign_readers_if_cheaper(apart, FAR, exchange_cost=remote) is None
     nothing = touched_by([])
-    assert assign_readers_if_cheaper([nothing] * 2, exchange_cost=remote) is None
+    assert assign_readers_if_cheaper([nothing] * 2, FAR, exchange_cost=remote) is None

@@ -75,6 +75,11 @@ class TestFlow:
             assert least <= flow.number
             assert flow.size * flow.number <= BYTES_UNDER_WAY
 
+    def test_a_near_server_is_asked_for_less_at_a_time(self) -> None:
+        assert limits_for(0.001, 1 << 40) == ReadLimits(4 * MIB, 512 << 10, 8)
+        for latency in (0.0, 0.005):
+            assert limits_for(latency, 1 << 40) == ReadLimits(8 * MIB, MIB, 16)
+
     def test_a_local_storage_is_read_as_before(self) -> None:
         assert limits_for(None, 1 << 40) == ReadLimits()
 

@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -449,7 +450,7 @@ def _assign_for(share_reads: bool | None, exchange: Exchange, storage: Storage) 
     if share_reads:
         return assign_readers
     cost = REMOTE_EXCHANGE_COST if is_remote(storage) else LOCAL_EXCHANGE_COST
-    return lambda touched: assign_readers_if_cheaper(touched, exchange_cost=cost)
+    return partial(assign_readers_if_cheaper, exchange_cost=cost)
 
 
 def _asked_by_any(stored: StoredState, replies: list[bytes]) -> BoolArray:

@@ -426,9 +426,9 @@ def load_scattered(
         [_owner(number, found, nodes) for number in range(len(found.holders))], dtype=np.int64
     )
 
-    def assign(touched: Sequence[IntArray]) -> list[ReadAssignment]:
+    def assign(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
         return assign_to_owners(
-            touched, lambda windows: owners[files_of_windows(stored.index, windows, ReadLimits())]
+            touched, limits, lambda windows: owners[files_of_windows(stored.index, windows, limits)]
         )
 
     def read(reads: RankReads, on_read: OnRead) -> bool:

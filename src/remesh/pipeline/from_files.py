@@ -90,7 +90,7 @@ def _plan_transfer(
 
     def join(replies: list[bytes]) -> list[bytes]:
         touched = [np.frombuffer(reply, dtype="<i8").reshape(-1, 3) for reply in replies]
-        assignments = assign(touched)
+        assignments = assign(touched, plan.limits)
         if assignments is None:
             return [b""] * exchange.world_size
         return [assignment.encode() for assignment in assignments]

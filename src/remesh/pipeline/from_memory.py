@@ -25,8 +25,8 @@ from remesh.pipeline.transfer import (
     Straight,
     Tasks,
     execute,
+    message_buffers,
     request_regions,
-    shared_message_buffers,
 )
 from remesh.planner import Regions, TransferPlan, numbers_of_messages, turns_of_distances
 from remesh.storage import Buffer
@@ -223,7 +223,7 @@ def plan_between_memories(
         [sources[row] for row in order.tolist()],
         turn[order],
         group_sent,
-        shared_message_buffers(exchange, plan),
+        message_buffers(exchange, plan),
     )
 
 

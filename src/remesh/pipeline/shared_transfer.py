@@ -32,7 +32,7 @@ from remesh.pipeline.read import Destination
 from remesh.pipeline.transfer import (
     BAD,
     GOOD,
-    NUM_SHARED,
+    Arrived,
     MessageBuffers,
     Tasks,
     place_in,
@@ -40,7 +40,7 @@ from remesh.pipeline.transfer import (
 )
 from remesh.pipeline.workers import run_threads
 from remesh.planner import TransferPlan
-from remesh.storage import aligned_buffer
+from remesh.storage import Buffer, aligned_buffer
 
 _PACKED, _UNPACKED, _TRANSFERS = 0, 8, 16
 """Counters: turns packed and unpacked in all transfers together, and transfers begun. They lie in
@@ -126,8 +126,9 @@ def execute_shared(
         work = functools.partial(_work, lanes, threading.Lock(), reading)
         run_threads(min(cores, len(lanes)), work, reading.give_up)
 
-    def unpack(turn: int, sender: int) -> None:
-        attempt(lambda: unpack_from(turn, buffers.seen[sender][turn % NUM_SHARED]))
+    def unpack(number: int, buffer: Buffer) -> None:
+        # The only message of its turn, it begins where the buffer does.
+        attempt(lambda: unpack_from([Arrived(number, buffer, 0)]))
 
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=None)
     place = place_in(index, plan.outgoing, destinations, buffers.leaving)
@@ -148,28 +149,28 @@ def _lanes_of(
     tasks: Tasks,
     buffers: MessageBuffers,
     perform: Callable[[int], bool],
-    unpack: Callable[[int, int], None],
+    unpack: Callable[[int, Buffer], None],
 ) -> list[_Lane]:
     """What a rank has to do, the most urgent first."""
     assert buffers.counters is not None
     counters, own = buffers.counters, buffers.counters[rank]
     before = int(own[_TRANSFERS]) * plan.num_turns
     own[_TRANSFERS] += 1
-    outgoing, incoming = plan.outgoing, plan.incoming
+    outgoing, incoming, num_shared = plan.outgoing, plan.incoming, len(buffers.leaving)
     sent, arriving, start = outgoing.turn.tolist(), incoming.turn.tolist(), outgoing.start.tolist()
 
     def is_free(number: int) -> bool:
         """Whether what the message would replace is unpacked; messages before are free already."""
         return all(
             counters[reader][_UNPACKED] > before + sent[earlier]
-            for earlier in range(max(number - NUM_SHARED, 0), number)
-            if sent[earlier] <= sent[number] - NUM_SHARED
+            for earlier in range(max(number - num_shared, 0), number)
+            if sent[earlier] <= sent[number] - num_shared
             for reader in outgoing.peers[earlier]
         )
 
     def pack(number: int) -> None:
         is_good, turn = perform(number), sent[number]
-        buffers.leaving[turn % NUM_SHARED][start[number]] = GOOD if is_good else BAD
+        buffers.leaving[turn % num_shared][start[number]] = GOOD if is_good else BAD
         own[_PACKED] = before + turn + 1
 
     def has_come(number: int) -> bool:
@@ -178,7 +179,7 @@ def _lanes_of(
 
     def take(number: int) -> None:
         [sender] = incoming.peers[number]
-        unpack(arriving[number], sender)
+        unpack(number, buffers.seen[sender][arriving[number] % num_shared])
         own[_UNPACKED] = before + arriving[number] + 1
 
     return [

@@ -13,12 +13,12 @@ memory. While all open turns are packed, the threads perform the tasks that are 
 Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
 packed once.
 
-Between memories on one machine, messages are packed into memory that the receiver sees as well
-(`remesh.pipeline.shared_buffers`): what is sent is that they are there, and what is sent back is
-that they are unpacked. If that holds for all messages of all ranks, not even this is sent
-(`remesh.pipeline.shared_transfer`). Between machines, long regions are parts of a message that are
-sent by themselves: out of the tensor if the region is contiguous there, and into the tensor if it
-is contiguous at the other end.
+On one machine, messages are packed into memory that the receiver sees as well
+(`remesh.pipeline.shared_buffers`): what is sent is where they are, and what is sent back is that
+they are unpacked. If that holds for all messages from memory to memory of all ranks, not even this
+is sent (`remesh.pipeline.shared_transfer`). From memory to memory between machines, long regions
+are parts of a message that are sent by themselves: out of the tensor if the region is contiguous
+there, and into the tensor if it is contiguous at the other end.
 
 A rank that fails continues to the last turn and marks its messages as bad, so that no rank waits
 for it. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
@@ -33,7 +33,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -50,21 +50,13 @@ from remesh.pipeline.workers import run_threads
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer
 
-NUM_PACKED = 2
-"""Turns whose messages are being packed or sent."""
-
-_LAG = 2
-"""Turns after which a rank says that it has unpacked what it sees in the memory of another."""
-
-NUM_SHARED = _LAG + 1
-"""The same as `NUM_PACKED`, where messages may be seen by other ranks."""
-
 BAD, GOOD = 0, 1
 """What a message begins with."""
 
 IS_ORDERED = platform.machine() in {"x86_64", "AMD64"}
 """Whether other processes see what this one writes into memory in the order of the writes."""
 
+_NOWHERE = -1
 _LOGGER = logging.getLogger("remesh")
 
 
@@ -73,12 +65,12 @@ class MessageBuffers:
     """Memory for the messages of a plan.
 
     Attributes:
-        leaving: For the messages to others, turn by turn.
+        leaving: For the messages to others, turn by turn: a turn more than `num_arriving`.
         arriving: For those that others send.
-        readers: The ranks that see `leaving`, and are sent nothing but that a message is there.
+        readers: The ranks that see `leaving`, and are sent nothing but where a message is there.
         seen: The `leaving` of other ranks that this rank sees.
         counters: Those of this rank and of all that it has to do with, if on all ranks every
-            message is seen: then nothing is sent at all (`remesh.pipeline.shared_transfer`).
+            message is seen: then nothing need be sent at all (`remesh.pipeline.shared_transfer`).
     """
 
     leaving: Sequence[Buffer]
@@ -159,34 +151,25 @@ def request_regions(
     )
 
 
-def message_buffers(plan: TransferPlan) -> MessageBuffers:
-    """Memory for the messages of a plan."""
-    return MessageBuffers(
-        [aligned_buffer(plan.outgoing.buffer_bytes) for _ in range(NUM_PACKED)],
-        [aligned_buffer(plan.incoming.buffer_bytes) for _ in range(plan.num_arriving)],
-        frozenset(),
-        {},
-    )
+def message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuffers:
+    """Memory for the messages of a plan; ranks of this machine see what they get. Collective.
 
-
-def shared_message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuffers:
-    """The same, seen by the ranks of this machine that get messages. Collective.
-
-    In a turn of the plan each rank sends one message at most, and gets one.
+    In a turn each rank sends one message at most to each other rank.
     """
+    num_leaving = plan.num_arriving + 1
     shared: list[SharedBuffers] = []
     seen: dict[int, SeenBuffers] = {}
     senders = {rank for of_message in plan.incoming.peers for rank in of_message}
     readers = {rank for of_message in plan.outgoing.peers for rank in of_message}
 
     def share() -> bytes:
-        shared.append(SharedBuffers(NUM_SHARED, plan.outgoing.buffer_bytes))
+        shared.append(SharedBuffers(num_leaving, plan.outgoing.buffer_bytes))
         return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
 
     def look() -> bytes:
         for rank in sorted(senders | readers):
             offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
-            found = map_buffers(offer, NUM_SHARED, num_bytes)
+            found = map_buffers(offer, num_leaving, num_bytes)
             if found is not None:
                 seen[rank] = found
         return msgspec.msgpack.encode((list(seen), senders | readers == seen.keys()))
@@ -240,7 +223,8 @@ def execute(
         ExchangeError: If a rank died, or did not finish in time.
     """
     if buffers is None:
-        buffers = message_buffers(plan)
+        none = MessageBuffers((), (), frozenset(), {})
+        buffers = message_buffers(exchange, plan) if plan.num_turns else none
     turns = _Turns(exchange, plan, buffers, straight)
     steps = _Steps(tasks.turn, plan.num_turns, len(buffers.leaving))
     place = place_in(index, plan.outgoing, destinations, buffers.leaving)
@@ -268,7 +252,7 @@ def execute(
                     problems.append(unpacked.popleft().exception())
                 turns.swap(turn, are_good=steps.are_good)
                 steps.free(turns.num_free(turn))
-                unpacked.append(pool.submit(unpack, turn, turns.arrived(turn)))
+                unpacked.append(pool.submit(unpack, turns.arrived(turn)))
             problems += [future.exception() for future in unpacked]
             reading.wait_for_all(exchange)
         finally:
@@ -298,50 +282,84 @@ def _wait(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """A message that is there.
+
+    Attributes:
+        number: Its row in `TransferPlan.incoming`.
+        buffer: Where it lies.
+        start: Its first byte there.
+    """
+
+    number: int
+    buffer: Buffer
+    start: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Turns:
     """What ranks send each other turn by turn.
 
-    A rank that sees its message is only told that it is there. That it is unpacked, the rank says
-    `_LAG` turns later: then the buffer is free. So it unpacks while the next turn is swapped.
+    A rank that sees its message is only told where it is. That it is unpacked, the rank says
+    as many turns later as may be arriving: then the buffer is free. So it unpacks while the next
+    turn is swapped.
     """
 
     exchange: Exchange
     plan: TransferPlan
     buffers: MessageBuffers
     straight: Straight | None
+    heads: dict[int, Buffer] = field(default_factory=dict)
 
     def swap(self, turn: int, *, are_good: bool) -> None:
         """Swap the messages of a turn."""
         plan, buffers = self.plan, self.buffers
         outgoing: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
         incoming: list[list[Buffer]] = [[] for _ in range(self.exchange.world_size)]
-        for rank in self._peers(plan.incoming, turn - _LAG, buffers.seen):
+        for rank in self._peers(plan.incoming, turn - plan.num_arriving, buffers.seen):
             outgoing[rank].append(np.zeros(1, np.uint8))
-        for rank in self._readers(turn - _LAG):
+        for rank in self._readers(turn - plan.num_arriving):
             incoming[rank].append(np.zeros(1, np.uint8))
         leaving = buffers.leaving[turn % len(buffers.leaving)]
         leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = GOOD if are_good else BAD
-        straight = self.straight
-        sent, filled = (None, None) if straight is None else (straight.sent, straight.filled)
-        self._add(plan.outgoing, turn, outgoing, leaving, buffers.readers, sent)
+        for number in plan.outgoing.in_turn(turn):
+            start = int(plan.outgoing.start[number]) if are_good else _NOWHERE
+            parts = self._parts(plan.outgoing, number, leaving, is_sent=True)
+            for rank in plan.outgoing.peers[number]:
+                outgoing[rank] += [_head(start)] if rank in buffers.readers else parts
         arriving = buffers.arriving[turn % plan.num_arriving]
-        self._add(plan.incoming, turn, incoming, arriving, buffers.seen, filled)
+        for number in plan.incoming.in_turn(turn):
+            [rank] = plan.incoming.peers[number]
+            if rank in buffers.seen:
+                self.heads[rank] = _head(_NOWHERE)
+                incoming[rank].append(self.heads[rank])
+            else:
+                incoming[rank] += self._parts(plan.incoming, number, arriving, is_sent=False)
         self.exchange.swap(outgoing, incoming)
 
     def num_free(self, turn: int) -> int:
         """Turns whose buffers for leaving messages are free when those of a turn are swapped."""
-        is_seen = any(self._readers(one) for one in range(turn + 1 - _LAG, turn + 1))
-        return max(turn + 1 - _LAG, 0) if is_seen else turn + 1
+        lag = self.plan.num_arriving
+        is_seen = any(self._readers(one) for one in range(turn + 1 - lag, turn + 1))
+        return max(turn + 1 - lag, 0) if is_seen else turn + 1
 
     def _readers(self, turn: int) -> list[int]:
         """The ranks that see what this one sends them in a turn."""
         return self._peers(self.plan.outgoing, turn, self.buffers.readers)
 
-    def arrived(self, turn: int) -> Buffer:
-        """Where the messages of a turn lie that has been swapped."""
-        for rank in self._peers(self.plan.incoming, turn, self.buffers.seen):
-            return self.buffers.seen[rank][turn % NUM_SHARED]
-        return self.buffers.arriving[turn % self.plan.num_arriving]
+    def arrived(self, turn: int) -> list[Arrived]:
+        """The messages of a turn that has just been swapped, as far as they are there."""
+        incoming, found = self.plan.incoming, []
+        for number in incoming.in_turn(turn):
+            [rank] = incoming.peers[number]
+            if rank in self.buffers.seen:
+                buffers, start = self.buffers.seen[rank], int(self.heads[rank].view("<i8")[0])
+            else:
+                buffers, start = self.buffers.arriving, int(incoming.start[number])
+            buffer = buffers[turn % len(buffers)]
+            if start != _NOWHERE:
+                found.append(Arrived(number, buffer, start))
+        return found
 
     @staticmethod
     def _peers(messages: Messages, turn: int, ranks: Container[int]) -> list[int]:
@@ -349,27 +367,22 @@ class _Turns:
         peers = (rank for number in messages.in_turn(turn) for rank in messages.peers[number])
         return [rank for rank in peers if rank in ranks]
 
-    @staticmethod
-    def _add(
-        messages: Messages,
-        turn: int,
-        of_ranks: list[list[Buffer]],
-        buffer: Buffer,
-        shared: Container[int],
-        straight: Mapping[int, Buffer] | None,
-    ) -> None:
-        """Add what of a turn is sent to each rank, or filled by it."""
-        for number in messages.in_turn(turn):
-            start, stop = int(messages.start[number]), int(messages.stop[number])
-            parts = [buffer[start:stop]]
-            if straight is not None:
-                parts = [
-                    straight[row] if row in straight else buffer[begin:end]
-                    for begin, end, row in messages.parts(number)
-                ]
-            for rank in messages.peers[number]:
-                head = np.array([GOOD], np.uint8)
-                of_ranks[rank] += [head] if rank in shared else parts
+    def _parts(
+        self, messages: Messages, number: int, buffer: Buffer, *, is_sent: bool
+    ) -> list[Buffer]:
+        """What of a message is sent, or filled by it."""
+        if self.straight is None:
+            return [buffer[int(messages.start[number]) : int(messages.stop[number])]]
+        straight = self.straight.sent if is_sent else self.straight.filled
+        return [
+            straight[row] if row in straight else buffer[begin:end]
+            for begin, end, row in messages.parts(number)
+        ]
+
+
+def _head(start: int) -> Buffer:
+    """What is sent of a message that the other rank sees: where it begins."""
+    return np.array([start], "<i8").view(np.uint8)
 
 
 def place_in(
@@ -396,8 +409,8 @@ def unpacker(
     destinations: Sequence[Destination],
     writing: Writing,
     is_filled: Container[int],
-) -> Callable[[int, Buffer], None]:
-    """Fills this rank's memory from the messages of a turn, as far as they are good.
+) -> Callable[[Iterable[Arrived]], None]:
+    """Fills this rank's memory from messages, as far as they are good.
 
     Args:
         index: Where the regions lie.
@@ -409,16 +422,17 @@ def unpacker(
     regions, want = _regions_in(index, messages), messages.regions.want.tolist()
     first, start = messages.first.tolist(), messages.start.tolist()
 
-    def unpack(turn: int, buffer: Buffer) -> None:
-        for number in messages.in_turn(turn):
-            if buffer[start[number]] != GOOD:
+    def unpack(arrived: Iterable[Arrived]) -> None:
+        for one in arrived:
+            if one.buffer[one.start] != GOOD:
                 continue
+            ahead = one.start - start[one.number]
             with writing:
-                for row in range(first[number], first[number + 1]):
+                for row in range(first[one.number], first[one.number + 1]):
                     if row in is_filled:
                         continue
                     target, (box, carrier, position) = destinations[want[row]], regions[row]
-                    values = np.ndarray(box.shape, carrier, buffer.data, position)
+                    values = np.ndarray(box.shape, carrier, one.buffer.data, ahead + position)
                     target.memory.copy_in(box.shift(target.offset, -1), values)
 
     return unpack

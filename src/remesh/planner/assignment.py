@@ -17,7 +17,7 @@ import numpy as np
 
 from remesh.geometry import IntArray
 from remesh.index import Index
-from remesh.planner.loading import LoadPlan
+from remesh.planner.loading import LoadPlan, ReadLimits
 
 MAX_SHARERS = 16
 """Ranks that share a read at most; larger groups are divided, which bounds what a turn packs."""
@@ -74,8 +74,9 @@ class ReadAssignment:
         return cls(windows, reader, turn, asked_by, num_turns)
 
 
-Assign = Callable[[Sequence[IntArray]], list[ReadAssignment] | None]
-"""Assigns windows to readers, given the `touched_windows` of each rank; None not to share reads."""
+Assign = Callable[[Sequence[IntArray], ReadLimits], list[ReadAssignment] | None]
+"""Assigns windows to readers, given the `touched_windows` of each rank and how ranks read; None
+not to share reads."""
 
 
 def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
@@ -109,7 +110,7 @@ def is_sharing_cheaper(
 
 
 def assign_readers_if_cheaper(
-    touched: Sequence[IntArray], *, exchange_cost: float
+    touched: Sequence[IntArray], limits: ReadLimits, *, exchange_cost: float
 ) -> list[ReadAssignment] | None:
     """Assign the windows that several ranks touch, if sharing them is cheaper than not to."""
     windows, num_read, num_needed = np.concatenate(touched).T
@@ -125,10 +126,10 @@ def assign_readers_if_cheaper(
     alone, once = int(num_read.sum()), int(read_once.sum())
     if not is_sharing_cheaper(alone, once, int(moved.sum()), exchange_cost=exchange_cost):
         return None
-    return assign_readers(touched)
+    return assign_readers(touched, limits)
 
 
-def assign_readers(touched: Sequence[IntArray]) -> list[ReadAssignment]:
+def assign_readers(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
     """Assign the windows that several ranks touch to those ranks, in turn."""
     rank, window, first, counts = _by_window(touched)
     # Ranks that touch one window are divided into the fewest groups, of nearly equal size.
@@ -140,16 +141,18 @@ def assign_readers(touched: Sequence[IntArray]) -> list[ReadAssignment]:
     size = np.diff(np.append(start, len(window)))
     start, size = start[size > 1], size[size > 1]
     reader = rank[start + np.arange(len(start)) % np.maximum(size, 1)]
-    return _assignments(window, rank, start, size, reader, world_size=len(touched))
+    turn = _turns(reader, size, limits)
+    return _assignments(window, rank, start, size, reader, turn, world_size=len(touched))
 
 
 def assign_to_owners(
-    touched: Sequence[IntArray], owner_of: Callable[[IntArray], IntArray]
+    touched: Sequence[IntArray], limits: ReadLimits, owner_of: Callable[[IntArray], IntArray]
 ) -> list[ReadAssignment]:
     """Assign every window to the one rank that can read it.
 
     Args:
         touched: The windows that each rank touches.
+        limits: How ranks read.
         owner_of: The rank that can read each window.
     """
     rank, window, first, counts = _by_window(touched)
@@ -160,7 +163,8 @@ def assign_to_owners(
     row, rank = np.unique(np.stack([row, rank]), axis=1)
     start = np.searchsorted(row, np.arange(len(first)))
     size = np.diff(np.append(start, len(row)))
-    return _assignments(window[first][row], rank, start, size, owner, world_size=len(touched))
+    turn = _turns(owner, size, limits)
+    return _assignments(window[first][row], rank, start, size, owner, turn, world_size=len(touched))
 
 
 def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -172,19 +176,25 @@ def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArra
     return rank[order], window[order], first, counts
 
 
+def _turns(reader: IntArray, size: IntArray, limits: ReadLimits) -> IntArray:
+    """The turn of each window, given its reader and how many share it."""
+    # Two turns are read at a time. What a rank gets in one grows with the ranks that it gets it of.
+    most = min(TURN_WINDOWS, limits.num_reads // 2, 2 * MAX_SHARERS // int(size.max(initial=1)))
+    turn: IntArray = _num_earlier(reader) // max(1, most)
+    return turn
+
+
 def _assignments(
     window: IntArray,
     rank: IntArray,
     start: IntArray,
     size: IntArray,
     reader: IntArray,
+    turn: IntArray,
     *,
     world_size: int,
 ) -> list[ReadAssignment]:
     """Each rank's part; the sharers of each window are `size` pairs from `start` on."""
-    # What a rank gets in a turn grows with the number of ranks that it gets it from.
-    windows_a_turn = max(1, min(TURN_WINDOWS, 2 * MAX_SHARERS // int(size.max(initial=1))))
-    turn = _num_earlier(reader) // windows_a_turn
     num_turns = int(turn.max(initial=-1)) + 1
     within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
     pair = np.repeat(start, size) + within
