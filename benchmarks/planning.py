@@ -89,7 +89,7 @@ def local_boxes_of(tensors: TensorTable, rank: int, world_size: int) -> BoxesMes
 def parts_of(plan: SavePlan, assignments: list[IntArray]) -> list[list[Part]]:
     """What ranks would say of their files."""
     parts = []
-    num_bytes = plan.boxes.num_bytes
+    num_bytes = plan.cuts.num_bytes.rows
     for rank, rows in enumerate(assignments):
         ends = HEADER_BYTES + np.cumsum(num_bytes[rows])
         positions = ends - num_bytes[rows]
@@ -182,9 +182,10 @@ def measure_transforms() -> list[dict[str, Any]]:
 def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: local_boxes_of(tensors, 0, world_size))
-    messages = [local_boxes_of(tensors, rank, world_size) for rank in range(world_size)]
+    messages = [local_boxes_of(tensors, 0, world_size)]
     # What all ranks share is sent by one of them.
-    messages[1:] = [message.without_shared() for message in messages[1:]]
+    others = range(1, world_size)
+    messages += [local_boxes_of(tensors, rank, world_size).without_shared() for rank in others]
     bytes_sent = len(msgspec.msgpack.encode(messages[-1]))
     decode_seconds, local_boxes = timed(lambda: decode_local_boxes(messages))
     messages.clear()
@@ -192,8 +193,8 @@ def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     local_boxes.clear()
     assign_seconds, assignments = timed(lambda: plan.assignments(world_size))
     parts = parts_of(plan, assignments)
-    num_pieces = len(plan.boxes)
-    index_seconds, index = timed(lambda: build_index(plan.boxes, assignments, parts, {}))
+    num_pieces = len(plan.cuts)
+    index_seconds, index = timed(lambda: build_index(plan.cuts, assignments, parts, {}))
     encode_seconds, encoded = timed(index.encode)
     peak_save = peak_bytes()
     plan, assignments, parts, index = None, [], [], None

@@ -25,7 +25,7 @@ from remesh.index import Index, StoredFile
 from remesh.integrity import WrittenFile, block_digests, hex_digest
 from remesh.safetensors_file import decode_header
 from remesh.storage import MemoryStorage
-from remesh.tables import BoxTable, TensorTable
+from remesh.tables import BoxTable, Cuts, TensorTable
 from tests.test_native import example_document, plain, record_of
 
 # ---------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def write(
         written = WrittenFile(block_digests(np.frombuffer(content, np.uint8)))
         path = native.data_path("id", rank)
         parts.append([part_of(path, num_bytes, positions, written)])
-    return Written(files, native_writer.build_index(boxes, assignments, parts, {}))
+    return Written(files, native_writer.build_index(Cuts.of(boxes), assignments, parts, {}))
 
 
 def written_by_three_ranks() -> Written:

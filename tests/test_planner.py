@@ -96,42 +96,44 @@ def jobs(draw: st.DrawFn) -> list[list[Held]]:
 @given(jobs())
 def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[list[Held]]) -> None:
     plan = plan_of(job)
-    tensors = plan.boxes.tensors
+    boxes, writer = plan.cuts.boxes, plan.writers.rows
+    tensors = boxes.tensors
     everything = {one.name: one for held in job for one in held}
     assert set(tensors.names) == set(everything)
     written = {name: np.zeros(one.shape, dtype=np.int64) for name, one in everything.items()}
-    for row in range(len(plan.boxes)):
-        name, box = tensors.names[plan.boxes.tensor[row]], plan.boxes.box(row)
-        source = job[plan.writer[row]][plan.row[row]]
+    for row in range(len(boxes)):
+        name, box = tensors.names[boxes.tensor[row]], boxes.box(row)
+        source = job[writer[row]][plan.row[row]]
         assert (source.name, source.box) == (name, box)
-        assert tensors.dtype(int(plan.boxes.tensor[row])).name == source.dtype
-        assert tensors.shape(int(plan.boxes.tensor[row])) == source.shape
+        assert tensors.dtype(int(boxes.tensor[row])).name == source.dtype
+        assert tensors.shape(int(boxes.tensor[row])) == source.shape
         written[name][box.slices] += 1
     assert all((count == 1).all() for count in written.values())
-    assert (np.diff(plan.boxes.tensor) >= 0).all()
+    assert (np.diff(boxes.tensor) >= 0).all()
 
 
 @given(jobs())
 def test_assignments_share_the_rows_and_align_them(job: list[list[Held]]) -> None:
     plan, world_size = plan_of(job), len(job)
+    boxes, writer = plan.cuts.boxes, plan.writers.rows
     assignments = plan.assignments(world_size)
     assert len(assignments) == world_size
-    assert sorted(np.concatenate(assignments).tolist()) == list(range(len(plan.boxes)))
+    assert sorted(np.concatenate(assignments).tolist()) == list(range(len(boxes)))
     for rank, rows in enumerate(assignments):
-        assert (plan.writer[rows] == rank).all()
-        itemsizes = plan.boxes.tensors.itemsizes[plan.boxes.tensor[rows]]
-        positions = np.cumsum(plan.boxes.num_bytes[rows]) - plan.boxes.num_bytes[rows]
+        assert (writer[rows] == rank).all()
+        itemsizes = boxes.tensors.itemsizes[boxes.tensor[rows]]
+        positions = np.cumsum(boxes.num_bytes[rows]) - boxes.num_bytes[rows]
         assert (positions % itemsizes == 0).all()
-        assert plan.bytes_per_rank(world_size)[rank] == plan.boxes.num_bytes[rows].sum()
+        assert plan.bytes_per_rank(world_size)[rank] == boxes.num_bytes[rows].sum()
 
 
 @given(jobs())
 def test_a_plan_depends_on_nothing_else(job: list[list[Held]]) -> None:
     one, other = plan_of(job), plan_of(job)
-    assert one.writer.tolist() == other.writer.tolist()
+    assert one.writers.rows.tolist() == other.writers.rows.tolist()
     assert one.row.tolist() == other.row.tolist()
-    assert one.boxes.tensors.names == other.boxes.tensors.names
-    assert one.boxes.offsets.tolist() == other.boxes.offsets.tolist()
+    assert one.cuts.tensors.names == other.cuts.tensors.names
+    assert one.cuts.boxes.offsets.tolist() == other.cuts.boxes.offsets.tolist()
 
 
 def vector(name: str, start: int, size: int, role: Role, *, whole: int = 1000) -> Held:
@@ -168,14 +170,14 @@ def test_boxes_of_few_holders_are_given_away_first() -> None:
 
 def test_nothing_to_save() -> None:
     plan = plan_of([[], []])
-    assert len(plan.boxes) == 0
+    assert len(plan.cuts) == 0
     assert [rows.tolist() for rows in plan.assignments(2)] == [[], []]
     assert plan.bytes_per_rank(2).tolist() == [0, 0]
 
 
 def test_a_rank_may_hold_nothing() -> None:
     plan = plan_of([[], [vector("w", 0, 4, MAIN, whole=4)], []])
-    assert plan.writer.tolist() == [1]
+    assert plan.writers.rows.tolist() == [1]
     assert [len(rows) for rows in plan.assignments(3)] == [0, 1, 0]
 
 

@@ -49,7 +49,7 @@ from remesh.index_columns import (
 )
 from remesh.packing import pack
 from remesh.pieces import MAX_POSITION, PieceRows, Pieces, joined, ranges
-from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
+from remesh.tables import BoxTable, Cuts, TensorTable, decode_columns, encode_columns
 
 __all__ = ["Index", "Piece", "StoredFile", "StoredTensor"]
 
@@ -151,10 +151,21 @@ class Index(Mapping[str, StoredTensor]):
             further: Attributes from `aliases` on.
             named: The same by name.
         """
-        bounds = np.searchsorted(boxes.tensor, np.arange(len(boxes.tensors) + 1))
-        pair = boxes.offsets, boxes.extents
-        pieces = Pieces.of(bounds, pair, file, position, len(files))
-        return cls(boxes.tensors, pieces, files, *further, **named)
+        return cls.of_cuts(Cuts.of(boxes), file, position, files, *further, **named)
+
+    @classmethod
+    def of_cuts(
+        cls,
+        cuts: Cuts,
+        file: IntArray,
+        position: IntArray,
+        files: tuple[StoredFile, ...],
+        *further: Any,
+        **named: Any,
+    ) -> Index:
+        """`of`, where tensors that are cut alike share lists."""
+        pieces = Pieces.of(cuts.offsets, cuts.extents, file, position, len(files))
+        return cls(cuts.tensors, pieces, files, *further, **named)
 
     def __repr__(self) -> str:
         num_files = len(self.files)

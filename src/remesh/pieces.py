@@ -12,6 +12,7 @@ all pieces of a tensor where all files hold alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -23,6 +24,9 @@ import xxhash
 from remesh.geometry import MAX_ELEMENTS, IntArray, row_products
 
 Number = TypeVar("Number", np.int64, np.bool_)
+
+CHUNK_ROWS = 1 << 17
+"""Rows that are worked on at a time; see `chunks`."""
 
 LONG_RANGE = 256
 """Ranges of so many rows on average are copied as such."""
@@ -55,6 +59,20 @@ def joined(values: npt.NDArray[Number], starts: IntArray, lengths: IntArray) -> 
     return np.concatenate(parts)
 
 
+def chunks(lengths: IntArray) -> list[tuple[int, int]]:
+    """First tensor and one past the last of groups of tensors, of about `CHUNK_ROWS` rows each.
+
+    What is large needs memory that is slow when it is new, so long columns are made in chunks.
+
+    Args:
+        lengths: Rows of each tensor.
+    """
+    ends = np.cumsum(lengths)
+    full = np.searchsorted(ends, np.arange(CHUNK_ROWS, int(lengths.sum()), CHUNK_ROWS))
+    inner = np.unique(full[full + 1 < len(lengths)] + 1).tolist()
+    return list(pairwise([0, *inner, len(lengths)]))
+
+
 def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
     """The different rows of some columns.
 
@@ -72,7 +90,7 @@ def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lists:
-    """A list for each tensor, of numbers or of rows of numbers; equal ones are kept once.
+    """A list for each tensor, of numbers or of rows of numbers; what tensors share is kept once.
 
     Attributes:
         number: Which list each tensor has.
@@ -85,30 +103,53 @@ class Lists:
     values: IntArray
 
     @classmethod
-    def of(cls, values: IntArray, bounds: IntArray) -> Lists:
-        """Lists that follow each other, of which equal ones are kept once.
+    def apart(cls, values: IntArray, bounds: IntArray) -> Lists:
+        """Lists that follow each other, one for each tensor.
 
         Args:
             values: The rows of all tensors.
             bounds: First row of each tensor, and the number of rows.
         """
-        values = np.ascontiguousarray(values)
+        return cls(np.arange(len(bounds) - 1), bounds[1:], values)
+
+    @classmethod
+    def of(cls, values: IntArray, bounds: IntArray) -> Lists:
+        """Lists that follow each other, of which equal ones are kept once.
+
+        Arguments are those of `apart`.
+        """
+        return cls.apart(values, bounds).once
+
+    @classmethod
+    def gathered(cls, lists: Iterable[IntArray], no_rows: IntArray) -> Lists:
+        """A list for each tensor, one after the other, of which equal ones are kept once.
+
+        Args:
+            lists: The rows of each.
+            no_rows: An empty list.
+        """
         known: dict[bytes, int] = {}
-        kept: list[slice] = []
+        kept = [no_rows]
         number = []
-        stops = bounds.tolist()
-        for start, stop in pairwise(stops):
-            rows = slice(start, stop)
-            key = xxhash.xxh3_128_digest(values[rows].data) if stop > start else b""
-            number.append(known.setdefault(key, len(kept)))
-            if number[-1] == len(kept):
+        for rows in lists:
+            key = xxhash.xxh3_128_digest(rows.data) if len(rows) else b""
+            number.append(known.setdefault(key, len(known)))
+            if len(known) == len(kept):
                 kept.append(rows)
-        lengths = [rows.stop - rows.start for rows in kept]
-        return cls(
-            np.array(number, dtype=np.int64),
-            np.cumsum(lengths, dtype=np.int64),
-            np.concatenate([values[:0], *(values[rows] for rows in kept)]),
-        )
+        ends = np.cumsum([len(rows) for rows in kept[1:]], dtype=np.int64)
+        return cls(np.array(number, dtype=np.int64), ends, np.concatenate(kept))
+
+    @property
+    def once(self) -> Lists:
+        """The same lists, of which equal ones are kept once, in order of the tensors."""
+        _, first, of = np.unique(self.number, return_index=True, return_inverse=True)
+        used = np.sort(first)
+        starts, lengths = self.among(used).starts.tolist(), self.among(used).lengths.tolist()
+        values = np.ascontiguousarray(self.values)
+        slices = (values[start : start + n] for start, n in zip(starts, lengths, strict=True))
+        found = Lists.gathered(slices, values[:0])
+        number = found.number[np.argsort(np.argsort(first))][of]
+        return Lists(number, found.ends, found.values)
 
     @property
     def columns(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -126,6 +167,11 @@ class Lists:
         """First row in `values` of each tensor's list."""
         starts: IntArray = (self.ends - np.diff(self.ends, prepend=0))[self.number]
         return starts
+
+    @property
+    def rows(self) -> IntArray:
+        """The rows of all tensors."""
+        return joined(self.values, self.starts, self.lengths)
 
     def among(self, tensors: IntArray) -> Lists:
         """The lists of some tensors."""
@@ -150,8 +196,8 @@ class Pieces:
     @classmethod
     def of(
         cls,
-        bounds: IntArray,
-        boxes: tuple[IntArray, IntArray],
+        offsets: Lists,
+        extents: Lists,
         file: IntArray,
         position: IntArray,
         num_files: int,
@@ -159,8 +205,8 @@ class Pieces:
         """The pieces of columns.
 
         Args:
-            bounds: First piece of each tensor, and the number of pieces.
-            boxes: Offset of each piece, and its shape.
+            offsets: Offsets of pieces in their tensors.
+            extents: Their shapes.
             file: Row of the file of each.
             position: First byte of each in its file.
             num_files: Number of files.
@@ -168,13 +214,23 @@ class Pieces:
         in_file = np.full(num_files, MAX_POSITION, dtype=np.int64)
         np.minimum.at(in_file, file, position)
         in_file[in_file == MAX_POSITION] = 0
-        steps = position - in_file[file]
-        has_pieces = np.diff(bounds) > 0
-        in_tensor = np.zeros(len(bounds) - 1, dtype=np.int64)
-        in_tensor[has_pieces] = steps[bounds[:-1][has_pieces]]
-        steps -= np.repeat(in_tensor, np.diff(bounds))
-        columns = (*boxes, file, steps)
-        return cls(tuple(Lists.of(one, bounds) for one in columns), in_file, in_tensor)
+        lengths = offsets.lengths
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
+        in_tensor = np.zeros(len(lengths), dtype=np.int64)
+        filled = np.flatnonzero(lengths)
+        at = bounds[filled]
+        in_tensor[filled] = position[at] - in_file[file[at]]
+
+        def steps_of_tensors() -> Iterator[IntArray]:
+            for start, stop in chunks(lengths):
+                here = slice(int(bounds[start]), int(bounds[stop]))
+                steps = position[here] - in_file.take(file[here])
+                steps -= np.repeat(in_tensor[start:stop], lengths[start:stop])
+                cuts = (bounds[start : stop + 1] - here.start).tolist()
+                yield from (steps[first:last] for first, last in pairwise(cuts))
+
+        files, steps = Lists.of(file, bounds), Lists.gathered(steps_of_tensors(), file[:0])
+        return cls((offsets.once, extents.once, files, steps), in_file, in_tensor)
 
     @property
     def offsets(self) -> Lists:

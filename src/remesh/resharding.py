@@ -387,7 +387,7 @@ def _share_index(exchange: Exchange, mine: RankSavePlan) -> tuple[Index, bytes, 
     def unite(replies: list[bytes]) -> list[bytes]:
         save = mine.on_rank_0
         parts = [msgspec.msgpack.decode(reply, type=list[Part]) for reply in replies]
-        index = build_index(save.boxes, save.assignments, parts, save.document.aliases)
+        index = build_index(save.cuts, save.assignments, parts, save.document.aliases)
         owners = [rank for rank, own in enumerate(parts) for _ in own]
         live = index.without_digests()
         message = (live.encode(), save.document.encode(), owners)

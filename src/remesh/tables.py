@@ -9,7 +9,7 @@ file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from remesh.dtypes import CODE, DTYPES, ITEMSIZES, DType
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import Box, IntArray, pad_dims, row_products
+from remesh.pieces import Lists, distinct
 from remesh.safetensors_file import decode_header, encode_header
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -165,6 +166,55 @@ class BoxTable:
             columns["box.offset"],
             columns["box.shape"],
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """Tensors, and the boxes that each is cut into; those that are cut alike share lists.
+
+    Attributes:
+        tensors: The tensors.
+        offsets: Offsets of the boxes of each tensor, padded with 0.
+        extents: Their shapes, padded with 1.
+    """
+
+    tensors: TensorTable
+    offsets: Lists
+    extents: Lists
+    _boxes: list[BoxTable] = field(init=False, repr=False, default_factory=list)
+
+    @classmethod
+    def of(cls, boxes: BoxTable) -> Cuts:
+        """The cuts of boxes that are sorted by tensor."""
+        bounds = np.searchsorted(boxes.tensor, np.arange(len(boxes.tensors) + 1))
+        offsets, extents = (Lists.apart(rows, bounds) for rows in (boxes.offsets, boxes.extents))
+        return cls(boxes.tensors, offsets, extents)
+
+    def __len__(self) -> int:
+        return int(self.offsets.lengths.sum())
+
+    @property
+    def bounds(self) -> IntArray:
+        """First box of each tensor, and the number of boxes."""
+        return np.concatenate(([0], np.cumsum(self.offsets.lengths)))
+
+    @property
+    def num_bytes(self) -> Lists:
+        """Bytes of the boxes of each tensor."""
+        itemsizes = self.tensors.itemsizes
+        kinds, of = distinct(self.extents.number, itemsizes)
+        extents = self.extents.among(kinds)
+        sizes = row_products(extents.rows) * np.repeat(itemsizes[kinds], extents.lengths)
+        return Lists(of, np.cumsum(extents.lengths), sizes)
+
+    @property
+    def boxes(self) -> BoxTable:
+        """All boxes, sorted by tensor; made when they are first asked for, and may be large."""
+        if not self._boxes:
+            tensor = np.repeat(np.arange(len(self.tensors)), self.offsets.lengths)
+            rows = self.offsets.rows, self.extents.rows
+            self._boxes.append(BoxTable(self.tensors, tensor, *rows))
+        return self._boxes[0]
 
 
 def encode_columns(columns: Columns, metadata: Mapping[str, str] | None = None) -> bytes:

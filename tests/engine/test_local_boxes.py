@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remesh import pieces
 from remesh.checkpoint.local_boxes import decode_local_boxes, encode_local_boxes
 from remesh.errors import CoverageError
 from remesh.geometry import Box, boxes_of_flat_range
@@ -72,7 +73,7 @@ def test_ranks_of_one_model_are_planned_from_one_table() -> None:
     local_boxes = decode_local_boxes([messages[0], *others])
     assert len({id(held.boxes.tensors) for held in local_boxes}) == 1
     plan = plan_save(local_boxes)
-    assert len(plan.boxes) == num_ranks * num_tensors
+    assert len(plan.cuts) == num_ranks * num_tensors
     assert plan.bytes_per_rank(num_ranks).tolist() == [num_tensors * 16] * num_ranks
 
 
@@ -120,14 +121,19 @@ def plans_of(tables: list[BoxTable]) -> list[Callable[[], SavePlan]]:
     ]
 
 
-def test_tensors_that_are_held_alike_are_planned_like_all_others() -> None:
+def test_tensors_that_are_held_alike_are_planned_like_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "CHUNK_ROWS", 50)
     tables = job_of(48, 40)
     assert len({id(held.kind) for held in local_boxes_of(tables)}) == 4
     shared, apart = (plan() for plan in plans_of(tables))
     assert len(shared.copies.box) > 0
     for one, other in (
-        *zip(shared.boxes.columns().values(), apart.boxes.columns().values(), strict=True),
-        (shared.writer, apart.writer),
+        *zip(
+            shared.cuts.boxes.columns().values(), apart.cuts.boxes.columns().values(), strict=True
+        ),
+        (shared.writers.rows, apart.writers.rows),
         (shared.row, apart.row),
         (shared.copies.box, apart.copies.box),
         (shared.copies.rank, apart.copies.rank),
@@ -135,9 +141,10 @@ def test_tensors_that_are_held_alike_are_planned_like_all_others() -> None:
         *zip(shared.assignments(48), apart.assignments(48), strict=True),
     ):
         assert one.tolist() == other.tolist()
-    for number in range(len(shared.boxes)):
-        held = tables[shared.writer[number]]
-        assert held.box(shared.row[number]) == shared.boxes.box(number)
+    assert shared.bytes_per_rank(48).tolist() == apart.bytes_per_rank(48).tolist()
+    assert shared.index_of_holders(48).encode() == apart.index_of_holders(48).encode()
+    for number, (rank, row) in enumerate(zip(shared.writers.rows, shared.row, strict=True)):
+        assert tables[rank].box(row) == shared.cuts.boxes.box(number)
 
 
 def test_what_is_wrong_is_said_of_all_tensors() -> None:

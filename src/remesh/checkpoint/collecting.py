@@ -51,7 +51,7 @@ def plan_files(
     Raises:
         StateError: If the format has no form for something.
     """
-    grid = writer.grid(plan.boxes, document, options)
+    grid = writer.grid(plan.cuts, document, options)
     can_share = isinstance(storage, SharedFiles)
     if not writer.object_names or (can_share and not writer.has_checksums):
         return grid, b""

@@ -191,7 +191,7 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
     writer = writer_of(save.options.format)
     if not writer.has_folder:
         of_rank = (
-            writer.frames(save.boxes, rows, rank, save.save_id, save.grid)
+            writer.frames(save.cuts.boxes, rows, rank, save.save_id, save.grid)
             for rank, rows in enumerate(save.assignments)
         )
         paths = [frame.path for frames in of_rank for frame in frames]

@@ -57,7 +57,7 @@ from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
 from remesh.storage import FileSystemSpace, Storage, is_remote
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class GlobalSavePlan:
     Attributes:
         save_id: Names the save.
         options: What the caller asked for.
-        boxes: The distinct boxes that are stored.
-        assignments: Rows of `boxes` that each rank writes, in the order of its file.
+        cuts: The distinct boxes that are stored.
+        assignments: Rows of these that each rank writes, in the order of its file.
         document: The values of all ranks.
         replaced: The checkpoint that is going to be overwritten, if there is one.
         grid: What the writer of the format makes of the boxes.
@@ -115,7 +115,7 @@ class GlobalSavePlan:
 
     save_id: str
     options: SaveOptions
-    boxes: BoxTable
+    cuts: Cuts
     assignments: Sequence[IntArray]
     document: native.ValuesDocument
     replaced: Existing | None
@@ -125,7 +125,7 @@ class GlobalSavePlan:
         """The save as a writer sees it; with what each rank has written, once it has."""
         return Saved(
             self.save_id,
-            self.boxes,
+            self.cuts,
             self.assignments,
             self.document,
             self.grid,
@@ -424,7 +424,7 @@ class _Rank:
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
-        document = _document_of_all(described, plan.boxes.tensors.names)
+        document = _document_of_all(described, plan.cuts.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
         num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
@@ -438,7 +438,7 @@ class _Rank:
         if holders and self.replaced is not None:
             check_replaced(self.storage, grid, self.replaced)
         self.global_plan = GlobalSavePlan(
-            save_id, self.options, plan.boxes, cache.assignments, document, self.replaced, grid
+            save_id, self.options, plan.cuts, cache.assignments, document, self.replaced, grid
         )
         meets = self.options.meets or bool(writer.object_names)
         meets = meets and world_size > 1 and not is_one_directory(spaces)

@@ -18,18 +18,18 @@ from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.storage import SharedFiles, Storage, list_directory
-from remesh.tables import BoxTable
+from remesh.tables import Cuts
 
 SAFETENSORS, PTH = "exported safetensors", "exported pth"
 
 
-def _safetensors(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+def _safetensors(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
     limit = huggingface_writer.limit_of(options)
-    return huggingface_writer.plan_files(boxes.tensors, document, limit, str(options["name"]))
+    return huggingface_writer.plan_files(cuts.tensors, document, limit, str(options["name"]))
 
 
-def _pth(boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
-    return torch_file_writer.plan_archive(boxes, document, f"{options['name']}.pth")
+def _pth(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+    return torch_file_writer.plan_archive(cuts, document, f"{options['name']}.pth")
 
 
 def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> Existing | None:

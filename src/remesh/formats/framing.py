@@ -20,7 +20,7 @@ from remesh.geometry import Box, IntArray
 from remesh.index import Index
 from remesh.integrity import WrittenFile
 from remesh.storage import Storage
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 Grid = bytes
 """What all ranks must know of the boxes of all ranks, as the writer encodes it."""
@@ -137,8 +137,8 @@ class Saved:
 
     Attributes:
         save_id: Names the save.
-        boxes: The distinct boxes that are stored.
-        assignments: Rows of `boxes` that each rank writes, in the order of its files.
+        cuts: The distinct boxes that are stored.
+        assignments: Rows of these that each rank writes, in the order of its files.
         document: The values of all ranks.
         grid: What the writer's `grid` made of the boxes.
         metadata: What is recorded beside the state.
@@ -147,13 +147,18 @@ class Saved:
     """
 
     save_id: str
-    boxes: BoxTable
+    cuts: Cuts
     assignments: Sequence[IntArray]
     document: ValuesDocument
     grid: Grid
     metadata: Mapping[str, object]
     world_size: int
     parts: Sequence[Sequence[Part]] = ()
+
+    @property
+    def boxes(self) -> BoxTable:
+        """The distinct boxes, a row each."""
+        return self.cuts.boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ class Writer:
     """
 
     name: str
-    grid: Callable[[BoxTable, ValuesDocument, Mapping[str, object]], Grid]
+    grid: Callable[[Cuts, ValuesDocument, Mapping[str, object]], Grid]
     frames: Callable[[BoxTable, IntArray, int, str, Grid], Sequence[Frame]]
     small_files: Callable[[Saved], Sequence[SmallFile | Rename]]
     existing: Callable[[Storage, Mapping[str, object]], Existing | None]
@@ -222,7 +227,7 @@ class Writer:
     options: tuple[str, ...] = ()
 
 
-def no_grid(_boxes: BoxTable, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+def no_grid(_cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """Files that need to know nothing of each other."""
     return b""
 

@@ -36,7 +36,7 @@ from remesh.formats.whole_tensors import (
     written_name,
 )
 from remesh.storage import Storage
-from remesh.tables import BoxTable, TensorTable
+from remesh.tables import Cuts, TensorTable
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors that a file has at most, if nothing is said."""
@@ -104,16 +104,14 @@ def check_is_weights(document: ValuesDocument) -> None:
         )
 
 
-def huggingface_files(
-    boxes: BoxTable, document: ValuesDocument, options: Mapping[str, object]
-) -> Grid:
+def huggingface_files(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> Grid:
     """Where the tensors lie: in several files, if there is much.
 
     Raises:
         StateError: If the state is not weights alone, or the limit is no number.
         UnsupportedValueError: If the files have no name for an element type.
     """
-    return plan_files(boxes.tensors, document, limit_of(options))
+    return plan_files(cuts.tensors, document, limit_of(options))
 
 
 def limit_of(options: Mapping[str, object]) -> int:
@@ -128,14 +126,14 @@ def limit_of(options: Mapping[str, object]) -> int:
     return limit
 
 
-def single_file(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+def single_file(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """Where the tensors lie in a single file.
 
     Raises:
         StateError: If the state is not weights alone.
         UnsupportedValueError: If the file has no name for an element type.
     """
-    return plan_files(boxes.tensors, document, None)
+    return plan_files(cuts.tensors, document, None)
 
 
 def config_and_renames(saved: Saved) -> list[SmallFile | Rename]:
@@ -162,7 +160,7 @@ def small_files(saved: Saved) -> Sequence[SmallFile | Rename]:
 
 def _index_file(saved: Saved, name: str, places: Mapping[str, str]) -> SmallFile:
     """The file that says which tensor lies in which file."""
-    tensors = saved.boxes.tensors
+    tensors = saved.cuts.tensors
     sizes = [tensors.shape(number) for number in range(len(tensors.names))]
     num_elements = [int(np.prod(shape, dtype=np.int64)) for shape in sizes]
     total = {

@@ -33,9 +33,9 @@ from remesh.formats.native import (
 )
 from remesh.geometry import IntArray
 from remesh.index import Index, StoredFile
-from remesh.integrity import BLOCK_SIZE, hex_digest
+from remesh.integrity import BLOCK_SIZE, WrittenFile, hex_digest
 from remesh.storage import Storage
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 
 def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
@@ -70,7 +70,7 @@ def data_header(boxes: BoxTable, rows: IntArray) -> tuple[bytes, IntArray, int]:
 
 
 def build_index(
-    boxes: BoxTable,
+    cuts: Cuts,
     assignments: Sequence[IntArray],
     parts: Sequence[Sequence[Part]],
     aliases: Mapping[str, str],
@@ -78,18 +78,15 @@ def build_index(
     """The index of what all ranks wrote.
 
     Args:
-        boxes: The distinct boxes, sorted by tensor.
-        assignments: Rows of `boxes` that each rank wrote.
+        cuts: The distinct boxes.
+        assignments: Rows of these that each rank wrote.
         parts: What each rank says of its files.
         aliases: Further names of tensors.
     """
-    file = np.zeros(len(boxes), dtype=np.int64)
-    position = np.zeros(len(boxes), dtype=np.int64)
+    file = np.zeros(len(cuts), dtype=np.int64)
+    position = np.zeros(len(cuts), dtype=np.int64)
     files: list[StoredFile] = []
-    digests, first_block = [np.zeros((0, 2), dtype=np.uint64)], [0]
-    begins: list[IntArray] = []
-    sizes: list[int] = []
-    is_compressed = False
+    found: list[WrittenFile] = []
     written = [(rows, part) for rows, own in zip(assignments, parts, strict=True) for part in own]
     for all_rows, part in written:
         numbers = None if part.numbers is None else np.frombuffer(part.numbers, dtype=np.int64)
@@ -97,23 +94,26 @@ def build_index(
         file[rows] = len(files)
         position[rows] = np.frombuffer(part.positions, dtype=np.int64)
         files.append(StoredFile(part.path, part.num_bytes))
-        one = part.written
-        digests.append(one.digests)
-        first_block.append(first_block[-1] + len(one.digests))
-        begin = one.stored_begin
-        begins.append(np.full(len(one.digests), -1) if begin is None else begin)
-        sizes.append(part.num_bytes if one.stored_bytes is None else one.stored_bytes)
-        is_compressed |= begin is not None
-    return Index.of(
-        boxes,
+        found.append(part.written)
+    digests = [np.zeros((0, 2), dtype=np.uint64), *(one.digests for one in found)]
+    compressed: tuple[IntArray, ...] = ()
+    if any(one.stored_begin is not None for one in found):
+        begins = [
+            np.full(len(one.digests), -1) if one.stored_begin is None else one.stored_begin
+            for one in found
+        ]
+        sizes = [part.stored_size for _, part in written]
+        compressed = (np.concatenate(begins), np.array(sizes, dtype=np.int64))
+    return Index.of_cuts(
+        cuts,
         file,
         position,
         tuple(files),
         dict(aliases),
         BLOCK_SIZE,
         np.concatenate(digests),
-        np.array(first_block, dtype=np.int64),
-        *((np.concatenate(begins), np.array(sizes, dtype=np.int64)) if is_compressed else ()),
+        np.cumsum([len(one) for one in digests], dtype=np.int64),
+        *compressed,
     )
 
 
@@ -133,7 +133,7 @@ def values_file(saved: Saved) -> SmallFile:
 def small_files(saved: Saved) -> list[SmallFile]:
     """The index, and the record that refers to everything."""
     values_path, document = values_file(saved)
-    index = build_index(saved.boxes, saved.assignments, saved.parts, saved.document.aliases)
+    index = build_index(saved.cuts, saved.assignments, saved.parts, saved.document.aliases)
     index_path, encoded = f"{data_folder(saved.save_id)}/index.safetensors", index.encode()
     record = CommitRecord(
         format=FORMAT_NAME,

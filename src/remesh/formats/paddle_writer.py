@@ -29,7 +29,7 @@ from remesh.formats.pickle_writer import Global, New, dumps
 from remesh.geometry import Box, IntArray
 from remesh.safetensors_file import encode_header
 from remesh.storage import Storage, list_directory
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 NAME = "paddle_safetensors"
 NUMBER = 0
@@ -65,7 +65,7 @@ def _header(entries: list[tuple[str, DType, Box]]) -> tuple[bytes, list[int]]:
     return encode_header(tensors, {})
 
 
-def no_values(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+def no_values(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """Check that the format has a form for everything.
 
     Raises:
@@ -73,8 +73,8 @@ def no_values(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, 
         UnsupportedValueError: If an element type has no name in the files.
     """
     check_is_weights(document)
-    for number, name in enumerate(boxes.tensors.names):
-        dtype = boxes.tensors.dtype(number)
+    for number, name in enumerate(cuts.tensors.names):
+        dtype = cuts.tensors.dtype(number)
         if dtype.pairs or dtype.is_opaque:
             raise UnsupportedValueError(
                 f"{name}: a safetensors file has no name for elements of type {dtype.name}\nLeave "

@@ -37,7 +37,7 @@ from remesh.geometry import IntArray
 from remesh.index import Index
 from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage, list_with_sizes
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 CONFIG_NAME = "metadata.json"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -50,9 +50,7 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
 
 
-def separation_hint(
-    _boxes: BoxTable, _document: ValuesDocument, options: Mapping[str, object]
-) -> Grid:
+def separation_hint(_cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
     """The option `separation_hint`: what the names of the tensors begin with that lie apart.
 
     Raises:
@@ -165,7 +163,7 @@ def _objects(saved: Saved) -> dict[str, object]:
 
 
 def _tensor_names(saved: Saved) -> list[str]:
-    return [*saved.boxes.tensors.names, *saved.document.aliases]
+    return [*saved.cuts.tensors.names, *saved.document.aliases]
 
 
 def _dcp_path(saved: Saved, name: str) -> tuple[str | int, ...]:
@@ -195,7 +193,7 @@ def _value_file_and_metadata(
     for row in range(len(saved.boxes)):
         box = saved.boxes.box(row)
         chunks.setdefault(int(saved.boxes.tensor[row]), []).append((box, places[row]))
-    tensors = saved.boxes.tensors
+    tensors = saved.cuts.tensors
     numbers = {name: number for number, name in enumerate(tensors.names)}
     numbers |= {alias: numbers[name] for alias, name in saved.document.aliases.items()}
     for name, number in numbers.items():

@@ -24,32 +24,32 @@ from remesh.formats.torch_file import NAME
 from remesh.formats.weight_files import FileTensor
 from remesh.state import Path, assemble
 from remesh.storage import Storage
-from remesh.tables import BoxTable
+from remesh.tables import Cuts
 
 FILE_NAME = "state.pt"
 
 
-def one_archive(boxes: BoxTable, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+def one_archive(cuts: Cuts, document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """Where the tensors lie.
 
     Raises:
         UnsupportedValueError: If the pickle has no form for a value.
     """
-    return plan_archive(boxes, document, FILE_NAME)
+    return plan_archive(cuts, document, FILE_NAME)
 
 
-def plan_archive(boxes: BoxTable, document: ValuesDocument, file_name: str) -> Grid:
+def plan_archive(cuts: Cuts, document: ValuesDocument, file_name: str) -> Grid:
     """Where the tensors lie in a file of this name.
 
     Raises:
         UnsupportedValueError: If the pickle has no form for a value.
     """
-    table = boxes.tensors
+    table = cuts.tensors
     tensors = [
         FileTensor(name, table.dtype(number).name, table.shape(number))
         for number, name in enumerate(table.names)
     ]
-    archive = TorchArchive(tensors, _pickle(boxes, document))
+    archive = TorchArchive(tensors, _pickle(cuts, document))
     places = {
         tensor.name: (0, position)
         for tensor, position in zip(tensors, archive.positions, strict=True)
@@ -60,7 +60,7 @@ def plan_archive(boxes: BoxTable, document: ValuesDocument, file_name: str) -> G
     return whole_tensors.WholeFiles([file], places).encode()
 
 
-def _pickle(boxes: BoxTable, document: ValuesDocument) -> bytes:
+def _pickle(cuts: Cuts, document: ValuesDocument) -> bytes:
     """The nested state."""
     if document.objects:
         raise UnsupportedValueError(
@@ -78,10 +78,10 @@ def _pickle(boxes: BoxTable, document: ValuesDocument) -> bytes:
             ) from error
         leaves[document.path_of(name)] = value
     leaves |= {document.path_of(name): list(items) for name, items in document.lists.items()}
-    names = {name: number for number, name in enumerate(boxes.tensors.names)}
+    names = {name: number for number, name in enumerate(cuts.tensors.names)}
     names |= {alias: names[name] for alias, name in document.aliases.items()}
     for name, number in names.items():
-        tensor = tensor_value(boxes.tensors.dtype(number), boxes.tensors.shape(number), str(number))
+        tensor = tensor_value(cuts.tensors.dtype(number), cuts.tensors.shape(number), str(number))
         leaves[document.path_of(name)] = tensor
     kinds = {tuple(path): kind for path, kind in document.sequences}
     holding = {path[:at] for path in leaves for at in range(len(path))}

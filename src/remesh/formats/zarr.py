@@ -45,7 +45,7 @@ from remesh.formats.torch_dcp_writer import CONFIG_NAME, common_file, config_fil
 from remesh.formats.torch_file import open_archive
 from remesh.geometry import Box, IntArray, strides_of
 from remesh.storage import Storage
-from remesh.tables import BoxTable
+from remesh.tables import BoxTable, Cuts
 
 NAME = "zarr"
 ARRAY_NAME = ".zarray"
@@ -223,9 +223,9 @@ def _step(extent: int, bounds: Sequence[tuple[int, int]]) -> int:
     return longest if not any(bound % longest for bound in inner) else math.gcd(*inner)
 
 
-def grid_of(boxes: BoxTable, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
+def grid_of(cuts: Cuts, _document: ValuesDocument, _options: Mapping[str, object]) -> Grid:
     """The chunk shapes, encoded."""
-    return msgspec.msgpack.encode(chunk_shapes(boxes))
+    return msgspec.msgpack.encode(chunk_shapes(cuts.boxes))
 
 
 def _chunks_in(grid: Grid) -> dict[str, tuple[int, ...]]:
@@ -254,7 +254,7 @@ def frames(boxes: BoxTable, rows: IntArray, _rank: int, _save_id: str, grid: Gri
 
 def small_files(saved: Saved) -> list[SmallFile]:
     """The descriptions of the arrays, the objects, `common.pt` and `metadata.json`."""
-    tensors, chunks = saved.boxes.tensors, _chunks_in(saved.grid)
+    tensors, chunks = saved.cuts.tensors, _chunks_in(saved.grid)
     if saved.document.aliases:
         alias = min(saved.document.aliases)
         raise StateError(

@@ -42,6 +42,7 @@ from remesh.pipeline.workers import run_workers
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter
 from remesh.state import Path as StatePath
 from remesh.storage import Buffer, CopiedFiles, Storage, is_local, open_storage
+from remesh.tables import Cuts
 
 __all__ = ["FileReport", "RepairPlan", "RepairReport", "plan_repair", "repair", "write_repaired"]
 
@@ -364,7 +365,7 @@ def _write_files(plan: RepairPlan, storage: Storage, save_id: str) -> SmallFile:
     parts: list[list[Part]] = []
     saved = Saved(
         save_id,
-        boxes,
+        Cuts.of(boxes),
         assignments,
         plan.document,
         b"",

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from remesh.geometry import BoolArray, IntArray
-from remesh.pieces import Lists, distinct, joined
-from remesh.tables import BoxTable, TensorTable
-
-_CHUNK_ROWS = 1 << 17
+from remesh.pieces import Lists, chunks, distinct, joined
+from remesh.tables import BoxTable, Cuts, TensorTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,16 +122,16 @@ class Distinct:
     """Distinct boxes, sorted by tensor, and the ranks that hold each.
 
     Attributes:
-        boxes: The boxes.
-        first: First row of each box in what follows, and the number of rows; None if it has one.
-        rank: The rank of each holder, sorted by box and rank.
+        cuts: The boxes.
+        first: First holder of each box, and the number of holders; None if each box has one.
+        ranks: The ranks of the holders of the boxes of each tensor, sorted by box and rank.
         row: `Held.row` of each holder.
         by_first: Boxes that the first of their holders must write; None if each has one.
     """
 
-    boxes: BoxTable
+    cuts: Cuts
     first: IntArray | None
-    rank: IntArray
+    ranks: Lists
     row: IntArray
     by_first: BoolArray | None
 
@@ -184,44 +181,34 @@ class Alike:
 
     def expanded(self, found: Distinct) -> Distinct:
         """The distinct boxes of all tensors, given those of the samples."""
-        bounds = np.searchsorted(found.boxes.tensor, np.arange(len(self.sample) + 1))
-        begin, counts = bounds[self.of], np.diff(bounds)[self.of]
-        boxes = BoxTable(
-            self.tensors,
-            np.repeat(np.arange(len(self.tensors)), counts),
-            joined(found.boxes.offsets, begin, counts),
-            joined(found.boxes.extents, begin, counts),
+        cuts = Cuts(
+            self.tensors, found.cuts.offsets.among(self.of), found.cuts.extents.among(self.of)
         )
         first, by_first = None, None
-        holders = bounds
         if found.first is not None and found.by_first is not None:
-            holders = found.first[bounds]
+            begin, counts = found.cuts.bounds[self.of], cuts.offsets.lengths
             num_holders = joined(np.diff(found.first), begin, counts)
             first = np.concatenate(([0], np.cumsum(num_holders)))
             by_first = joined(found.by_first, begin, counts)
-        begin, counts = holders[self.of], np.diff(holders)[self.of]
-        rank = joined(found.rank, begin, counts)
-        row = self._rows(found, begin, counts)
-        return Distinct(boxes, first, rank, row, by_first)
+        ranks = found.ranks.among(self.of)
+        return Distinct(cuts, first, ranks, self._rows(found, ranks), by_first)
 
-    def _rows(self, found: Distinct, begin: IntArray, counts: IntArray) -> IntArray:
+    def _rows(self, found: Distinct, ranks: Lists) -> IntArray:
         """Rows of the boxes of all tensors on the ranks that hold them.
 
         Args:
             found: The distinct boxes of the samples.
-            begin: The first holder in `found` of the boxes of each tensor.
-            counts: How many holders these have.
+            ranks: The ranks that hold those of all tensors.
         """
-        group = self.group[found.rank] * len(self.tensors)
-        ends = np.cumsum(counts)
-        rows = np.empty(int(counts.sum()), dtype=np.int64)
-        # Some tensors at a time, for what is large needs memory that is slow when it is new.
-        chunks = np.searchsorted(ends, np.arange(0, len(rows), _CHUNK_ROWS), side="right")
-        for start, stop in pairwise([*dict.fromkeys(chunks.tolist()), len(counts)]):
+        group = self.group[ranks.values] * len(self.tensors)
+        begin, counts = ranks.starts, ranks.lengths
+        bounds = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.empty(int(bounds[-1]), dtype=np.int64)
+        for start, stop in chunks(counts):
             here = begin[start:stop], counts[start:stop]
             keys = joined(group, *here) + np.repeat(np.arange(start, stop), here[1])
             row = self.starts.take(np.searchsorted(self.keys, keys)) + joined(found.row, *here)
-            rows[ends[start] - counts[start] : ends[stop - 1]] = self.rows.take(row)
+            rows[bounds[start] : bounds[stop]] = self.rows.take(row)
         return rows
 
 

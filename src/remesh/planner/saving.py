@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,10 @@ from remesh.coverage import MAX_SHOWN, check_coverage
 from remesh.errors import CoverageError, StateError
 from remesh.geometry import IntArray
 from remesh.index import Index, StoredFile
+from remesh.pieces import Lists, distinct, ranges
 from remesh.planner.holding import Distinct, Held, LocalBoxes, find_alike, widen
 from remesh.state import Role
-from remesh.tables import BoxTable, TensorTable
+from remesh.tables import BoxTable, Cuts, TensorTable
 
 
 def _no_rows() -> IntArray:
@@ -53,14 +55,14 @@ class SavePlan:
     """Which rank writes which box.
 
     Attributes:
-        boxes: The distinct boxes to store, sorted by tensor.
-        writer: Rank that writes each box.
+        cuts: The distinct boxes to store.
+        writers: Ranks that write the boxes of each tensor.
         row: Row of each box in its writer's boxes.
         copies: Boxes that several ranks hold.
     """
 
-    boxes: BoxTable
-    writer: IntArray
+    cuts: Cuts
+    writers: Lists
     row: IntArray
     copies: Copies = field(default_factory=Copies)
 
@@ -69,35 +71,68 @@ class SavePlan:
 
         Wide elements come first, so that every piece begins at a multiple of its element size.
         """
+        rank = self.writers.values
         # Few ranks have small numbers, which are sorted by their digits.
-        writer = self.writer.astype(np.uint16) if world_size <= 1 << 16 else self.writer
-        itemsizes = self.boxes.tensors.itemsizes
-        if len(np.unique(itemsizes)) > 1:
-            narrowness = (16 - itemsizes).astype(np.uint8)
-            by_size = np.argsort(narrowness[self.boxes.tensor], kind="stable")
-            order = by_size[np.argsort(writer[by_size], kind="stable")]
-        else:
-            order = np.argsort(writer, kind="stable")
-        ends = np.cumsum(np.bincount(self.writer, minlength=world_size))[:-1]
-        return np.split(order, ends)
+        small = rank.astype(np.uint16) if world_size <= 1 << 16 else rank
+        order = np.argsort(small, kind="stable")
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(rank, minlength=world_size))))
+        lengths = np.diff(self.writers.ends, prepend=0)
+        slot = order - np.repeat(self.writers.ends - lengths, lengths)[order]
+        # Ranks that write equally much of each list share the order of their files.
+        lists = Lists.of(np.repeat(np.arange(len(lengths)), lengths)[order], bounds)
+        orders = self._orders(lists)
+        found = []
+        for number, (start, stop) in zip(lists.number, pairwise(bounds.tolist()), strict=True):
+            rows, entry = orders[number]
+            found.append(rows + slot[start:stop].take(entry))
+        return found
+
+    def _orders(self, lists: Lists) -> list[tuple[IntArray, IntArray]]:
+        """The orders of files to which ranks write boxes of all tensors that have certain lists.
+
+        Args:
+            lists: Numbers of lists in `writers`, ascending; one of which a rank writes several
+                boxes occurs as often.
+
+        Returns:
+            For each list of lists, and each box of such a file: the first row of its tensor, and
+            its entry in the list of lists.
+        """
+        by_width = np.argsort(-self.cuts.tensors.itemsizes, kind="stable")
+        by_list = np.argsort(self.writers.number[by_width], kind="stable")
+        rows = self.cuts.bounds[by_width]
+        counts = np.bincount(self.writers.number, minlength=len(self.writers.ends))
+        begin = np.cumsum(counts) - counts
+        found = []
+        for start, stop in pairwise([0, *lists.ends.tolist()]):
+            taken = lists.values[start:stop]
+            place = by_list.take(ranges(begin[taken], counts[taken]))
+            order = np.argsort(place, kind="stable")
+            entry = np.repeat(np.arange(len(taken)), counts[taken])
+            found.append((rows.take(place[order]), entry[order]))
+        return found
 
     def bytes_per_rank(self, world_size: int) -> IntArray:
         """Bytes of tensor data that each rank writes."""
         totals = np.zeros(world_size, dtype=np.int64)
-        np.add.at(totals, self.writer, self.boxes.num_bytes)
+        sizes = self.cuts.num_bytes
+        kinds, of = distinct(sizes.number, self.writers.number)
+        writers, num_alike = self.writers.among(kinds), np.bincount(of, minlength=len(kinds))
+        num_bytes = sizes.among(kinds).rows * np.repeat(num_alike, writers.lengths)
+        np.add.at(totals, writers.rows, num_bytes)
         return totals
 
     def index_of_holders(self, world_size: int) -> Index:
         """An index of all boxes in which file `n` stands for the memory of rank `n`."""
-        sizes = self.boxes.num_bytes
-        order = np.argsort(self.writer, kind="stable")
+        sizes, writer = self.cuts.num_bytes.rows, self.writers.rows
+        order = np.argsort(writer, kind="stable")
         totals = self.bytes_per_rank(world_size)
         ends = np.cumsum(sizes[order])
         starts = np.empty_like(ends)
         starts[order] = ends - sizes[order]
-        starts -= (np.cumsum(totals) - totals)[self.writer]
+        starts -= (np.cumsum(totals) - totals)[writer]
         files = tuple(StoredFile(str(rank), size) for rank, size in enumerate(totals.tolist()))
-        return Index.of(self.boxes, self.writer, starts, files)
+        return Index.of_cuts(self.cuts, writer, starts, files)
 
 
 def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
@@ -119,15 +154,17 @@ def plan_save(local_boxes: Sequence[LocalBoxes]) -> SavePlan:
             found = alike.expanded(_distinct_boxes(alike.held))
     if found is None:
         found = _distinct_boxes(Held.by_all(tensors, local_boxes, rows))
-    boxes, first, rank, row = found.boxes, found.first, found.rank, found.row
+    cuts, first, row = found.cuts, found.first, found.row
     if first is None:
-        return SavePlan(boxes, rank, row)
+        return SavePlan(cuts, found.ranks, row)
+    rank = found.ranks.rows
     num_holders = np.diff(first)
     copied = np.flatnonzero(np.repeat(num_holders > 1, num_holders))
     box = np.repeat(np.flatnonzero(num_holders > 1), num_holders[num_holders > 1])
     copies = Copies(box, rank[copied], row[copied])
-    chosen = choose_writers(boxes.num_bytes, rank, first, len(local_boxes), found.by_first)
-    return SavePlan(boxes, rank[chosen], row[chosen], copies)
+    num_bytes = cuts.num_bytes.rows
+    chosen = choose_writers(num_bytes, rank, first, len(local_boxes), found.by_first)
+    return SavePlan(cuts, Lists.of(rank[chosen], cuts.bounds), row[chosen], copies)
 
 
 def _distinct_boxes(held: Held) -> Distinct:
@@ -161,10 +198,12 @@ def _distinct_boxes(held: Held) -> Distinct:
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)
+    cuts = Cuts.of(boxes)
+    ranks = Lists.apart(rank, first[cuts.bounds])
     if len(rank) == len(boxes):
-        return Distinct(boxes, None, rank, row, None)
+        return Distinct(cuts, None, ranks, row, None)
     by_first = np.maximum.reduceat(roles == Role.FIRST, first[:-1])
-    return Distinct(boxes, first, rank, row, by_first)
+    return Distinct(cuts, first, ranks, row, by_first)
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> tuple[TensorTable, list[IntArray]]:
