@@ -96,7 +96,7 @@ def test_groups_do_not_disturb_each_other() -> None:
 
 def _talk_in_blocks(exchange: Exchange, block: int, padded: int, sizes: list[int]) -> bool:
     # The process is ours alone, so its constants may be changed.
-    module._BLOCK, module._PADDED = block, padded
+    module._BLOCK, module._PADDED, module._SHORT = block, padded, 10
     own = _message(exchange.rank, sizes[exchange.rank])
     everything = [_message(rank, size) for rank, size in enumerate(sizes)]
     is_first = exchange.rank == 0

@@ -1,12 +1,12 @@
 """The exchange of ranks that are processes of a torch process group.
 
-Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. Small
-contributions to an all-gather are padded to the largest and go in one collective; large ones are
-gathered on rank 0 and broadcast from there, which moves each byte there and back but never pads.
-Gathering and scattering are messages between rank 0 and each other rank, in rank order: no rank
-gets bytes that are not for them, and rank 0 holds one block in flight. Whatever the length of
-a message, it moves in blocks, so no count of bytes overflows in a backend and no device has to
-hold a whole message.
+Bytes travel as plain `uint8` tensors, sizes first, so that no rank guesses how much comes. An all-
+gather of short contributions is one collective, in which each goes along with its size; those that
+are longer are padded to the largest and go in a second one; large ones are gathered on rank 0 and
+broadcast from there, which moves each byte there and back but never pads. Gathering and scattering
+are messages between rank 0 and each other rank, in rank order: no rank gets bytes that are not for
+them, and rank 0 holds one block in flight. Whatever the length of a message, it moves in blocks, so
+no count of bytes overflows in a backend and no device has to hold a whole message.
 
 The tensors are on the CPU if the group has a backend for it (gloo does), else on the device of
 the group's backend that is current when the group is made. Use a group that has gloo
@@ -48,6 +48,9 @@ _BLOCK = 64 << 20
 
 _PADDED = 64 << 10
 """Largest contribution, in bytes, to an all-gather that pads, and buffer that shares a message."""
+
+_SHORT = 248
+"""Bytes of a contribution to an all-gather that go with its size."""
 
 _LONGEST_WAIT = 3600.0
 """Seconds that a call waits if the caller gives no limit and the group's own is longer."""
@@ -128,9 +131,15 @@ class TorchGroup:
     def all_gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.all_gather`."""
         with self._explained("all-gather"):
-            sizes = self._all_sizes(len(data))
+            heads = self._all_gather_equal(
+                len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
+            )
+            sizes = [int.from_bytes(head[:8], "little") for head in heads]
+            if max(sizes) <= _SHORT:
+                return [head[8 : 8 + size] for head, size in zip(heads, sizes, strict=True)]
             if max(sizes) <= _PADDED:
-                return self._all_gather_padded(data, sizes)
+                padded = self._all_gather_equal(data.ljust(max(sizes), b"\0"))
+                return [item[:size] for item, size in zip(padded, sizes, strict=True)]
             parts = self._gather(data, sizes)
             joined = self._broadcast(b"".join(parts), sum(sizes))
         if self._rank == 0:
@@ -221,14 +230,12 @@ class TorchGroup:
         self._broadcast_tensor(message)
         return [int(item) for item in message.cpu()]
 
-    def _all_gather_padded(self, data: bytes, sizes: list[int]) -> list[bytes]:
-        largest = max(sizes)
-        if largest == 0:
-            return [b""] * self.world_size
-        own = self._to_tensor(data.ljust(largest, b"\0"))
-        padded = [torch.empty_like(own) for _ in sizes]
-        self._finish(dist.all_gather(padded, own, group=self._group, async_op=True))
-        return [_to_bytes(item)[:size] for item, size in zip(padded, sizes, strict=True)]
+    def _all_gather_equal(self, data: bytes) -> list[bytes]:
+        """What ranks contribute that is equally long on all of them."""
+        own = self._to_tensor(data)
+        items = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._finish(dist.all_gather(items, own, group=self._group, async_op=True))
+        return [_to_bytes(item) for item in items]
 
     def _gather(self, data: bytes, sizes: list[int]) -> list[bytes]:
         """The bytes of all ranks on rank 0; nothing elsewhere."""

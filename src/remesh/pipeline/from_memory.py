@@ -19,8 +19,10 @@ from remesh.geometry import Box, IntArray
 from remesh.index import Index
 from remesh.memory import HostMemory, Memory, contiguous_bytes, copy_box
 from remesh.pipeline.read import Destination, Place, Writing
+from remesh.pipeline.shared_buffers import on_one_machine
 from remesh.pipeline.shared_transfer import execute_shared
 from remesh.pipeline.transfer import (
+    IS_ORDERED,
     MessageBuffers,
     Straight,
     Tasks,
@@ -155,12 +157,12 @@ class MemoryTransfer:
 
         def perform(task: int, _buffer: Buffer, place: Place, writing: Writing) -> int:
             rows = range(bounds[task], bounds[task + 1])
-            for row in rows:
-                if want[row] - num_wanted in sent:
-                    continue
-                (held, part), target = self.sources[row], place(want[row])
-                corner = boxes[row].shift(target.offset, -1)
-                with writing:
+            with writing:
+                for row in rows:
+                    if want[row] - num_wanted in sent:
+                        continue
+                    (held, part), target = self.sources[row], place(want[row])
+                    corner = boxes[row].shift(target.offset, -1)
                     copy_box(memories[held], part, target.memory, corner)
             return sum(sizes[row] for row in rows)
 
@@ -194,7 +196,11 @@ def plan_between_memories(
         for rank in np.unique(owner).tolist()
         if rank != exchange.rank
     }
-    numbers = {rank: numbers_of_messages(index, of_rank) for rank, of_rank in lacking.items()}
+    are_seen = on_one_machine(exchange) and IS_ORDERED
+    numbers = {
+        rank: numbers_of_messages(index, of_rank, are_seen=are_seen)
+        for rank, of_rank in lacking.items()
+    }
     first_turn, asked_by, group_sent = _agree_on_turns(
         exchange,
         {rank: int(of_rank[-1]) + 1 for rank, of_rank in numbers.items()},
@@ -212,7 +218,7 @@ def plan_between_memories(
     plan = TransferPlan(local, outgoing, incoming, first_turn[-1], NUM_ARRIVING)
     taken, turns = plan.taken(num_wanted)
     turn = turns[taken.want]
-    turn[: len(local)] += numbers_of_messages(index, local)
+    turn[: len(local)] += numbers_of_messages(index, local, are_seen=are_seen)
     sources = [*filter(None, here), *filter(None, _find(index, outgoing.regions, held))]
     assert len(sources) == len(taken), f"rank {exchange.rank} does not have what it should have"
     order = np.argsort(turn, kind="stable")

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import IntArray
 from remesh.storage import Buffer, map_memory, touch
 
@@ -81,13 +82,19 @@ class SharedBuffers:
         if self._file is not None:
             token = secrets.token_bytes(_TOKEN_BYTES)
             memory[:_TOKEN_BYTES] = np.frombuffer(token, np.uint8)
-            self.offer = Offer(_machine(), os.getpid(), self._file, size, token)
+            self.offer = Offer(machine(), os.getpid(), self._file, size, token)
 
     def close(self) -> None:
         """Let no further process map the buffers; those that have keep them."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def on_one_machine(exchange: Exchange) -> bool:
+    """Whether all ranks may see each other's buffers, as far as machines go. Collective."""
+    told = set(run_on_all(exchange, lambda: machine().encode()))
+    return len(told) == 1 and told != {b""}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +113,7 @@ def map_buffers(offer: Offer, num_buffers: int, num_bytes: int) -> SeenBuffers |
         num_buffers: How many.
         num_bytes: Bytes of each.
     """
-    if not offer.machine or offer.machine != _machine():
+    if not offer.machine or offer.machine != machine():
         return None
     if offer.num_bytes != mmap.PAGESIZE + num_buffers * num_bytes:
         return None
@@ -138,7 +145,7 @@ def _cut(memory: Buffer, num_buffers: int, num_bytes: int) -> list[Buffer]:
 
 def _memory_file(num_bytes: int) -> int | None:
     """A new file in memory; None if the system has none, or no room for it."""
-    if not _machine():
+    if not machine():
         return None
     try:
         file = os.memfd_create("remesh-messages", os.MFD_CLOEXEC)
@@ -153,7 +160,7 @@ def _memory_file(num_bytes: int) -> int | None:
 
 
 @functools.cache
-def _machine() -> str:
+def machine() -> str:
     """A name of the running kernel and of this process's namespace of processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -28,6 +28,10 @@ MESSAGE_BYTES = 8 << 20
 """A message from memory to memory ends with the region that makes it as long or longer. No region
 is longer than a window of the imaginary files that were planned with."""
 
+SEEN_MESSAGE_BYTES = 2 << 20
+"""The same for messages in shared memory: they cost no round trip, and what is still in the cache
+of the processor is copied sooner."""
+
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""
 
@@ -211,10 +215,17 @@ def decode_request(data: bytes) -> tuple[Regions, IntArray]:
     return regions, columns["turn"]
 
 
-def numbers_of_messages(index: Index, regions: Regions) -> IntArray:
-    """Cut what goes from one memory to another into messages: the number of that of each region."""
+def numbers_of_messages(index: Index, regions: Regions, *, are_seen: bool) -> IntArray:
+    """Cut what goes from one memory to another into messages: the number of that of each region.
+
+    Args:
+        index: Where the regions lie.
+        regions: What goes.
+        are_seen: Whether all messages are in shared memory.
+    """
     sizes = regions.num_bytes(index)
-    numbers: IntArray = (np.cumsum(sizes) - sizes) // MESSAGE_BYTES
+    longest = min(MESSAGE_BYTES, SEEN_MESSAGE_BYTES) if are_seen else MESSAGE_BYTES
+    numbers: IntArray = (np.cumsum(sizes) - sizes) // longest
     return numbers
 
 
