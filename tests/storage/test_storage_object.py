@@ -614,6 +614,18 @@ class TestSlowRequests:
         assert (asyncio.run(in_a_loop()) if inside else Hedge().run(ask)) == 1
         assert cancelled == [0]
 
+    def test_a_thread_keeps_its_event_loop_until_it_ends(self) -> None:
+        hedge, loops = Hedge(), list[asyncio.AbstractEventLoop]()
+
+        async def ask() -> None:
+            loops.append(asyncio.get_running_loop())
+
+        thread = threading.Thread(target=lambda: [hedge.run(ask) for _ in range(2)])
+        thread.start()
+        thread.join()
+        assert loops[0] is loops[1]
+        assert loops[0].is_closed()
+
     def test_a_failure_counts_if_there_is_no_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hedging, "FIRST_SECONDS", 0.0)
         asked: list[int] = []

@@ -34,6 +34,16 @@ _NUM_KEPT = 64
 _Answer = TypeVar("_Answer")
 
 
+class _KeptLoop:
+    """An event loop that is closed when its thread has ended."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def __del__(self) -> None:
+        self.loop.close()
+
+
 class Hedge:
     """How long requests took, and how many were sent again; safe to use from several threads."""
 
@@ -41,6 +51,7 @@ class Hedge:
         self._lock = threading.Lock()
         self._seconds: deque[float] = deque(maxlen=_NUM_KEPT)
         self._num_requests = 0
+        self._of_thread = threading.local()
         self.num_repeated = 0
 
     def run(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
@@ -55,7 +66,9 @@ class Hedge:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(self._first(ask))
+            if threading.current_thread() is threading.main_thread():
+                return asyncio.run(self._first(ask))  # which ends well on Ctrl-C
+            return self._loop().run_until_complete(self._first(ask))
         # Notebooks run the caller in an event loop, which cannot run another one.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._first(ask)).result()
@@ -80,6 +93,13 @@ class Hedge:
         with self._lock:
             self._num_requests += 1
             self._seconds.append(seconds)
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of this thread: to make one takes as long as much of a request."""
+        kept: _KeptLoop | None = getattr(self._of_thread, "kept", None)
+        if kept is None:
+            kept = self._of_thread.kept = _KeptLoop()
+        return kept.loop
 
     async def _first(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
         started = time.monotonic()

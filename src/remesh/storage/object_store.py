@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -120,12 +120,12 @@ class Bucket:
 
     Attributes:
         name: Equal for storages in one bucket.
-        store: The obstore store, rooted at the bucket.
+        open: Gives the obstore store that is rooted at the bucket; to make it takes milliseconds.
         prefix: The prefix, empty or with a slash at its end.
     """
 
     name: str
-    store: ObjectStore
+    open: Callable[[], ObjectStore]
     prefix: str
 
 
@@ -315,7 +315,7 @@ class ObjectStorage:
         if theirs is None or mine.name != theirs.name:
             return False
         try:
-            self._store.copy(mine.store, theirs.prefix + path, mine.prefix + new)
+            self._store.copy(mine.open(), theirs.prefix + path, mine.prefix + new)
         except _FAILURES as error:
             problem = explain("copy", f"{source.url}/{path}", error)
             _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
@@ -545,10 +545,11 @@ def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
         options = _signing(os.environ) if kind is stores.S3Store else {}
         make: Callable[..., ObjectStore] = kind
         make = partial(make, client_options=CLIENT, retry_config=RETRIES, **options)
-        root, store = (make(bucket, prefix=one) for one in (None, prefix))
+        store = make(bucket, prefix=prefix)
     except _FAILURES as error:
         raise explain("open", url, error) from None
     name = f"{type(store).__name__} {bucket}"
+    root = cache(partial(make, bucket, prefix=None))
     return ObjectStorage(url, store, bucket=Bucket(name, root, f"{prefix}/" if prefix else ""))
 
 
