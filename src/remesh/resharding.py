@@ -222,10 +222,15 @@ class Resharder:
             ExchangeError: If a rank died.
         """
         started = time.monotonic()
-        restored = self._push_again()
-        is_again = restored is not None
-        if restored is None:
-            restored, reused = self._push_planned()
+        try:
+            restored = self._push_again()
+            is_again = restored is not None
+            if restored is None:
+                restored, reused = self._push_planned()
+        except BaseException:
+            # Threads of a push that was given up may still write into its buffers.
+            self._transfers, self._last = [], None
+            raise
         _, transfer = self._transfers[-1]
         seconds = time.monotonic() - started
         return ReshardReport(

@@ -397,6 +397,38 @@ def test_weights_are_pushed_again_and_again() -> None:
         assert reports[3].buffer_bytes == 0
 
 
+@pytest.mark.usefixtures("messages")
+def test_a_push_that_failed_is_made_again() -> None:
+    """Not with its buffers, into which its threads may still write."""
+    first = np.arange(600_000.0).reshape(600, 1000)
+
+    def run(exchange: Exchange) -> None:
+        rank, is_failing = exchange.rank, False
+        source = grid("rows", rank, first)
+        target = grid("columns", rank, first * 0)
+
+        def fail(event: Any) -> None:
+            if is_failing and event.point == "load.run_read":
+                raise RuntimeError("no more")
+
+        pushing = remesh.Resharder(source, target, group=exchange, on_event=fail)
+        for step in range(3):
+            kept = [transfer for _, transfer in pushing._transfers]
+            is_failing = rank == 1 and step == 1
+            if step == 1:
+                with pytest.raises(RuntimeError, match="no more"):
+                    pushing.push()
+            is_failing = False
+            source["a"].parts[0].data[...] = first[300 * rank :][:300] + step
+            pushing.push()
+            expected = first[:, 500 * rank :][:, :500] + step
+            np.testing.assert_array_equal(target["a"].parts[0].data, expected)
+            again = [transfer for _, transfer in pushing._transfers]
+            assert (kept == again) == (step == 2)
+
+    run_ranks(2, run)
+
+
 def die_in_a_push(exchange: Exchange) -> None:
     rank, values = exchange.rank, np.ones((3000, 1000))
 
