@@ -138,6 +138,28 @@ class TestUploads:
         with pytest.raises(StorageError, match="part 3 has waited 0 s for part 0"):
             parts.write(30, pattern(1))
 
+    def test_memory_is_used_again_only_when_nothing_refers_to_it(self) -> None:
+        parts = Parts("s3://b/file", 80, 10)
+        content = pattern(80)
+        taken = parts.take()
+
+        def fill(start: int) -> None:
+            lent = parts.lend(start, 10)
+            assert lent is not None
+            lent[:] = content[start : start + 10]
+            parts.filled(start, 10)
+
+        fill(0)
+        held = next(taken)[2:8]  # a part of it is enough
+        for start in range(10, 70, 10):
+            fill(start)
+            assert next(taken).tobytes() == content[start : start + 10].tobytes()
+        assert held.tobytes() == content[2:8].tobytes()
+        assert parts.lend(65, 10) is None  # across two parts
+        parts.write(75, content[75:])  # in memory that had other bytes
+        parts.finish()
+        assert next(taken).tobytes() == bytes(5) + content[75:].tobytes()
+
     def test_abort_frees_who_waits(self) -> None:
         storage = ObjectStorage("memory://x", MemoryStore(), part_bytes=10)
         writer = storage.create("file", 100)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
@@ -21,7 +22,7 @@ from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage, delete_files
+from remesh.storage import SharedFiles, Storage, ask_together, delete_files
 
 
 def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
@@ -107,6 +108,16 @@ def finish(
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
+        others = list(last_steps(save, parts))
+        mark = others.pop() if others else None
+        renames = [step for step in others if isinstance(step, Rename)]
+        small = [step for step in others if not isinstance(step, Rename)]
+
+        def write_one(path: str, data: bytes) -> None:
+            storage.put(path, data, overwrite=not writer.has_folder or save.options.resumes)
+            put.append(path)
+
+        steps = [partial(write_one, path, data) for path, data in small]
         if any(parts[1:]):
             files = (
                 (rank, part.path, part.stored_size)
@@ -114,14 +125,13 @@ def finish(
                 for part in own
             )
             prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
-            check_arrived(storage, prefix, files)
-        others = list(last_steps(save, parts))
-        mark = others.pop() if others else None
-        renames = [step for step in others if isinstance(step, Rename)]
-        small = [step for step in others if not isinstance(step, Rename)]
-        for path, data in small:
-            storage.put(path, data, overwrite=not writer.has_folder or save.options.resumes)
-            put.append(path)
+            look = partial(check_arrived, storage, prefix, files)
+            # What has no folder of its own may replace files of another checkpoint.
+            if writer.has_folder:
+                steps.insert(0, look)
+            else:
+                look()
+        ask_together(storage, steps)
         emit("save.index_written", sum(len(data) for _, data in small))
         storage.sync()
         emit("save.before_commit")

@@ -83,3 +83,20 @@ def check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[
                     "replica\n"
                     "Exactly one rank must have replica_id 0"
                 )
+
+
+def check_metadata(metadata: Mapping[str, object]) -> None:
+    """Check that what is recorded beside the state is a JSON object.
+
+    Raises:
+        StateError: If it is not.
+    """
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise StateError(f"metadata must be a JSON object: {error}") from error
+    if not same:
+        raise StateError(
+            "metadata must be a JSON object\n"
+            "Only strings as keys, and str, int, float, bool, None, lists and dicts as values"
+        )

@@ -23,7 +23,12 @@ import numpy as np
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
 from remesh.checkpoint.collecting import check_replaced, lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
-from remesh.checkpoint.documents import check_names, check_replicas, document_of
+from remesh.checkpoint.documents import (
+    check_metadata,
+    check_names,
+    check_replicas,
+    document_of,
+)
 from remesh.checkpoint.local import (
     LocalTensors,
     describe_local,
@@ -56,7 +61,7 @@ from remesh.integrity import raw_digest
 from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.storage import FileSystemSpace, Storage, is_remote
+from remesh.storage import FileSystemSpace, Storage, asking, connect, is_remote
 from remesh.tables import BoxTable, Cuts
 
 
@@ -286,6 +291,7 @@ def make_save_plan(
     def describe() -> bytes:
         if first is not None:
             first()
+        connect(storage)
         with collector_rests():
             return rank.describe(state)
 
@@ -343,14 +349,23 @@ class _Rank:
         Returns:
             The fingerprints of layout, values, the plan that is kept, and what ranks share.
         """
-        if self.exchange.rank == 0:
-            self.replaced = existing_checkpoint(
-                self.storage,
-                self.options.format,
-                self.options.format_options,
-                overwrite=self.options.overwrite,
-            )
-            _check_metadata(self.options.metadata)
+        if self.exchange.rank != 0:
+            return self.describe_state(state)
+        with asking(self.storage, self.look) as found:
+            described = self.describe_state(state)
+        self.replaced = found()
+        return described
+
+    def look(self) -> Existing | None:
+        """Rank 0: what is replaced?"""
+        check_metadata(self.options.metadata)
+        options = self.options
+        return existing_checkpoint(
+            self.storage, options.format, options.format_options, overwrite=options.overwrite
+        )
+
+    def describe_state(self, state: Any) -> bytes:
+        """What `describe` returns."""
         description = describe_local(state)
         description.tensors = choose_buffers(
             description.tensors, self.options.buffers, self.exchange.rank
@@ -576,16 +591,4 @@ def _check_options(options: Sequence[tuple[str | None, ...]]) -> None:
             f"ranks 0 and {other} disagree about buffers, verify_replicas, format or "
             "compress\n"
             f"They are {options[0]} and {options[other]}; pass the same on all ranks"
-        )
-
-
-def _check_metadata(metadata: Mapping[str, object]) -> None:
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(metadata)) == dict(metadata)
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise StateError(f"metadata must be a JSON object: {error}") from error
-    if not same:
-        raise StateError(
-            "metadata must be a JSON object\n"
-            "Only strings as keys, and str, int, float, bool, None, lists and dicts as values"
         )

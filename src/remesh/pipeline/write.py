@@ -32,7 +32,7 @@ from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk
 from remesh.pipeline.journal import Journal
 from remesh.pipeline.workers import run_workers
-from remesh.storage import Buffer, SharedFiles, Storage, Writer
+from remesh.storage import Buffer, LendingWriter, SharedFiles, Storage, Writer
 
 Compress = Literal["zstd", "auto"]
 """How files are compressed: always, or where it makes writing faster."""
@@ -281,8 +281,29 @@ class ChunkWriter:
         """Whether a chunk is of a file that is a copy."""
         return bool(self.copied) and self._file_of(number) in self.copied
 
-    def write(self, number: int, chunk: Buffer) -> None:
-        """Write a chunk; any thread, any order."""
+    def lend(self, number: int, num_bytes: int) -> Buffer | None:
+        """Memory to fill a chunk in, if the file has some; then `write` gets it."""
+        if not self._is_single or self._codec is not None:
+            return None
+        writer = self._writer_of(0)
+        if not isinstance(writer, LendingWriter):
+            return None
+        return writer.lend(number * CHUNK_SIZE, num_bytes)
+
+    def write(self, number: int, chunk: Buffer, *, is_lent: bool = False) -> None:
+        """Write a chunk; any thread, any order.
+
+        Args:
+            number: Which chunk.
+            chunk: Its bytes.
+            is_lent: Whether they lie in what `lend` gave; then they may change afterwards.
+        """
+        if is_lent:
+            self.accept(number, chunk)
+            writer = self._writer_of(0)
+            assert isinstance(writer, LendingWriter)
+            writer.filled(number * CHUNK_SIZE, len(chunk))
+            return
         for file, position, part in self._parts(number, chunk):
             if self._codec is None:
                 self._writer_of(file).write(position, part)
@@ -453,8 +474,11 @@ def write_stream(
         if journal is not None and _is_written(journal, writer, number, layout, buffer):
             on_chunk(min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
             return
-        chunk = _filled(layout, number, buffer, copies)
-        writer.write(number, chunk)
+        lent = None
+        if journal is None:
+            lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
+        chunk = _filled(layout, number, buffer if lent is None else lent, copies)
+        writer.write(number, chunk, is_lent=lent is not None)
         if journal is not None:
             journal.add(number, raw_digest(chunk.data))
         on_chunk(len(chunk))

@@ -23,6 +23,8 @@ from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
 from remesh.storage.deletion import delete_files as delete_files
 from remesh.storage.distance import ask_together as ask_together
+from remesh.storage.distance import asking as asking
+from remesh.storage.distance import connect as connect
 from remesh.storage.distance import flow_for as flow_for
 from remesh.storage.distance import is_local as is_local
 from remesh.storage.distance import is_remote as is_remote
@@ -36,6 +38,7 @@ from remesh.storage.paths import check_path as check_path
 from remesh.storage.protocol import Buffer as Buffer
 from remesh.storage.protocol import CopiedFiles as CopiedFiles
 from remesh.storage.protocol import FileSystemSpace, Storage, Writer
+from remesh.storage.protocol import LendingWriter as LendingWriter
 from remesh.storage.protocol import SharedFiles as SharedFiles
 from remesh.storage.request_counts import Requests
 from remesh.storage.request_counts import requests_since as requests_since

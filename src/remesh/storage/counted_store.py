@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import obstore
+from obstore.exceptions import BaseError
 
 from remesh.storage.protocol import Buffer
 from remesh.storage.request_counts import Requests
@@ -15,6 +18,12 @@ from remesh.storage.request_counts import Requests
 if TYPE_CHECKING:
     from obstore import Bytes, ListResult, ObjectMeta
     from obstore.store import ObjectStore
+
+NEAR_SECONDS = 0.005
+"""A store that answers sooner is near: connections to it need not be opened in advance."""
+
+CONNECT_SECONDS = 5.0
+"""How long answers are waited for that only open connections."""
 
 PAGE = 1000
 """Entries that a request lists, or files that it removes."""
@@ -100,6 +109,26 @@ class CountedStore:
         found = obstore.head(self._store, path)
         self._note(time.monotonic() - started)
         return found
+
+    async def open_connections(self, path: str, number: int) -> None:
+        """Ask for an object a few times at once; the answers do not matter.
+
+        A store that is near is asked once.
+        """
+
+        async def ask() -> None:
+            self._count(Requests(gets=1))
+            started = time.monotonic()
+            with suppress(BaseError, OSError):
+                await obstore.head_async(self._store, path)
+            self._note(time.monotonic() - started)
+
+        asked = {asyncio.ensure_future(ask())}
+        if (await asyncio.wait(asked, timeout=NEAR_SECONDS))[1]:
+            asked.update(asyncio.ensure_future(ask()) for _ in range(number - 1))
+        _, late = await asyncio.wait(asked, timeout=CONNECT_SECONDS)
+        for one in late:
+            one.cancel()
 
     def attributes(self, path: str) -> Any:
         """The attributes that an object was put with."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -34,6 +36,15 @@ class MeasuredLatency(Protocol):
     @property
     def latency(self) -> float:
         """Seconds of the fastest small request so far; 0 if there was none."""
+        ...
+
+
+@runtime_checkable
+class Connecting(Protocol):
+    """What storages may have besides the methods of `Storage`."""
+
+    def connect(self) -> None:
+        """Open the connections that an upload is going to need, in the background."""
         ...
 
 
@@ -120,3 +131,46 @@ def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -
     with ThreadPoolExecutor(min(len(questions), NUM_TOGETHER)) as threads:
         asked = [threads.submit(question) for question in questions]
     return [answer.result() for answer in asked]
+
+
+def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Ask a storage something: in a thread of its own if it takes a round trip of a network.
+
+    Args:
+        storage: What is asked.
+        question: Asks.
+
+    Returns:
+        Waits for the answer, and raises the failure if there was one.
+    """
+    answer: Future[_Answer] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+            answer.set_exception(error)
+
+    if is_remote(storage):
+        # Threads inherit whether the interpreter waits for them at its exit.
+        threading.Thread(target=ask, name="remesh-ask").start()
+    else:
+        ask()
+    return answer.result
+
+
+@contextmanager
+def asking(storage: Storage, question: Callable[[], _Answer]) -> Iterator[Callable[[], _Answer]]:
+    """`ask_meanwhile` for the time of a block, which does not end before the answer is there."""
+    answer = ask_meanwhile(storage, question)
+    try:
+        yield answer
+    finally:
+        answer()
+
+
+def connect(storage: Storage) -> None:
+    """Let a storage that is a network away open connections while something else is done."""
+    storage = without_views(storage)
+    if isinstance(storage, Connecting):
+        storage.connect()

@@ -11,9 +11,10 @@ How it keeps the promises of `remesh.storage`:
   announces itself by a hidden object of its own, and gives up if it then finds another writer's, or
   the file. Of two writers the one that looks later finds the other, if listings are consistent.
 * `create` is a multipart upload that is fed while the file is written (see `remesh.storage.parts`);
-  a file of one part is a conditional put. Nothing is visible before the upload is completed, and
-  giving up removes its parts. A process that is killed leaves invisible parts behind: let a
-  lifecycle rule of the bucket remove incomplete uploads.
+  a file of one part is a conditional put. Whether the name is free is asked while the upload
+  begins. Nothing is visible before the upload is completed, and giving up removes its parts. A
+  process that is killed leaves invisible parts behind: let a lifecycle rule of the bucket remove
+  incomplete uploads.
 * `copy_from` is a copy on the server, within a bucket of S3 or Google Cloud. A store may refuse it,
   as S3 does above 5 GiB.
 * A request that reads, and is much slower than others, is sent again (`remesh.storage.hedging`).
@@ -29,6 +30,7 @@ into a message.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -46,7 +48,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.storage.counted_store import CountedStore
-from remesh.storage.distance import Flow, ask_together, flow_for
+from remesh.storage.distance import Flow, ask_meanwhile, ask_together, asking, flow_for
 from remesh.storage.hedging import Hedge
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
@@ -281,23 +283,29 @@ class ObjectStorage:
             if path in self._unfinished:
                 raise StorageError(f"{name} exists already: it is being written")
             self._unfinished.add(path)
-        try:
-            if self._exists(path):
-                raise StorageError(f"{name} exists already; choose another place")
-        except BaseException:
-            self._forget(path)
-            raise
         flow = flow_for(num_bytes, self.latency, sizes=PART_BYTES, min_number=NUM_UPLOADS)
         part_bytes = self._part_bytes or flow.size
         if num_bytes > part_bytes * MAX_PARTS:
             part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
 
         def upload(parts: Iterator[Buffer]) -> None:
-            self._upload(path, parts, num_bytes, Flow(part_bytes, flow.number))
+            is_taken = ask_meanwhile(self, partial(self._exists, path))
+
+            def if_free() -> Iterator[Buffer]:
+                if is_taken():
+                    raise StorageError(f"{name} exists already; choose another place")
+                yield from parts
+
+            self._upload(path, if_free(), num_bytes, Flow(part_bytes, flow.number))
 
         return StreamWriter(
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
         )
+
+    def connect(self) -> None:
+        """See `Connecting.connect`."""
+        opening = partial(self._store.open_connections, f"{_HIDDEN}none", NUM_UPLOADS)
+        ask_meanwhile(self, lambda: asyncio.run(opening()))
 
     @property
     def copies_at_once(self) -> bool:
@@ -441,7 +449,11 @@ class ObjectStorage:
         Raises:
             CheckpointExistsError: If another writer is at it.
         """
-        if self._store_honours_conditions():
+        if self._honours_conditions is None:
+            probe = self._find_conditions()
+            with asking(self, partial(self._remove_probe, probe)):
+                return self._put_exclusively(path, data)
+        if self._honours_conditions:
             return self._put_first(path, data)
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
@@ -459,25 +471,36 @@ class ObjectStorage:
         finally:
             self.delete(mine)
 
-    def _store_honours_conditions(self) -> bool:
-        """Whether the store refuses a conditional put of an object that exists."""
-        if self._honours_conditions is None:
-            probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
+    def _find_conditions(self) -> str:
+        """Find out whether a put of an object that exists is refused; returns what to remove."""
+        probe = f"{_HIDDEN}probe-{secrets.token_hex(8)}"
+
+        def is_refused() -> bool:
             try:
                 self._store.put(probe, b"12", only_new=True)
-                self._check_ranges(probe)
-                self._store.put(probe, b"12", only_new=True)
             except AlreadyExistsError:
-                self._honours_conditions = True
-            else:
-                self._honours_conditions = False
-                text = "%s: the store ignores If-None-Match; writers announce themselves instead"
-                _LOGGER.warning(text, self._url)
-            finally:
-                # Without the right to remove objects a save works all the same.
-                with suppress(StorageError):
-                    self.delete(probe)
-        return self._honours_conditions
+                return True
+            return False
+
+        try:
+            # A first put that is refused was repeated after its answer got lost.
+            is_honoured = is_refused()
+            if not is_honoured:
+                with asking(self, partial(self._check_ranges, probe)):
+                    is_honoured = is_refused()
+        except BaseException:
+            self._remove_probe(probe)
+            raise
+        if not is_honoured:
+            text = "%s: the store ignores If-None-Match; writers announce themselves instead"
+            _LOGGER.warning(text, self._url)
+        self._honours_conditions = is_honoured
+        return probe
+
+    def _remove_probe(self, probe: str) -> None:
+        # Without the right to remove objects a save works all the same.
+        with suppress(StorageError):
+            self.delete(probe)
 
     def _check_ranges(self, path: str) -> None:
         """Warn if the store gives whole objects where a part is asked for.

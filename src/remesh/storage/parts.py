@@ -2,24 +2,28 @@
 
 Object stores take a large file as a sequence of parts of one size, several megabytes each, while
 writers bring smaller chunks from several threads, nearly in order. Between them is a window of a
-few parts: a chunk is copied into the parts that it touches, and a part leaves as soon as all parts
-before it have left and it is full. A thread that writes beyond the window waits until it moves,
-which bounds the memory. So a thread has to write the beginning: if the window does not move for a
-long time, those who wait give up with an error.
+few parts: a chunk is copied into the parts that it touches, or filled in place where a part lends
+its memory, and a part leaves as soon as all parts before it have left and it is full. A thread that
+writes beyond the window waits until it moves, which bounds the memory. So a thread has to write the
+beginning: if the window does not move for a long time, those who wait give up with an error.
 
 The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
 is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
-raises, and the upload undoes what it has done.
+raises, and the upload undoes what it has done. The memory of a part is used for another one as soon
+as the upload has dropped the array that it took, so that few pages are touched for the first time.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from remesh.errors import StorageError
+from remesh.storage.buffers import map_memory
 from remesh.storage.protocol import Buffer
 
 WINDOW = 3
@@ -54,6 +58,8 @@ class Parts:
         self._first = 0  # the part that leaves next
         self._buffers: dict[int, Buffer] = {}
         self._missing: dict[int, int] = {}
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        self._unused: deque[Buffer] = deque()
         self._finished = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -66,15 +72,33 @@ class Parts:
         """
         assert 0 <= position <= position + data.size <= self._num_bytes
         while data.size:
-            number, start = divmod(position, self._part_bytes)
-            taken = data[: self._part_bytes - start]
-            buffer = self._buffer(number)
-            buffer[start : start + taken.size] = taken
-            with self._changed:
-                self._missing[number] -= taken.size
-                self._changed.notify_all()
+            taken = data[: self._part_bytes - position % self._part_bytes]
+            lent = self.lend(position, taken.size)
+            assert lent is not None
+            lent[:] = taken
+            self.filled(position, taken.size)
             position += taken.size
             data = data[taken.size :]
+
+    def lend(self, position: int, num_bytes: int) -> Buffer | None:
+        """See `LendingWriter.lend`.
+
+        Raises:
+            StorageError: If the upload has failed, or the window does not move.
+        """
+        number, start = divmod(position, self._part_bytes)
+        if start + num_bytes > self._part_bytes:
+            return None
+        return self._buffer(number)[start : start + num_bytes]
+
+    def filled(self, position: int, num_bytes: int) -> None:
+        """See `LendingWriter.filled`."""
+        number, start = divmod(position, self._part_bytes)
+        with self._changed:
+            if self._failure is None:
+                self._missing[number] -= num_bytes
+                self._ranges[number].append((start, start + num_bytes))
+                self._changed.notify_all()
 
     def finish(self, num_bytes: int | None = None) -> None:
         """Let all parts leave, whether they are full or not.
@@ -118,7 +142,9 @@ class Parts:
                 return None
             size = self._size_of(number)  # of the last part only now
             part = self._open(number)[:size]
-            del self._buffers[number], self._missing[number]
+            if self._missing[number]:
+                _clear_gaps(part, self._ranges[number])
+            del self._buffers[number], self._missing[number], self._ranges[number]
             self._first = number + 1
             self._changed.notify_all()
             return part
@@ -146,9 +172,22 @@ class Parts:
     def _open(self, number: int) -> Buffer:
         if number not in self._buffers:
             size = self._size_of(number)
-            self._buffers[number] = np.zeros(size, np.uint8)
+            self._buffers[number] = self._memory(size)
             self._missing[number] = size
+            self._ranges[number] = []
         return self._buffers[number]
+
+    def _memory(self, size: int) -> Buffer:
+        """An array that is used again once neither it nor a part of it is referred to."""
+        try:
+            memory = self._unused.pop()
+        except IndexError:
+            memory = map_memory(min(self._part_bytes, self._num_bytes))
+        # Parts of an array refer to what it was made of, and so to this one, if that is no array.
+        lent = np.frombuffer(memory.data, np.uint8, size)
+        # The collector may run this anywhere, so nothing here may wait for a lock.
+        weakref.finalize(lent, self._unused.append, memory).atexit = False
+        return lent
 
     def _size_of(self, number: int) -> int:
         return min(self._part_bytes, self._num_bytes - number * self._part_bytes)
@@ -156,6 +195,15 @@ class Parts:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _clear_gaps(part: Buffer, ranges: list[tuple[int, int]]) -> None:
+    """Set to zero what lies in no range of a part."""
+    end = 0
+    for start, stop in sorted(ranges):
+        part[end:start] = 0
+        end = stop
+    part[end:] = 0
 
 
 class StreamWriter:
@@ -193,6 +241,15 @@ class StreamWriter:
         """See `Writer.write`; waits if it is too far ahead of the upload."""
         assert self._open, f"{self._name} is closed"
         self._parts.write(position, data)
+
+    def lend(self, position: int, num_bytes: int) -> Buffer | None:
+        """See `LendingWriter.lend`; waits if it is too far ahead of the upload."""
+        assert self._open, f"{self._name} is closed"
+        return self._parts.lend(position, num_bytes)
+
+    def filled(self, position: int, num_bytes: int) -> None:
+        """See `LendingWriter.filled`."""
+        self._parts.filled(position, num_bytes)
 
     def finish(self, num_bytes: int | None = None) -> None:
         """See `Writer.finish`."""

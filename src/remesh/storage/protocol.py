@@ -66,6 +66,28 @@ class Writer(Protocol):
 
 
 @runtime_checkable
+class LendingWriter(Protocol):
+    """What writers may have besides the methods of `Writer`: memory of the file itself.
+
+    What is filled in place is not copied by `write`.
+    """
+
+    def lend(self, position: int, num_bytes: int) -> Buffer | None:
+        """Memory for a range, to be filled by who called; None if there is none in one piece.
+
+        As with `write`, ranges are disjoint and nearly in order, and this may wait.
+
+        Raises:
+            StorageError: If the storage fails.
+        """
+        ...
+
+    def filled(self, position: int, num_bytes: int) -> None:
+        """Say that the memory of a range is filled; it must not be touched any more."""
+        ...
+
+
+@runtime_checkable
 class Storage(Protocol):
     """Files under one root.
 
@@ -107,7 +129,8 @@ class Storage(Protocol):
 
         Raises:
             NoSpaceError: If there is no room.
-            StorageError: If the file exists already.
+            StorageError: If the file exists already. A storage that is a network away may find
+                that out meanwhile, and raise it when the file is written or finished.
         """
         ...
 

@@ -208,7 +208,7 @@ class StorageConformance:
     def test_create_does_not_replace(self, storage: Storage) -> None:
         _write(storage, "file", _pattern(10))
         with pytest.raises(StorageError, match=r"file.*exists"):
-            storage.create("file", 10)
+            _write(storage, "file", _pattern(11))
         assert storage.read("file") == _pattern(10).tobytes()
 
     def test_one_writer_at_a_time(self, storage: Storage) -> None:
