@@ -1,13 +1,13 @@
 """Live resharding: remesh, storage, whole tensors, and the link's limit.
 
 The state is that of `benchmarks.save_load`, every tensor a DTensor. `limit` is the same processes
-moving the same bytes raw: every rank sends every other one what that lacks, as one batch of
-`isend` and `irecv` of contiguous memory that is there already. What a rank has itself is no part
-of the limit, and is copied by all others. `pushed again` is a kept `remesh.Resharder`, which hands
-messages over in memory that both ranks see; `over the network` is the same through sockets, as
-between machines; `reshard` plans each time, `save and load` goes through a directory, and `whole
-tensors` makes each with `full_tensor()` and takes this rank's columns out of it. All take turns
-within each round; the figures are medians over the rounds.
+moving the same bytes raw: every rank sends every other one what that lacks, as one batch of `isend`
+and `irecv` of contiguous memory that is there already. What a rank has itself is no part of the
+limit, and is copied by all others, also by `limit with local copies`. `pushed again` is a kept
+`remesh.Resharder`, which hands messages over in memory that both ranks see; `over the network` is
+the same through sockets, as between machines; `reshard` plans each time, `save and load` goes
+through a directory, and `whole tensors` makes each with `full_tensor()` and takes this rank's
+columns out of it. All take turns within each round; the figures are medians over the rounds.
 
 Reported beside wall time: seconds relative to the limit, CPU seconds of all ranks together and
 relative to those of the limit, bytes that travelled for each byte that a rank lacked, and the
@@ -126,6 +126,24 @@ def raw_exchange(table: list[list[int]]) -> Callable[[], None]:
     return move
 
 
+def local_copies(source: State, target: State) -> Callable[[], None]:
+    """Every rank copies what it has itself."""
+    held, wanted = boxes_of(source), boxes_of(target)
+    pairs = []
+    for name in held.keys() & wanted.keys():
+        (own, _), (box, _) = held[name], wanted[name]
+        common = own.intersect(box)
+        if common is not None:
+            into = target[name].to_local()[common.relative_to(box).slices]
+            pairs.append((into, source[name].to_local()[common.relative_to(own).slices]))
+
+    def copy() -> None:
+        for into, values in pairs:
+            into.copy_(values)
+
+    return copy
+
+
 def through_whole_tensors(source: State, target: State) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for name, tensor in source.items():
@@ -144,8 +162,10 @@ def contestants_of(case: str, source: State, target: State, place: Path) -> dict
     with mock.patch.object(shared_buffers, "machine", return_value=""):
         sending.push()
     pushing.push()
+    move, copy = raw_exchange(bytes_between(source, target)), local_copies(source, target)
     found = {
-        "limit": raw_exchange(bytes_between(source, target)),
+        "limit": move,
+        "limit with local copies": lambda: (move(), copy()),
         "pushed again": pushing.push,
         "pushed again, over the network": sending.push,
         "reshard": lambda: remesh.reshard(source, target, cast=casts),

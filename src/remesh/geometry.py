@@ -100,7 +100,10 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box; an empty box is in every box."""
-        return other.size == 0 or self.intersect(other) == other
+        return other.size == 0 or all(
+            a <= b and b + n <= a + m
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
 
     def shift(self, by: Sequence[int], sign: int = 1) -> Box:
         """This box moved by `by` (backwards for `sign` -1)."""
