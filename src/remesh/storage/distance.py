@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -128,9 +129,19 @@ def ask_together(storage: Storage, questions: Sequence[Callable[[], _Answer]]) -
     """
     if len(questions) < 2 or not is_remote(storage):
         return [question() for question in questions]
-    with ThreadPoolExecutor(min(len(questions), NUM_TOGETHER)) as threads:
-        asked = [threads.submit(question) for question in questions]
-    return [answer.result() for answer in asked]
+    answers: list[Future[_Answer]] = [Future() for _ in questions]
+    left = deque(zip(questions, answers, strict=True))
+
+    def ask_some() -> None:
+        with suppress(IndexError):  # from the empty queue
+            while True:
+                _ask(*left.popleft())
+
+    for _ in range(min(len(questions), NUM_TOGETHER) - 1):
+        _begin(ask_some)
+    ask_some()
+    wait(answers)
+    return [answer.result() for answer in answers]
 
 
 def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable[[], _Answer]:
@@ -144,19 +155,29 @@ def ask_meanwhile(storage: Storage, question: Callable[[], _Answer]) -> Callable
         Waits for the answer, and raises the failure if there was one.
     """
     answer: Future[_Answer] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(question())
-        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
-            answer.set_exception(error)
-
-    if is_remote(storage):
-        # Threads inherit whether the interpreter waits for them at its exit.
-        threading.Thread(target=ask, name="remesh-ask").start()
-    else:
-        ask()
+    if not (is_remote(storage) and _begin(lambda: _ask(question, answer))):
+        _ask(question, answer)
     return answer.result
+
+
+def _ask(question: Callable[[], _Answer], answer: Future[_Answer]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        answer.set_exception(error)
+
+
+def _begin(action: Callable[[], None]) -> bool:
+    """Do something in a thread of its own, if the system gives one; returns whether it does.
+
+    A pool of threads takes nothing once the interpreter ends, when saves may still be under way.
+    """
+    try:
+        # Threads inherit whether the interpreter waits for them at its exit.
+        threading.Thread(target=action, name="remesh-ask").start()
+    except (RuntimeError, MemoryError):
+        return False
+    return True
 
 
 @contextmanager
