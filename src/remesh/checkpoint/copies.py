@@ -176,9 +176,8 @@ def _compare(
     """
     levels = np.zeros(len(copies.rank), np.int64)
     digests = np.zeros(len(copies.rank), f"V{DIGEST_BYTES}")
-    for rank, reply in enumerate(replies):
-        mine = np.flatnonzero(copies.rank == rank)
-        levels[mine] = comparison.levels(local_boxes[rank].role_of_boxes[copies.row[mine]])
+    for held, mine, reply in zip(local_boxes, copies.by_rank(len(replies)), replies, strict=True):
+        levels[mine] = comparison.levels(held.role_of_boxes[copies.row[mine]])
         digests[mine[levels[mine] > 0]] = np.frombuffer(reply, f"V{DIGEST_BYTES}")
     order = np.flatnonzero(levels)
     order = order[np.lexsort((copies.rank[order], copies.box[order], levels[order]))]

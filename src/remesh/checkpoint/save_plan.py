@@ -471,7 +471,7 @@ class _Rank:
                 _WriteAssignment(
                     save_id,
                     None if self.is_known else plan.row[rows].tobytes(),
-                    None if self.is_known else plan.copies.rows_of(rank).tobytes(),
+                    None if self.is_known else plan.copies.row[shared].tobytes(),
                     not self.is_known,
                     compares,
                     meets,
@@ -479,7 +479,7 @@ class _Rank:
                     holders,
                 )
             )
-            for rank, rows in enumerate(cache.assignments)
+            for rows, shared in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True)
         ]
 
     def comparison(self, looks: bool) -> Comparison:

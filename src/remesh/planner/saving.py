@@ -44,10 +44,10 @@ class Copies:
     rank: IntArray = field(default_factory=_no_rows)
     row: IntArray = field(default_factory=_no_rows)
 
-    def rows_of(self, rank: int) -> IntArray:
-        """Rows of a rank's boxes that other ranks hold as well."""
-        rows: IntArray = self.row[self.rank == rank]
-        return rows
+    def by_rank(self, world_size: int) -> list[IntArray]:
+        """Rows of these that each rank holds, ascending."""
+        order = np.argsort(self.rank, kind="stable")
+        return np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
