@@ -64,7 +64,7 @@ from remesh.planner import (
 )
 from remesh.progress import showing
 from remesh.state import Description
-from remesh.storage import Requests, Storage, is_remote, latency_of, requests_since
+from remesh.storage import Requests, Storage, connect, is_remote, latency_of, requests_since
 from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
@@ -146,6 +146,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     place = place_of(path)
     storage = place.storage
     requests = requests_since(storage)
+    connect(storage)
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})

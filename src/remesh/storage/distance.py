@@ -45,7 +45,7 @@ class Connecting(Protocol):
     """What storages may have besides the methods of `Storage`."""
 
     def connect(self) -> None:
-        """Open the connections that an upload is going to need, in the background."""
+        """Open connections that are going to be needed, in the background."""
         ...
 
 
