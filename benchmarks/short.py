@@ -66,7 +66,7 @@ def of_incremental(result: Any) -> Iterator[Row]:
 def of_reshard(result: Any) -> Iterator[Row]:
     of = {row["contestant"]: row for row in result["rows"]}
     for name, row in of.items():
-        if name != "limit":
+        if not name.startswith("limit"):
             yield row_of(f"{row['ranks']} ranks, live, {name}", of["limit"], row, None)
 
 
