@@ -74,6 +74,28 @@ def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: st
         training.communicate()
 
 
+def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path) -> None:
+    # The kernel takes the environment away first, by which the guard finds processes, then closes
+    # files; this one takes long.
+    own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), str(tmp_path), ""]
+    hold = "os.posix_fallocate(os.memfd_create('held'), 0, 512 << 20)"
+    script = f"import os; {hold}; print(flush=True); input()"
+    training = subprocess.Popen(
+        [*own, sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert training.stdout is not None
+    try:
+        training.stdout.readline()
+        assert guard.kill_groups(str(tmp_path), 60) == []
+        assert not is_alive(training.pid)
+    finally:
+        training.kill()
+        training.communicate()
+
+
 def run_wrapper(directory: Path, script: str, processes: int) -> Command:
     """Start an agent whose processes are those of a wrapper script."""
     wrapper = directory / "wrapper.sh"

@@ -36,7 +36,7 @@ SECONDS = 60.0
 
 
 def kill_groups(directory: str, seconds: float) -> list[int]:
-    """Kill all processes of the training, and wait until they are gone.
+    """Kill all processes of the training, and wait until they have ended.
 
     Args:
         directory: The agent's directory for heartbeats, which their environment names.
@@ -46,12 +46,30 @@ def kill_groups(directory: str, seconds: float) -> list[int]:
         The ids of the processes that are left: they are stuck in the kernel.
     """
     deadline = time.monotonic() + seconds
-    while (pids := _find(directory)) and time.monotonic() < deadline:
-        for pid in pids:
+    killed: dict[int, str] = {}
+    while True:
+        found = _find(directory)
+        for pid in found:
+            killed.setdefault(pid, _began(pid))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # The environment is gone first, then memory, files and devices are given back.
+        left = [pid for pid, began in killed.items() if began and _began(pid) == began]
+        if not (found or left) or time.monotonic() >= deadline:
+            return left
         time.sleep(0.01)
-    return pids
+
+
+def _began(pid: int) -> str:
+    """When a process began, which no other process of its number did; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            status = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    state, num_threads, began = status[0], status[17], status[19]
+    # A process whose first thread has ended has not, as long as it has others.
+    return "" if state in {b"Z", b"X"} and int(num_threads) <= 1 else began.decode()
 
 
 def _find(directory: str) -> list[int]:
