@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def test_anything_else_is_refused(program: Any, says: str) -> None:
     with pytest.raises(TransformError) as caught:
         Transform(program)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [r"{\2}\1.\1", r"\g<2>\1", r"\1\\1", r"\1\071", "{0}"])
+def test_regular_expressions_replace_as_re_sub_does(text: str) -> None:
+    pattern, name = re.compile(r"(a)(b)?"), "xab.a"
+    expected = pattern.sub(text, name)
+    assert str(Transform({pattern: text}).bind([name])) == str(Transform({name: expected}))
 
 
 GIVEN: list[Any] = [Transform("a -> b"), "a -> b", ["a -> b"], {"a": "b"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -123,8 +124,8 @@ def _some_names() -> Iterator[list[Resolved | None]]:
     """Samples of worlds however small; what came of them."""
     found: list[Resolved | None] = []
 
-    def noted(*arguments: Any) -> Resolved | None:
-        found.append(expanded.expanded(*arguments))
+    def noted(*arguments: Any, **options: Any) -> Resolved | None:
+        found.append(expanded.expanded(*arguments, **options))
         return found[-1]
 
     with (
@@ -136,7 +137,7 @@ def _some_names() -> Iterator[list[Resolved | None]]:
         yield found
 
 
-def _resolve(text: str, sources: Infos, targets: Infos, options: dict[str, Any]) -> Resolved | str:
+def _resolve(text: Any, sources: Infos, targets: Infos, options: dict[str, Any]) -> Resolved | str:
     try:
         return Transform(text).resolve(sources, targets, **options)
     except TransformError as error:
@@ -217,6 +218,47 @@ def test_a_large_model_is_resolved_from_a_sample(text: str) -> None:
     assert whole == [found]
     with _every_name():
         expected = Transform(text).resolve(sources, targets, with_outputs=True)
+    _assert_same(found, expected)
+
+
+def _turned(name: str) -> str:
+    """Experts on another axis, counted from the next layer."""
+    return re.sub(r"layers\.(\d+)\.experts", lambda m: f"blocks.{(int(m[1]) + 1) % 11}.e", name)
+
+
+EXPERTS = re.compile(r"layers\.(\d+)\.experts\.(\d+)")
+
+
+@pytest.mark.parametrize(
+    "renames",
+    [
+        {"m.": "net."},
+        {"": "all.", "m.layers.3.": None},
+        {"m.layers.": "m.blocks.", "optimizer.": "opt.", "m.layers.7.experts.2.": "m.special."},
+        {EXPERTS: r"e.\2.{l}.\1", "m.layers.2.experts.1.up": None},
+        _turned,
+        {name: EXPERTS.sub(r"blocks.\1.e.\2", name) for name in _model(11, 7)},
+        {name: _turned(name) for name in _model(11, 7) if name.startswith("m.")},
+        # Names that take each other's, and one that stays.
+        {
+            name: name.replace(".up", ".x").replace(".gate", ".up").replace(".x", ".gate")
+            for name in _model(11, 7)
+            if ".0." not in name
+        }
+        | {"m.layers.0.experts.3.up": "m.layers.0.experts.3.up"},
+    ],
+)
+def test_renames_of_a_few_names_stand_for_all(renames: Any) -> None:
+    sources = _model(11, 7)
+    made = Transform(renames).resolve(sources).targets
+    # What is deleted keeps its value, if it is a target.
+    targets = {**made, **{name: info for name, info in sources.items() if ".layers.3." in name}}
+    options = {"with_outputs": True}
+    with _every_name():
+        expected = _resolve(renames, sources, targets, options)
+    with _some_names() as whole:
+        found = _resolve(renames, sources, targets, options)
+    assert whole == [found] != [None]
     _assert_same(found, expected)
 
 

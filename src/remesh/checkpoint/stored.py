@@ -119,6 +119,17 @@ class StoredState:
         return self._children.get(path, [])
 
 
+def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> ReadLimits:
+    """How each of the ranks that load a checkpoint reads its share.
+
+    Args:
+        index: What is stored.
+        latency: See `latency_of`; the same on all ranks.
+        num_ranks: How many load.
+    """
+    return limits_for(latency, sum(file.num_bytes for file in index.files) // num_ranks)
+
+
 def read_boxes(
     storage: Storage, index: Index, boxes: Sequence[tuple[str, Box]]
 ) -> list[CarrierArray]:

@@ -17,6 +17,7 @@ statement touches are treated as without a transformation.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,8 +178,8 @@ class TransformedState:
             if new != name and new.startswith(name_of((*path, "")))
         ]
         prefix = name_of(path) + "." if path else ""
-        start = int(np.searchsorted(self._made, prefix))
-        for name in self._made[start:]:
+        for place in range(bisect_left(self._made, prefix), len(self._made)):
+            name = self._made[place]
             if not name.startswith(prefix):
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
@@ -272,9 +273,8 @@ def describe_transformed(
 
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
-        bound = transform.bind([*stored.index, *stored.document.values])
-        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True, resizes=resizes)
-        names = TransformedState(stored, bound, outputs, outputs)
+        outputs = _resolve(stored, transform, tables, cast=cast, with_outputs=True, resizes=resizes)
+        names = TransformedState(stored, transform, outputs, outputs)
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 

@@ -6,20 +6,23 @@ stands for a target, with the numbers of the target put back into the names of s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from remesh.geometry import IntArray
 from remesh.transform.numbered import Sample, may_be_numbered
+from remesh.transform.renames import Renames
 from remesh.transform.resolved import Plan, Resolved
 from remesh.transform.tensor_info import Infos
+
+_MAX_RECENT = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plans(Mapping[str, Plan]):
-    """The plans of all targets.
+    """The plans of all targets; a few that were asked for last are remembered.
 
     Attributes:
         sample: The names that stand for all.
@@ -32,10 +35,19 @@ class Plans(Mapping[str, Plan]):
     few: Mapping[str, Plan]
     targets: Infos
     kept: Collection[str]
+    _recent: dict[str, Plan] = field(init=False, repr=False, default_factory=dict)
 
     def __getitem__(self, name: str) -> Plan:
-        if name not in self:
-            raise KeyError(name)
+        plan = self._recent.get(name)
+        if plan is None:
+            if name not in self:
+                raise KeyError(name)
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            plan = self._recent[name] = self._plan(name)
+        return plan
+
+    def _plan(self, name: str) -> Plan:
         first, own = self.sample.stand_in_of(name)
         plan = self.few[first]
         if first == name:
@@ -59,6 +71,9 @@ def expanded(
     sample: Sample,
     sources: Infos,
     targets: Infos,
+    *,
+    renames: Renames,
+    order: Iterable[str],
 ) -> Resolved | None:
     """A transformation of all names; None if names of different numbers turn out to be related.
 
@@ -69,6 +84,8 @@ def expanded(
         sample: The names that stand for all.
         sources: All sources.
         targets: All targets that are given.
+        renames: What becomes of sources of the sample, if each source has a statement of its own.
+        order: All sources, in the order of these statements.
     """
     if found.missing or found.conflicts or not _is_sound(found, kept, sample):
         return None
@@ -83,12 +100,12 @@ def expanded(
         for own in sample.all_names(name)
     }
     whole: Infos = {**left, **made, **targets}
-    all_kept = {
-        own: f"{sample.own_name(kept[name][0], dict(_numbers(sample, own)))!r} is {kept[name][1]}"
-        for name in kept
-        if sample.is_stand_in(name)
-        for own in sample.all_names(name)
-    }
+    deletions = names.deletions(renames, order, sides[0]) if kept and renames else {}
+    all_kept = {}
+    for name, (touched, how) in kept.items():
+        for own in sample.all_names(name) if sample.is_stand_in(name) else ():
+            own_touched = sample.own_name(touched, dict(_numbers(sample, own)))
+            all_kept[own] = f"{own_touched!r} is {deletions.get(own_touched, how)}"
     return Resolved(
         sources,
         whole,
@@ -142,3 +159,16 @@ class _Names:
         chosen = np.flatnonzero(np.array(flags, dtype=np.bool_)[of])
         for row, stand_in in zip(chosen.tolist(), own[chosen].tolist(), strict=True):
             yield self.all[rows.start + row], self.all[stand_in]
+
+    def deletions(self, renames: Renames, order: Iterable[str], rows: range) -> dict[str, str]:
+        """Sources that are deleted by statements of their own, and by which; see `expanded`."""
+        new_names = set(renames.values())
+        # See `rename_statements`: names that are also new ones are read first.
+        first = {old for old, new in renames.items() if old in new_names and new not in (old, None)}
+        num_first = sum(1 for _ in self.of(first, rows))
+        deleted = {own for own, _ in self.of({old for old in renames if not renames[old]}, rows)}
+        ordered = (name for name in order if name in deleted)
+        return {
+            name: f"deleted by statement {number}"
+            for number, name in enumerate(ordered, num_first + 1)
+        }

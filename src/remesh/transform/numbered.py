@@ -14,6 +14,10 @@ its numbers if a `*` stands for them, a placeholder has an offset, or a statemen
 the placeholder. A number that a statement writes out is like no other. Names whose optimizer states
 may begin with a number (`state.0.exp_avg`) are not sampled at all.
 
+A transformation that only renames, by a rule or by a statement for each name, is seen in what
+becomes of the names. Numbers are alike only if names that have them are renamed alike: a number of
+the new name is one of the old name's, on the same axis then, or is written out.
+
 Names are looked at by the column, with all digits blanked out, for there may be a million.
 """
 
@@ -30,6 +34,7 @@ import numpy.typing as npt
 from remesh.geometry import BoolArray, IntArray
 from remesh.pieces import distinct
 from remesh.transform.optimizer_state import SLOTS
+from remesh.transform.renames import Renaming
 from remesh.transform.syntax import STAR, Name, Statement, Wildcard
 from remesh.transform.tensor_info import Infos
 
@@ -91,8 +96,8 @@ class Sample:
         sources: The sources that are kept.
         targets: The targets that are kept.
         axes: The axis of each component before a number.
-        first: The first number of the kind of each, by axis and number.
-        members: The numbers of each kind, by axis and first number.
+        first: The first number of the kind of each that is like others, by axis and number.
+        members: The numbers of each of these kinds, by axis and first number.
         stand_in: For each name, sources before targets, the row of the name that stands for it.
     """
 
@@ -103,20 +108,21 @@ class Sample:
     members: Mapping[str, Mapping[str, Sequence[str]]]
     stand_in: IntArray
 
-    def numbers_of(self, name: str) -> Iterator[tuple[int, str, str]]:
-        """Components of a name that are numbers of an axis: their places, axes and the numbers."""
-        parts = name.split(".")
-        for place in range(1, len(parts)):
-            axis = self.axes.get(parts[place - 1])
-            if axis is not None and parts[place].isdecimal() and parts[place].isascii():
-                yield place, axis, parts[place]
+    def numbers_of(self, name: str) -> list[tuple[int, str, str]]:
+        """Components of a name that are numbers like others: their places, axes and the numbers."""
+        axes, first = self.axes, self.first
+        return [
+            (place, axes[word], part)
+            for place, (word, part) in enumerate(pairwise(name.split(".")), 1)
+            if word in axes and part in first[axes[word]]
+        ]
 
     def stand_in_of(self, name: str) -> tuple[str, dict[str, str]]:
         """The name that stands for a name, and the name's own numbers, by axis."""
         parts, own = name.split("."), {}
         for place, axis, number in self.numbers_of(name):
             own[axis] = number
-            parts[place] = self.first[axis].get(number, number)
+            parts[place] = self.first[axis][number]
         return ".".join(parts), own
 
     def own_name(self, name: str, own: Mapping[str, str]) -> str:
@@ -132,8 +138,8 @@ class Sample:
 
     def all_names(self, name: str) -> Iterator[str]:
         """The names that a name stands for."""
-        found = list(self.numbers_of(name))
-        choices = [self.members[axis].get(number, (number,)) for _, axis, number in found]
+        found = self.numbers_of(name)
+        choices = [self.members[axis][number] for _, axis, number in found]
         parts = name.split(".")
         for numbers in product(*choices):
             for (place, _, _), number in zip(found, numbers, strict=True):
@@ -141,7 +147,7 @@ class Sample:
             yield ".".join(parts)
 
     def is_among(self, source: str, target: str) -> bool:
-        """Whether a source has no number on an axis other than those of a target."""
+        """Whether a source has no number like others but those of a target."""
         known = {axis: number for _, axis, number in self.numbers_of(target)}
         return all(known.get(axis) == number for _, axis, number in self.numbers_of(source))
 
@@ -152,10 +158,12 @@ def sampled(
     targets: Infos,
     owners: Mapping[str, str],
     aliases: Mapping[str, str],
+    *,
+    renaming: Renaming | None = None,
 ) -> Sample | None:
     """Some names of each kind; None if these would be most names.
 
-    Arguments are those of `resolve`.
+    Arguments are those of `resolve`; where all that is done is renaming, no statements are needed.
     """
     num_names = len(sources) + len(targets)
     if num_names < MIN_NAMES or len(statements) * NAMES_A_GROUP > num_names:
@@ -168,8 +176,16 @@ def sampled(
         if found is None or (len(groups) + len(found)) * NAMES_A_GROUP > num_names:
             return None
         groups += found
+    words = [group.words for group in groups]
     literals = [*owners, *owners.values(), *aliases, *aliases.values()]
-    axes, pinned = _axes(statements, groups, literals)
+    moves = _Moves([], [], {})
+    if renaming is not None:
+        renamed = renaming.all_renamed(sources)
+        found = None if renamed is None else _renamed(groups, *renamed, moves)
+        if found is None or (len(groups) + len(moves.words)) * NAMES_A_GROUP > num_names:
+            return None
+        groups = found
+    axes, pinned = _axes(statements, words, literals, moves)
     left, chosen = groups, dict[str, tuple[IntArray, IntArray]]()
     for axis in dict.fromkeys(axes.values()):
         numbers = {word: pinned.get(word, set()) for word in axes if axes[word] == axis}
@@ -179,7 +195,7 @@ def sampled(
         return None
     kept = [names[row] for row in rows.tolist()]
     num_kept = int(np.searchsorted(rows, len(sources)))
-    texts = {axis: [_text(one) for one in pair] for axis, pair in chosen.items()}
+    texts = {axis: [_text(one) for one in _shared(*pair)] for axis, pair in chosen.items()}
     members: dict[str, dict[str, list[str]]] = {axis: {} for axis in texts}
     for axis, (numbers_of_axis, firsts) in texts.items():
         for number, first in zip(numbers_of_axis, firsts, strict=True):
@@ -206,7 +222,10 @@ def _codes(sources: Infos, targets: Infos) -> IntArray:
         np.fromiter(map(id, infos), np.int64, len(infos)), return_index=True, return_inverse=True
     )
     known: dict[object, int] = {}
-    small = [known.setdefault(infos[row], len(known)) for row in first.tolist()]
+    small = [
+        known.setdefault(info and (info.dtype, info.shape, info.num_pieces), len(known))
+        for info in map(infos.__getitem__, first.tolist())
+    ]
     codes: IntArray = 2 * np.array(small, dtype=np.int64)[of]
     codes[len(sources) :] += 1
     return codes
@@ -226,14 +245,14 @@ def _groups(names: Sequence[str], codes: IntArray, before: int) -> list[_Group] 
     lines = text.translate(_BLANKED).split(b"\n")
     if len(lines) != len(names) or b"\0" in text or b"\1" in text:
         return None
-    known: dict[bytes, int] = {}
-    form = np.fromiter((known.setdefault(line, len(known)) for line in lines), np.int64, len(lines))
+    known = {line: number for number, line in enumerate(dict.fromkeys(lines))}
+    form = np.fromiter(map(known.__getitem__, lines), np.int64, len(lines))
     if len(known) > _MAX_GROUPS:
         return None
     lengths = np.fromiter(map(len, lines), np.int64, len(lines))
     starts = np.cumsum(lengths + 1) - lengths - 1
     data = np.frombuffer(text, np.uint8)
-    order = np.argsort(form, kind="stable")
+    order = np.argsort(form.astype(np.uint16), kind="stable")
     bounds = np.searchsorted(form[order], np.arange(len(known) + 1)).tolist()
     parts: dict[bytes, list[tuple[tuple[str, ...], IntArray, IntArray]]] = {}
     for number, line in enumerate(known):
@@ -331,18 +350,103 @@ def _text(values: IntArray) -> list[str]:
     return [str(value)[1:] for value in values.tolist()]
 
 
+def _shared(numbers: IntArray, first: IntArray) -> tuple[IntArray, IntArray]:
+    """Numbers that are like others, and the first of their kind."""
+    _, of, counts = np.unique(first, return_inverse=True, return_counts=True)
+    is_shared = counts[of] > 1
+    return numbers[is_shared], first[is_shared]
+
+
+# ---------------------------------------------------------------------------------------------
+# Renames
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """How the numbers of names go on in new names.
+
+    Attributes:
+        words: The component before each number, of each form of new names.
+        same: Words before a number of a new name, and before the same number of the old one.
+        pinned: Numbers of new names that are none of the old name's, by the word before them.
+    """
+
+    words: list[tuple[str, ...]]
+    same: list[tuple[str, str]]
+    pinned: dict[str, set[int]]
+
+
+def _renamed(
+    groups: Sequence[_Group],
+    renamed: Sequence[str | None],
+    has_rename: Sequence[bool],
+    moves: _Moves,
+) -> list[_Group] | None:
+    """Groups whose keys are equal only for names that are renamed alike.
+
+    Args:
+        groups: The groups, those of sources first.
+        renamed: What becomes of each source.
+        has_rename: Whether a source is renamed at all, if to the same name.
+        moves: Gets how the numbers of the names go on.
+
+    Returns:
+        None if the new names have too many forms, or numbers that cannot be sampled.
+    """
+    num_sources = len(renamed)
+    is_gone = np.array([new is None for new in renamed], dtype=np.bool_)
+    changed = np.flatnonzero(np.array(has_rename, dtype=np.bool_) & ~is_gone)
+    texts = [renamed[row] or "" for row in changed.tolist()]
+    found = _groups(texts, np.zeros(len(texts), dtype=np.int64), 0)
+    if found is None:
+        return None
+    kinds = is_gone.astype(np.uint64)
+    of, place = (np.zeros(num_sources, dtype=np.int64) for _ in range(2))
+    for number, group in enumerate(groups):
+        if len(group.rows) and group.rows[0] < num_sources:
+            of[group.rows], place[group.rows] = number, np.arange(len(group.rows))
+    for number, new in enumerate(found):
+        moves.words.append(new.words)
+        all_rows = changed[new.rows]
+        kinds[all_rows] = _mixed_one(number)
+        for before in np.unique(of[all_rows]).tolist():
+            here = of[all_rows] == before
+            rows, numbers, old = all_rows[here], new.numbers[here], groups[before]
+            old_numbers = old.numbers[place[rows]]
+            for column, word in enumerate(new.words):
+                values = numbers[:, column]
+                equal = np.flatnonzero((old_numbers == values[:, None]).all(axis=0)).tolist()
+                if equal:
+                    known = [old.words[n] for n in equal]
+                    moves.same.append((word, word if word in known else known[0]))
+                else:
+                    moves.pinned.setdefault(word, set()).update(values.tolist())
+                    kinds[rows] = _mixed(kinds[rows] + values.astype(np.uint64))
+    return [
+        replace(group, keys=_mixed(group.keys + kinds[group.rows]))
+        if len(group.rows) and group.rows[0] < num_sources
+        else group
+        for group in groups
+    ]
+
+
 # ---------------------------------------------------------------------------------------------
 # Axes
 # ---------------------------------------------------------------------------------------------
 
 
 def _axes(
-    statements: Sequence[Statement], groups: Sequence[_Group], literals: Iterable[str]
+    statements: Sequence[Statement],
+    words_of_groups: Sequence[tuple[str, ...]],
+    literals: Iterable[str],
+    moves: _Moves,
 ) -> tuple[dict[str, str], dict[str, set[int]]]:
     """The axis of each word whose numbers may be left out, and numbers that are like no others."""
-    words = {word: word for group in groups for word in group.words}
+    words_of_groups = [*words_of_groups, *moves.words]
+    words = {word: word for group in words_of_groups for word in group}
     frozen: set[str] = set()
-    pinned: dict[str, set[int]] = {}
+    pinned = moves.pinned
     for text in literals:
         _pin(text, pinned)
 
@@ -352,6 +456,8 @@ def _axes(
             word = words[word]
         return word
 
+    for word, other in moves.same:
+        words[root(word)] = root(other)
     for statement in statements:
         names = [name for name in (*statement.left, *statement.right) if not name.is_nothing]
         found = [_wildcards_of(name, pinned) for name in names]
@@ -363,8 +469,8 @@ def _axes(
                 words[root(word)] = root(known[0])
             if not is_free:
                 frozen.update(known)
-    for group in groups:
-        roots = [root(word) for word in group.words]
+    for group in words_of_groups:
+        roots = [root(word) for word in group]
         frozen.update(one for one in roots if roots.count(one) > 1)
     unsampled = {root(word) for word in frozen}
     axes = {word: root(word) for word in list(words)}

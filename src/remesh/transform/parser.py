@@ -105,6 +105,29 @@ def parse(program: Program) -> tuple[Statement, ...]:
     return tuple(parsed)
 
 
+def single_renames(program: object, *, literal: bool) -> dict[str, str | None] | None:
+    """A dict of renames that is certain to have statements, one or two for each name.
+
+    None if the program is something else, has placeholders, or may be malformed.
+
+    Args:
+        program: A program.
+        literal: Whether no name holds placeholders, and what becomes None is deleted.
+    """
+    if not isinstance(program, Mapping):
+        return None
+    renames: dict[Any, Any] = dict(program)
+    new_names = [new for new in renames.values() if new is not None or not literal]
+    names = [*renames, *new_names]
+    if not {type(name) for name in names} <= {str} or "" in names:
+        return None
+    text = "\n".join(names)
+    if text.count("\n") >= len(names) or ("'" in text and '"' in text):
+        return None
+    is_plain = literal or not ("*" in text or "$" in text)
+    return renames if is_plain and len(set(new_names)) == len(new_names) else None
+
+
 def rename_statements(renames: Mapping[Any, Any], *, literal: bool = False) -> list[str]:
     """The statements of a dict of renames, which happen all at once.
 
@@ -126,12 +149,13 @@ def rename_statements(renames: Mapping[Any, Any], *, literal: bool = False) -> l
         if new in old_of:
             raise TransformError(f"{old_of[new]!r} and {old!r} are both renamed to {new!r}")
         old_of[new] = old
-    forms = {_form(new) for new in old_of}
-    wildcard_forms = {_form(new) for new in old_of if "$" in new and not literal}
+    has_wildcards = not literal and any("$" in name for pair in renames.items() for name in pair)
+    forms = {_form(new) for new in old_of} if has_wildcards else set()
+    wildcard_forms = {_form(new) for new in old_of if "$" in new} if has_wildcards else set()
     first, rest = [], []
     for old, new in renames.items():
         own = old_of.get(old)
-        reassigned = _form(old) in (forms if "$" in old and not literal else wildcard_forms)
+        reassigned = has_wildcards and _form(old) in (forms if "$" in old else wildcard_forms)
         source = old
         if reassigned or (own is not None and own != old):
             source = f"_renamed.{old}"

@@ -47,8 +47,10 @@ from remesh.transform.inverse import COPY
 from remesh.transform.layout import Layout
 from remesh.transform.numbered import sampled
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
+from remesh.transform.parser import parse, rename_statements
 from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
+from remesh.transform.renames import Renaming
 from remesh.transform.resolved import Plan, Resolved
 from remesh.transform.sources import Sources, info_from_states
 from remesh.transform.syntax import Name, Statement
@@ -58,10 +60,11 @@ _MAX_HINTS = 10
 
 
 def resolve(
-    statements: Sequence[Statement],
+    statements: Callable[[], Sequence[Statement]],
     sources: Infos,
     targets: Infos | None,
     *,
+    renaming: Renaming | None,
     owners: Mapping[str, str],
     aliases: Mapping[str, str],
     original: Sequence[Statement] | None = None,
@@ -71,7 +74,8 @@ def resolve(
 ) -> Resolved:
     """See `Transform.resolve`.
 
-    `original` are the statements that `statements` undo, if they do.
+    `statements` gives the statements of all names; `renaming` is not None if these only rename.
+    `original` are the statements that they undo, if they do.
     """
     undone = _Undone(
         None
@@ -81,19 +85,27 @@ def resolve(
         ).execute()
     )
     options = _Options(cast, with_outputs, resizes)
+
+    def resolver(said: Sequence[Statement], some: Infos, wanted: Infos | None) -> _Resolver:
+        return _Resolver(said, some, wanted, owners, aliases, undone, options=options)
+
     if original is None and targets is not None:
-        sample = sampled(statements, sources, targets, owners, aliases)
-        if sample is not None:
-            few = _Resolver(
-                statements, sample.sources, sample.targets, owners, aliases, undone, options=options
-            )
-            # What is wrong is said of all names.
-            with suppress(TransformError):
+        said = statements() if renaming is None else ()
+        sample = sampled(said, sources, targets, owners, aliases, renaming=renaming)
+        # What is wrong is said of all names.
+        with suppress(TransformError):
+            if sample is not None:
+                renames = {} if renaming is None else renaming.among(sample.sources)
+                said = said or parse(rename_statements(renames, literal=True))
+                few = resolver(said, sample.sources, sample.targets)
                 found = few.run()
-                whole = expanded(found, few.kept, sample, sources, targets)
+                order = () if renaming is None else renaming.order(sources)
+                whole = expanded(
+                    found, few.kept, sample, sources, targets, renames=renames, order=order
+                )
                 if whole is not None and few.is_clear:
                     return whole
-    return _Resolver(statements, sources, targets, owners, aliases, undone, options=options).run()
+    return resolver(statements(), sources, targets).run()
 
 
 _Groups = list[tuple[Step, ...]]

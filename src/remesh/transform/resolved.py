@@ -178,6 +178,8 @@ class Resolved:
             return ()
         plan = self.plans[target]
         assert plan.node is not None
+        if checks and isinstance(plan.node, Leaf):
+            return ()
         origins = [origin for origin in plan.node.origins(box) if origin.is_check == checks]
         regions = []
         for origin in origins:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import NoneType
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -56,6 +57,8 @@ def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     """
     if isinstance(tensors, Index):
         return _infos_of_index(tensors)
+    if {type(info) for info in tensors.values()} <= {TensorInfo, NoneType}:
+        return dict(cast("Infos", tensors))
     return {
         name: info
         if info is None or isinstance(info, TensorInfo)
