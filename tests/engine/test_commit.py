@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from obstore.store import MemoryStore
 
 import remesh
 from remesh.errors import RankFailedError, RemeshError
@@ -13,6 +15,7 @@ from remesh.events import SAVE_POINTS, Event
 from remesh.exchange import Exchange
 from remesh.geometry import Box
 from remesh.storage import LocalStorage, MemoryStorage, Storage
+from remesh.storage.object_store import ObjectStorage
 from remesh.testing import (
     Died,
     FaultInjector,
@@ -67,11 +70,17 @@ def stored_value(place: Storage | Path) -> float:
     return value
 
 
+def in_objects() -> Storage:
+    """An object store, into which the files of `save_value` are uploaded in several parts."""
+    return ObjectStorage("memory://x", MemoryStore(), part_bytes=100)
+
+
+@pytest.mark.parametrize("make", [MemoryStorage, in_objects])
 @pytest.mark.parametrize(("rank", "point"), CASES)
 def test_an_error_anywhere_reaches_all_ranks_and_keeps_the_old_checkpoint(
-    rank: int, point: str
+    rank: int, point: str, make: Callable[[], Storage]
 ) -> None:
-    storage = MemoryStorage()
+    storage = make()
     run_ranks(WORLD_SIZE, save_value, storage, 1.0, FaultInjector())
     files_before = storage.list()
     faults = FaultInjector().fail_at(rank, point)

@@ -28,7 +28,7 @@ from remesh.planner import (
 from remesh.planner.assignment import (
     MAX_SHARERS,
     SHARING_BYTES,
-    TURN_WINDOWS,
+    TURN_BYTES,
     is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
@@ -221,7 +221,7 @@ def test_the_assignment_of_readers(touched: list[list[int]]) -> None:
     for rank, share in enumerate(shares):
         assert set(share.asked_by.tolist()) == asking[rank]
         read = share.turn[share.reader == rank]
-        assert (np.bincount(read, minlength=1) <= TURN_WINDOWS).all()
+        assert (np.bincount(read, minlength=1) * FAR.window_bytes <= TURN_BYTES).all()
     assert len({share.num_turns for share in shares}) == 1
 
 

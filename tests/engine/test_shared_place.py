@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from obstore.store import MemoryStore
 
 import remesh
 from remesh.checkpoint import sharing
@@ -16,6 +17,7 @@ from remesh.errors import NotSharedError
 from remesh.events import emitter, ignore
 from remesh.exchange import Exchange
 from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
+from remesh.storage.object_store import ObjectStorage
 from remesh.testing import (
     FaultyStorage,
     Raised,
@@ -124,6 +126,22 @@ def test_disks_of_nodes_under_one_path_are_an_error_and_are_left_clean(
         assert len(first) <= 100
         assert "mounted under the same path" in "".join(more)
     assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("part_bytes", [None, 100])
+def test_object_stores_of_nodes_under_one_url_are_an_error_and_are_left_clean(
+    part_bytes: int | None,
+) -> None:
+    """As endpoints on the loopback of each node are."""
+    places = [
+        ObjectStorage("s3://bucket/step_1", MemoryStore(), part_bytes=part_bytes) for _ in range(3)
+    ]
+    outcomes = run_ranks_outcomes(3, lambda exchange: save_now(exchange, places[exchange.rank]))
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.error.__cause__ or outcome.error, NotSharedError)
+        assert "does not see what rank 0 writes there" in str(outcome.error)
+    assert [place.list() for place in places] == [[], [], []]
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,24 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import remesh
 from remesh.exchange import Alone, Exchange
+from remesh.exchange.torch_group import TorchGroup
+from remesh.memory import HostMemory
 from remesh.pipeline import monitoring
 from remesh.pipeline.monitoring import MonitoredRead
-from remesh.storage import Buffer, MemoryStorage
-from remesh.testing import Raised, run_ranks, run_ranks_outcomes
+from remesh.storage import Buffer, LocalStorage, MemoryStorage
+from remesh.testing import Raised, run_processes, run_ranks, run_ranks_outcomes
+from tests.waiting import wait_until
 
 
 class Hanging(MemoryStorage):
@@ -139,6 +147,73 @@ def test_a_rank_for_which_the_others_wait_says_so(monkeypatch: pytest.MonkeyPatc
     complaint = r"reading for \d+ s; the others wait for rank 0, round 1 of 1"
     with listening(complaint) as complaints:
         run_ranks(2, load)
+
+
+class Asking(TorchGroup):
+    """Notes in a directory that a call was answered by a rank that was busy, and said so there."""
+
+    directory: Path
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        is_busy = (self.directory / "busy").exists()
+        found = super().all_gather(data)
+        if is_busy:
+            (self.directory / "answered").touch()
+        return found
+
+    def be_busy(self) -> None:
+        """On rank 1, be busy until others were answered."""
+        if self.rank == 1:
+            (self.directory / "busy").touch()
+            wait_until((self.directory / "answered").exists, "an answer")
+
+
+def outlast_the_timeout(_exchange: Exchange, root: Path) -> None:
+    """Move a state between memories and load it, both slower on rank 1 than a call may wait."""
+    group = dist.new_group()
+    dist.barrier(group)
+    # Not from the beginning, for the ranks may take longer than that to make their connections.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=25), group)
+    exchange = Asking(group, warn_after=2.0)
+    whole = np.arange(32.0).reshape(8, 4)
+
+    def part(dim: int, values: Any) -> dict[str, remesh.ShardedTensor]:
+        here = np.ascontiguousarray(np.split(values, 2, dim)[exchange.rank])
+        return {"w": remesh.ShardedTensor.from_rank_offsets("w", here, (dim, exchange.rank, 2))}
+
+    def check(target: dict[str, remesh.ShardedTensor]) -> None:
+        found = target["w"].parts[0].data
+        np.testing.assert_array_equal(found, np.split(whole, 2, 1)[exchange.rank])
+        assert (exchange.directory / "answered").exists(), "no rank was busy"
+
+    def copy_out(memory: HostMemory, *args: Any) -> None:
+        exchange.be_busy()
+        copy_at_once(memory, *args)
+
+    class Slow(LocalStorage):
+        def read_into(self, path: str, start: int, buffer: Buffer) -> int:
+            exchange.be_busy()
+            return super().read_into(path, start, buffer)
+
+    source, target = part(0, whole), part(1, 0 * whole)
+    exchange.directory = root / "live"
+    copy_at_once = HostMemory.copy_out
+    with mock.patch.object(HostMemory, "copy_out", copy_out):
+        remesh.reshard(source, target, group=exchange)
+    check(target)
+
+    target = part(1, 0 * whole)
+    exchange.directory = root / "load"
+    remesh.save(source, root / "saved", group=exchange)
+    remesh.load(target, Slow(root / "saved"), group=exchange, share_reads=False)
+    check(target)
+
+
+def test_a_rank_that_is_busy_for_long_answers_those_that_wait(tmp_path: Path) -> None:
+    """Before the group's timeout ends their call, which is shorter than the interval of logs."""
+    for name in ("live", "load"):
+        (tmp_path / name).mkdir()
+    run_processes(2, outlast_the_timeout, tmp_path)
 
 
 def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:

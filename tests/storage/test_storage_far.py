@@ -17,10 +17,11 @@ from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.report import RestoreReport
 from remesh.exchange import Exchange
 from remesh.pipeline import limits_for
-from remesh.planner import ReadLimits
+from remesh.planner import ReadLimits, assignment
 from remesh.storage import Buffer, Requests, flow_for, open_storage
-from remesh.storage.distance import BYTES_UNDER_WAY
-from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage, _signing
+from remesh.storage.buckets import _signing
+from remesh.storage.distance import BYTES_UNDER_WAY, CONNECTIONS, JOB_CONNECTIONS, connect
+from remesh.storage.object_store import NUM_UPLOADS, PART_BYTES, ObjectStorage
 from remesh.testing import run_ranks
 from tests.storage.object_servers import BUCKET, S3Server, s3_server
 
@@ -84,6 +85,19 @@ class TestFlow:
         assert limits_for(None, 1 << 40) == ReadLimits()
 
 
+def test_the_connections_that_a_job_opens_in_advance_are_bounded() -> None:
+    class Opening(Far):
+        def connect(self, number: int) -> None:
+            opened.append(number)
+
+    for world_size in (1, 2, 8, 300, 1024, 1025, 100_000):
+        opened = list[int]()
+        connect(Opening(MemoryStore(), latency=0.1), world_size)
+        assert world_size * sum(opened) <= JOB_CONNECTIONS
+        assert opened or world_size > JOB_CONNECTIONS
+        assert opened == [CONNECTIONS] or world_size > JOB_CONNECTIONS // CONNECTIONS
+
+
 def shard(number: int, rank: int, dim: int) -> Any:
     """A quarter of a tensor of 4 MiB, cut along a dim."""
     whole = np.arange(MIB, dtype=np.float32).reshape(1024, 1024) + number
@@ -141,6 +155,39 @@ class TestReads:
         for _, storage in found:
             assert 1 <= storage.most_under_way <= 32
             assert storage.largest * storage.most_under_way <= BYTES_UNDER_WAY
+
+
+class Together(Far):
+    """Answers the first reads only when several are under way, more than two turns need."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store, latency=0.1)
+        self._enough, self._left = threading.Event(), 4
+
+    def read_own(self, path: str, start: int, stop: int) -> Buffer:
+        with self._counting:
+            self._left -= 1
+            if not self._left:
+                self._enough.set()
+        assert self._enough.wait(100)
+        return super().read_own(path, start, stop)
+
+
+def test_requests_under_way_do_not_depend_on_the_size_of_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assignment, "TURN_BYTES", 2 * MIB)  # a window
+    store = MemoryStore()
+
+    def load(exchange: Exchange) -> None:
+        save_rows(exchange, Far(store, latency=0.1))
+        target = [np.zeros((1024, 256), np.float32) for _ in range(10)]
+        state = state_of(target, exchange.rank, 1)
+        remesh.load(state, Together(store), group=exchange, share_reads=True)
+        for number, part in enumerate(target):
+            np.testing.assert_array_equal(part, shard(number, exchange.rank, 1))
+
+    run_ranks(4, load)
 
 
 def open_small(store: MemoryStore, name: str) -> bytes:
@@ -227,6 +274,32 @@ class TestCounts:
         puts, gets = (int(line.split(f" {kind}")[0].split()[-1]) for kind in ("PUT", "GET"))
         assert (puts + group.puts, gets + group.gets) == (arrived.puts, arrived.gets)
         assert sum((one.requests for one in reports), Requests()) == group
+
+    @pytest.mark.parametrize("writer", ["thread", "process"])
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_the_requests_of_a_background_save(
+        self,
+        num_ranks: int,
+        writer: Any,
+        received: Callable[[], Requests],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def take_part(exchange: Exchange) -> None:
+            row = np.full((1, MIB), exchange.rank, np.float32)
+            whole = remesh.ShardedTensor.from_rank_offsets("w", row, (0, exchange.rank, num_ranks))
+            with remesh.Saver(group=exchange, writer=writer) as saver:
+                saver.save_async({"w": whole}, f"s3://{BUCKET}/{writer}-{num_ranks}").result()
+
+        with caplog.at_level(logging.INFO, "remesh"):
+            run_ranks(num_ranks, take_part)
+        arrived = received()
+        [line] = [one for one in caplog.messages if " sent " in one]
+        assert line.startswith("all ranks sent")
+        puts, gets = (int(line.split(f" {kind}")[0].split()[-1]) for kind in ("PUT", "GET"))
+        # Data files, rank 0's part, values, index and record; others look for the end longer.
+        assert num_ranks + 4 <= puts <= arrived.puts
+        assert 0 < gets <= arrived.gets
+        assert f"({num_ranks * 4.2:.1f} MB out" in line
 
     def test_prices(self) -> None:
         requests = Requests(puts=2000, gets=10_000)

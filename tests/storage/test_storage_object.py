@@ -341,6 +341,23 @@ class TestCheckpoints:
         with pytest.raises(CheckpointExistsError):
             save_three_ranks(place)
 
+    def test_what_is_begun_ahead_of_the_answer_is_given_up(
+        self, root: str, server: S3Server
+    ) -> None:
+        """Uploads begin while rank 0 asks what is there."""
+        whole = np.zeros((2, 2 * PART), np.uint8)
+
+        def save(exchange: Exchange) -> None:
+            row = whole[exchange.rank :][:1]
+            table = remesh.ShardedTensor.from_rank_offsets("table", row, (0, exchange.rank, 2))
+            remesh.save({"table": table}, in_parts(root), group=exchange)
+            with pytest.raises(CheckpointExistsError, match="there is a checkpoint already"):
+                remesh.save({"table": table}, in_parts(root), group=exchange)
+
+        run_ranks(2, save)
+        assert server.uploads() == []
+        assert len(in_parts(root).list()) == 5
+
     def test_a_view_is_as_far_away_as_what_it_shows(self, root: str) -> None:
         storage = open_storage(root)
         storage.put("file", b"content", overwrite=False)
@@ -463,6 +480,26 @@ class TestCheckpoints:
         result = CliRunner().invoke(cli, ["show", f"{root}{below}", "table"])
         assert result.exit_code != 0
         assert re.search(message, " ".join(result.stderr.split()))
+
+
+class TestOpenBuckets:
+    """What is open is used again as long as nothing has changed that it was opened with."""
+
+    def test_storages_in_a_bucket_share_what_is_known_of_it(
+        self, server: S3Server, root: str
+    ) -> None:
+        remesh.save({"step": 1}, f"{root}/1")
+        server.methods.clear()
+        remesh.save({"step": 2}, f"{root}/2")
+        assert server.methods.count("PUT") == 3  # values, index and record; no probe
+        assert latency_of(open_storage(f"{root}/3")) != 0
+
+    def test_another_server_has_its_own_connections(self, root: str) -> None:
+        open_storage(root).put("file", b"1", overwrite=False)
+        with s3_server() as other:
+            assert open_storage(root).read("file") == b"1"
+            assert "GET" in other.methods
+        assert open_storage(root).read("file") == b"1"
 
 
 def invoke(*args: str) -> Any:

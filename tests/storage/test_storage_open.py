@@ -11,6 +11,7 @@ import pytest
 import remesh
 from remesh.errors import CheckpointNotFoundError, StorageError
 from remesh.storage import LocalStorage, MemoryStorage, is_local, open_storage
+from remesh.storage.buckets import Bucket, open_bucket
 from remesh.storage.fsspec_store import FsspecStorage
 from remesh.storage.object_store import ObjectStorage
 from remesh.testing import FaultyStorage
@@ -86,6 +87,32 @@ def test_google_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(open_storage("gs://bucket/run"), ObjectStorage)
 
 
+def test_a_bucket_stays_open_until_what_it_was_opened_with_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key.json"
+    key.write_text("{}")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_OF_OTHERS", str(key))
+
+    def opened() -> Bucket:
+        bucket, prefix = open_bucket("s3://bucket/run/1", "s3", "bucket/run/1")
+        assert prefix == "run/1/"
+        return bucket
+
+    first = opened()
+    assert open_bucket("s3a://bucket", "s3a", "bucket") == (first, "")
+    found = [first]
+    for change in (
+        lambda: monkeypatch.setenv("AWS_SESSION_TOKEN", "another"),
+        lambda: key.write_text('{"rotated": true}'),
+        lambda: monkeypatch.setattr("os.getpid", lambda: -1),  # as in a forked child
+    ):
+        change()
+        assert opened() is opened()
+        assert opened() not in found
+        found.append(opened())
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://", "az:///x"])
 def test_urls_without_a_bucket(url: str) -> None:
     with pytest.raises(StorageError, match="names no bucket"):
@@ -110,7 +137,7 @@ def test_missing_libraries_are_named(
     monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    for name in ("object_store", "fsspec_store"):
+    for name in ("object_store", "buckets", "fsspec_store"):
         monkeypatch.delitem(sys.modules, f"remesh.storage.{name}", raising=False)
     with pytest.raises(StorageError, match=rf"(?s)library {module}\n.*remesh\[{extra}\]"):
         open_storage(url)

@@ -27,12 +27,16 @@ def server() -> Iterator[S3Server]:
 
 @pytest.mark.usefixtures("server")
 class TestObjectStorageOnS3(StorageConformance):
+    finds_files_late = True
+
     def make_storage(self, tmp_path: Path) -> Storage:
         return open_storage(f"s3://{BUCKET}/run {next(_prefixes)}/50%#x")
 
 
 class TestObjectStorageInSmallParts(StorageConformance):
     """Larger files are uploads of several parts."""
+
+    finds_files_late = True
 
     def make_storage(self, tmp_path: Path) -> Storage:
         return ObjectStorage("memory://parts", MemoryStore(), part_bytes=100_000)

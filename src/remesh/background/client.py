@@ -26,6 +26,7 @@ from remesh.background.protocol import (
     ToServer,
     WriteTask,
 )
+from remesh.checkpoint.timing import log_requests
 from remesh.errors import RankFailedError
 from remesh.events import Emit
 from remesh.formats.framing import Part
@@ -34,6 +35,7 @@ from remesh.pipeline import Collection, FileLayout
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import CollectingStager
 from remesh.pipeline.stage import Filled, Stager
+from remesh.storage import Requests
 
 
 class Server(Protocol):
@@ -138,12 +140,12 @@ class SaveClient:
                 self._stager.cancel()
             case Happened(point, num_bytes):
                 self._see(point, num_bytes)
-            case Ended(error, parts):
+            case Ended(error, parts, requests):
                 if error is None:
                     self._on_commit(parts)
                     with self._lock:
                         self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
-                self._end(error)
+                self._end(error, requests)
 
     def _run(self) -> None:
         self._may_run.wait()
@@ -178,11 +180,13 @@ class SaveClient:
         self._stager.cancel()
         self._server.receive(Cancel(None))
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, requests: Requests | None = None) -> None:
         """The save has ended, unless its last listener fails."""
         if error is None:
             try:
                 self._emit("save.done")
+                if requests is not None:
+                    log_requests("all ranks", requests, self.handle.url)
             except BaseException as caught:  # noqa: BLE001 - raised by the handle
                 error = caught
         with self._lock:

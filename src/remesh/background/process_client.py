@@ -18,7 +18,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+import msgspec
 
 from remesh.background.protocol import (
     ALL_SAVES,
@@ -39,7 +41,6 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.errors import ExchangeError
-from remesh.formats.framing import Part
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -202,8 +203,8 @@ class RemoteServer:
             case Happened():
                 self._tell(message)
                 return
-            case Ended(error, parts):
-                self._end(self._own_error or error, parts)
+            case Ended():
+                self._end(msgspec.structs.replace(message, error=self._own_error or message.error))
                 return
         self._send(message)
 
@@ -217,7 +218,7 @@ class RemoteServer:
         self._send(StopStaging())
         task = self._task
         status = StatusFiles(self._storage, task.format, task.save_id, task.rank)
-        self._end(status.report_dead_writer(error or self._process.death(self._task)))
+        self._end(Ended(status.report_dead_writer(error or self._process.death(self._task))))
 
     def _begin(self) -> None:
         """Send the task. If it cannot be sent, the process is as good as dead."""
@@ -243,9 +244,9 @@ class RemoteServer:
                 self._own_error = error
                 self._forward(Cancel(error))
 
-    def _end(self, error: BaseException | None, parts: Sequence[Part] = ()) -> None:
+    def _end(self, message: Ended) -> None:
         if not self._ended.is_set():
-            self._send(Ended(error, parts))
+            self._send(message)
             self._ended.set()
 
 

@@ -41,13 +41,12 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.checkpoint.commit import finish, give_up, remove_paths, write_beside
-from remesh.checkpoint.timing import log_requests
 from remesh.errors import ExchangeError, StorageError
 from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
-from remesh.storage import Storage, requests_since
+from remesh.storage import Requests, Storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -64,6 +63,7 @@ class SaveServer:
         last: Where the last checkpoint is, if files may be copied from it.
         chunk: The chunk of the arena in a slot.
         send: Takes messages to the client. What it raises for an event fails the save.
+        sent: The requests of this process for the save so far.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class SaveServer:
         last: Storage | None,
         chunk: Callable[[int], Chunk],
         send: Callable[[ToClient], None],
+        sent: Callable[[], Requests],
     ) -> None:
         self._task = task
+        self._sent = sent
         self._storage = storage
         self._last = last
         self._chunk = chunk
@@ -89,6 +91,7 @@ class SaveServer:
         self._may_count = False  # whether rank 0 may commit this rank's files
         self._parts: list[Part] = []
         self._copied: set[int] = set()
+        self._requests_of_all = Requests()
         self._wake = threading.Event()
 
     @property
@@ -123,10 +126,9 @@ class SaveServer:
 
     def run(self) -> None:
         """See the save through to its end, and tell the client of it."""
-        requests = requests_since(self._storage)
         error = self.save()
-        log_requests(f"rank {self._task.rank}", requests(), self._storage.url)
-        self._send(Ended(error, () if error is not None else self._parts))
+        parts = () if error is not None else self._parts
+        self._send(Ended(error, parts, self._requests_of_all))
 
     def save(self) -> BaseException | None:
         """Write, and see the save through to its end; returns why it failed, if it did."""
@@ -143,6 +145,7 @@ class SaveServer:
                 self._commit()
                 tell = None
                 self._status.clear(self._task.num_ranks)
+                self._requests_of_all = self._requests() + self._status.requests_of_others()
             else:
                 tell = None
                 self._wait_for_end()
@@ -189,7 +192,7 @@ class SaveServer:
             if failure is not None:
                 raise failure
         self._may_count = True
-        self._status.put_parts(self._parts)
+        self._status.put_parts(self._parts, self._requests())
 
     def _create(self) -> ChunkWriter:
         task = self._task
@@ -229,6 +232,10 @@ class SaveServer:
                     _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
 
         return count
+
+    def _requests(self) -> Requests:
+        """Those of this rank so far."""
+        return self._task.requests + self._sent()
 
     def _emit(self, point: str, num_bytes: int = 0) -> None:
         self._send(Happened(point, num_bytes))

@@ -97,3 +97,21 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
     return f"{str(value)[:40]} ({type(value).__name__})"
+
+
+def check_same_options(options: Sequence[tuple[str | None, ...]]) -> None:
+    """Check that the ranks of a save treat copies alike; others would wait for each other.
+
+    Args:
+        options: Those of each rank, in rank order.
+
+    Raises:
+        StateError: If two of them differ.
+    """
+    other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
+    if other is not None:
+        raise StateError(
+            f"ranks 0 and {other} disagree about buffers, verify_replicas, format or "
+            "compress\n"
+            f"They are {options[0]} and {options[other]}; pass the same on all ranks"
+        )

@@ -1,17 +1,19 @@
 """The end of a save: rank 0 makes a checkpoint exist once every rank's files are durable.
 
 What a writer has for early files (the values of remesh's own format) is known before the tensors
-are written, so it is written beside them (`write_beside`), as are the directories. What is left to
-do after the last byte is short: the data file itself, the small files and the mark. Or the save is
-given up, and what was written is removed (`give_up`).
+are written, so it is written beside them (`write_beside`), as are the directories. In an object
+store the other small files are written while the last bytes are on their way
+(`begin_small_files`). What is left to do after the last byte is short: the data file itself, the
+small files and the mark. Or the save is given up, and what was written is removed (`give_up`).
 
 This serves every format, and saves in the foreground and in the background alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from remesh.checkpoint.save_plan import GlobalSavePlan
@@ -22,10 +24,29 @@ from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.maintenance.orphans import remove_files, remove_orphans
-from remesh.storage import SharedFiles, Storage, ask_together, delete_files
+from remesh.storage import SharedFiles, Storage, ask_meanwhile, ask_together, delete_files
 
 
-def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> None:
+@dataclass(slots=True, eq=False)
+class SmallFiles:
+    """What rank 0 does when it knows what all ranks have written; see `last_steps`.
+
+    Attributes:
+        files: Small files.
+        renames: Data files that get their final names.
+        mark: What makes the checkpoint exist; None if it is a single data file that has its name.
+        put: Paths of the files that are there.
+        wait: Waits until all are.
+    """
+
+    files: Sequence[SmallFile]
+    renames: Sequence[Rename]
+    mark: SmallFile | Rename | None
+    put: list[str] = field(default_factory=list)
+    wait: Callable[[], object] = lambda: None
+
+
+def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> list[str]:
     """What a rank does while its data is being written.
 
     Directories are made durable, and rank 0 writes the early files.
@@ -35,15 +56,20 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> N
         save: On rank 0, what it knows of the save.
         emit: Called at `save.values_written`.
 
+    Returns:
+        Paths of the early files.
+
     Raises:
         StorageError: If the storage fails.
     """
     if save is None:
         storage.sync()
-        return
-    for path, data in early_files(save):
+        return []
+    files = early_files(save)
+    for path, data in files:
         storage.put(path, data, overwrite=save.options.resumes)
         emit("save.values_written", len(data))
+    return [path for path, _ in files]
 
 
 def make_way(storage: Storage, save: GlobalSavePlan) -> None:
@@ -81,8 +107,43 @@ def last_steps(
     ]
 
 
+def begin_small_files(
+    storage: Storage,
+    save: GlobalSavePlan,
+    parts: Sequence[Sequence[Part]],
+    beside: Sequence[Callable[[], None]] = (),
+) -> SmallFiles:
+    """Rank 0: begin to write the small files before the mark. Nothing refers to them yet.
+
+    Args:
+        storage: Where the checkpoint is.
+        save: What rank 0 knows of the save.
+        parts: What each rank says of its files, in rank order.
+        beside: What is done at the same time.
+    """
+    others = list(last_steps(save, parts))
+    mark = others.pop() if others else None
+    renames = [step for step in others if isinstance(step, Rename)]
+    small = SmallFiles([step for step in others if not isinstance(step, Rename)], renames, mark)
+    overwrite = not writer_of(save.options.format).has_folder or save.options.resumes
+
+    def write_one(path: str, data: bytes) -> None:
+        storage.put(path, data, overwrite=overwrite)
+        small.put.append(path)
+
+    steps: list[Callable[[], None]] = [*beside]
+    steps += [partial(write_one, path, data) for path, data in small.files]
+    small.wait = ask_meanwhile(storage, lambda: ask_together(storage, steps))
+    return small
+
+
 def finish(
-    storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]], emit: Emit
+    storage: Storage,
+    save: GlobalSavePlan,
+    parts: Sequence[Sequence[Part]],
+    emit: Emit,
+    *,
+    small: SmallFiles | None = None,
 ) -> None:
     """Rank 0: write the small files and, in one atomic step, the one that makes it exist.
 
@@ -94,6 +155,7 @@ def finish(
         save: What rank 0 knows of the save.
         parts: What each rank says of its files, in rank order.
         emit: Called at the points from `save.parts_gathered` to `save.committed`.
+        small: What `begin_small_files` has begun, if the ranks know that they share the place.
 
     Raises:
         CheckpointExistsError: If another process has committed a checkpoint there meanwhile.
@@ -101,45 +163,25 @@ def finish(
         StorageError: If the storage fails.
     """
     writer, overwrite = writer_of(save.options.format), save.options.overwrite
-    put: list[str] = []
     try:
         written = [part for own in parts for part in own if not part.is_kept]
         unchanged = [part for own in parts for part in own if part.is_kept]
         emit("save.parts_gathered", sum(part.num_bytes for part in written))
         emit("save.stored", sum(part.stored_size for part in written))
         emit("save.kept", sum(part.num_bytes for part in unchanged))
-        others = list(last_steps(save, parts))
-        mark = others.pop() if others else None
-        renames = [step for step in others if isinstance(step, Rename)]
-        small = [step for step in others if not isinstance(step, Rename)]
-
-        def write_one(path: str, data: bytes) -> None:
-            storage.put(path, data, overwrite=not writer.has_folder or save.options.resumes)
-            put.append(path)
-
-        steps = [partial(write_one, path, data) for path, data in small]
-        if any(parts[1:]):
-            files = (
-                (rank, part.path, part.stored_size)
-                for rank, own in enumerate(parts)
-                for part in own
-            )
-            prefix = f"{data_folder(save.save_id)}/" if writer.has_folder else ""
-            look = partial(check_arrived, storage, prefix, files)
-            # What has no folder of its own may replace files of another checkpoint.
-            if writer.has_folder:
-                steps.insert(0, look)
-            else:
-                look()
-        ask_together(storage, steps)
-        emit("save.index_written", sum(len(data) for _, data in small))
+        if small is None:
+            looks = [partial(_look, storage, save, parts)] if any(parts[1:]) else []
+            if not writer.has_folder:
+                # Small files may replace those of another checkpoint.
+                ask_together(storage, looks)
+                looks = []
+            small = begin_small_files(storage, save, parts, looks)
+        small.wait()
+        emit("save.index_written", sum(len(data) for _, data in small.files))
         storage.sync()
         emit("save.before_commit")
     except BaseException:
-        give_up(storage, save)
-        # Where a checkpoint was to be replaced, small files with fixed names may be its own.
-        own = (path for path in put if save.replaced is None or save.save_id in path)
-        remove_paths(storage, list(own))
+        give_up(storage, save, small=small)
         raise
     # Another job may have committed here since the ranks agreed; then its save is replaced, too.
     replaced = [save.replaced] if save.replaced is not None else []
@@ -147,19 +189,25 @@ def finish(
         with suppress(CheckpointError, StorageError):  # what cannot be read is not removed
             now = writer.existing(storage, save.options.format_options)
             replaced += [now] if now is not None and now != save.replaced else []
-    kept = {part.path for own in parts for part in own} | {*put, *save.options.without}
-    kept |= _commit(storage, renames, mark, overwrite)
+    kept = {part.path for own in parts for part in own} | {*small.put, *save.options.without}
+    kept |= _commit(storage, small, overwrite)
     emit("save.committed")
     _remove_replaced(storage, replaced, kept)
 
 
-def _commit(
-    storage: Storage, renames: Sequence[Rename], mark: SmallFile | Rename | None, overwrite: bool
-) -> set[str]:
+def _look(storage: Storage, save: GlobalSavePlan, parts: Sequence[Sequence[Part]]) -> None:
+    """Rank 0: see whether the files of all ranks are there."""
+    has_folder = writer_of(save.options.format).has_folder
+    files = ((rank, part.path, part.stored_size) for rank, own in enumerate(parts) for part in own)
+    check_arrived(storage, f"{data_folder(save.save_id)}/" if has_folder else "", files)
+
+
+def _commit(storage: Storage, small: SmallFiles, overwrite: bool) -> set[str]:
     """Give data files their final names and make the checkpoint exist; the names it then has.
 
     Without a mark the checkpoint is its only data file.
     """
+    mark, renames = small.mark, small.renames
     if mark is None:
         return set()
     if not isinstance(mark, Rename):
@@ -192,12 +240,23 @@ def _remove_replaced(storage: Storage, replaced: Sequence[Existing], kept: set[s
             remove_orphans(storage)
 
 
-def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
+def give_up(
+    storage: Storage, save: GlobalSavePlan, *, keep: str = "", small: SmallFiles | None = None
+) -> None:
     """Rank 0, when a rank has failed: remove the data files of all ranks, but one file.
 
     A checkpoint that is a single file with its final name from the beginning stays: it is whole if
     it is there, and may be another writer's.
+
+    Args:
+        storage: Where the checkpoint was to be.
+        save: What rank 0 knows of the save.
+        keep: The file that stays.
+        small: What `begin_small_files` has begun; removed as well.
     """
+    if small is not None:
+        with suppress(Exception):  # the save has failed already
+            small.wait()
     writer = writer_of(save.options.format)
     if not writer.has_folder:
         of_rank = (
@@ -209,6 +268,10 @@ def give_up(storage: Storage, save: GlobalSavePlan, *, keep: str = "") -> None:
         if not (is_named and len(paths) == 1):
             remove_paths(storage, paths)
     remove_files(storage, save.save_id, keep=keep)
+    if small is not None:
+        # Where a checkpoint was to be replaced, small files with fixed names may be its own.
+        own = (path for path in small.put if save.replaced is None or save.save_id in path)
+        remove_paths(storage, list(own))
 
 
 def remove_own(storage: Storage, save_id: str, paths: Sequence[str]) -> None:

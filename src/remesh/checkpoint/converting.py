@@ -37,17 +37,26 @@ from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
 from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
-from remesh.exchange import Alone, Exchange, run_on_one
+from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
 from remesh.formats import native
 from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
+from remesh.formats.framing import Writer
 from remesh.formats.table import FORMATS, Place, Source, place_of, read_contents, writer_of
 from remesh.geometry import Box
+from remesh.index import Index
 from remesh.integrity import raw_digest
 from remesh.pipeline import JOURNALS, Compress, Journal
 from remesh.sharded import ArrayLike, Part, ShardedObject
 from remesh.state import Description, Role, TensorEntry
-from remesh.storage import SharedFiles, Storage, list_directory, open_storage
+from remesh.storage import (
+    Requests,
+    SharedFiles,
+    Storage,
+    list_directory,
+    open_storage,
+    requests_since,
+)
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
 
 LOCK_NAME = f"{JOURNALS}/lock"
@@ -73,6 +82,8 @@ class ConversionReport:
         unchecked: Names in the new checkpoint of what a repair had put into the source without a
             digest that proves it, or is made of that. Only remesh's own format marks them.
         num_reused: Bytes that an earlier attempt, which was killed, had written already.
+        requests: Requests of all ranks to object stores, those of the source and of the destination
+            together; `requests.price()` is what they cost.
     """
 
     source_format: str
@@ -83,6 +94,7 @@ class ConversionReport:
     verified: VerifyReport
     unchecked: tuple[str, ...]
     num_reused: int = 0
+    requests: Requests = dataclasses.field(default_factory=Requests)
 
     __repr__ = short_repr
 
@@ -140,9 +152,12 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program = writer_of(format), as_transform(transform)
     place = place_of(source)
+    to_source = requests_since(place.storage)
     with explained_absence(place):
         contents = _chosen(read_contents(place), only)
-    if place.storage.url == open_storage(path).url and not place.file:
+    target = open_storage(path)
+    to_target = requests_since(target)
+    if place.storage.url == target.url and not place.file:
         raise StateError(
             f"{place.storage.url}: source and destination are one place; convert to another"
         )
@@ -166,24 +181,24 @@ def convert(  # noqa: PLR0913 - each option stands for itself
     bound = None if program is None else str(program.bind(_names_in(contents)))
     told = (__version__, repr(options), bound, sorted(_names_in(contents)), exchange.world_size)
     key = _key_of(place, contents, identity, told)
-    num_reused = _write(description, path, options, exchange, key, on_event)
-    row = next(row for row in FORMATS if writer in row.writers)
-    written = Checkpoint(Source(path, format=row.name))
+    num_reused = _write(description, target, options, exchange, key, on_event)
+    index, verified = _read_again(target, writer, exchange)
     return ConversionReport(
         contents.format,
         format,
-        len(written.index.tensors),
+        len(index.tensors),
         num_values,
-        sum(entry.num_bytes for entry in map(written.index.__getitem__, written.index)),
-        _verified(written, exchange),
+        sum(entry.num_bytes for entry in map(index.__getitem__, index)),
+        verified,
         tuple(description.unchecked),
         num_reused,
+        _of_all_ranks(exchange, to_source() + to_target()),
     )
 
 
 def _write(
     description: Description,
-    path: Any,
+    target: Storage,
     options: SaveOptions,
     exchange: Exchange,
     key: bytes,
@@ -192,22 +207,30 @@ def _write(
     """Save this rank's share of a description; how many bytes an earlier attempt had written."""
     # Where the blocks of a compressed file lie is known when it is complete.
     may_resume = not options.overwrite and options.compress is None
-    with _journal_at(open_storage(path), may_resume, exchange, key) as journal:
+    with _journal_at(target, may_resume, exchange, key) as journal:
         options = dataclasses.replace(options, resumes=journal is not None and journal.is_resumed)
         share = _share_of(description, exchange.rank, exchange.world_size)
         cache = PlanCache(journal=journal)
         save_agreed(
-            share, path, options, group=exchange, cache=cache, on_event=on_event, is_shown=True
+            share, target, options, group=exchange, cache=cache, on_event=on_event, is_shown=True
         )
     return 0 if journal is None else journal.num_reused
 
 
-def _verified(written: Checkpoint, exchange: Exchange) -> VerifyReport:
+def _of_all_ranks(exchange: Exchange, own: Requests) -> Requests:
+    """The requests of all ranks. Collective."""
+    replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(own))
+    return sum((msgspec.msgpack.decode(reply, type=Requests) for reply in replies), Requests())
+
+
+def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:
     """What reading a new checkpoint again finds.
 
     Raises:
         CorruptCheckpointError: If it is not what was written.
     """
+    row = next(row for row in FORMATS if writer in row.writers)
+    written = Checkpoint(Source(target, format=row.name))
     found = run_on_one(exchange, lambda: msgspec.json.encode(written.verify()))
     report = msgspec.json.decode(found, type=VerifyReport)
     if not report.ok:
@@ -215,7 +238,7 @@ def _verified(written: Checkpoint, exchange: Exchange) -> VerifyReport:
             f"{written}: what was read again is not what was written; remesh verify lists the "
             "damage\nThe source is as it was: convert it again, or to another disk."
         )
-    return report
+    return written.index, report
 
 
 def _warn_of_unchecked(description: Description, url: str, format_name: str) -> None:

@@ -48,7 +48,29 @@ def document_of(description: Description, aliases: Mapping[str, str]) -> native.
     return document
 
 
-def check_names(tensor_names: Iterable[str], document: native.ValuesDocument) -> None:
+def document_of_all(
+    told: Sequence[tuple[bytes, Sequence[str]]], names: Sequence[str]
+) -> native.ValuesDocument:
+    """The values of all ranks, which go together with each other and with names of tensors.
+
+    Args:
+        told: What each rank knows that is not a tensor, encoded, empty if another rank tells it;
+            and the elements of sharded objects of which it has another replica than the main one.
+        names: Names of the tensors.
+
+    Raises:
+        StateError: If a name is two things.
+        CoverageError: If an element of a sharded object has no main replica.
+    """
+    document = native.merge_documents(
+        [native.ValuesDocument.decode(encoded, "values") for encoded, _ in told if encoded]
+    )
+    _check_names(names, document)
+    _check_replicas(document, [replicas for _, replicas in told])
+    return document
+
+
+def _check_names(tensor_names: Iterable[str], document: native.ValuesDocument) -> None:
     """Check that a name is a tensor or a value or an alias, on whichever ranks.
 
     Raises:
@@ -65,7 +87,7 @@ def check_names(tensor_names: Iterable[str], document: native.ValuesDocument) ->
             )
 
 
-def check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
+def _check_replicas(document: native.ValuesDocument, replicas: Sequence[Sequence[str]]) -> None:
     """Check that every element of a sharded object has a main replica.
 
     Args:

@@ -42,7 +42,7 @@ from remesh.checkpoint.mismatch import counted, listed, refuse
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
-from remesh.checkpoint.stored import StoredState
+from remesh.checkpoint.stored import StoredState, limits_of_ranks
 from remesh.checkpoint.timing import timed
 from remesh.checkpoint.transformed import describe_transformed
 from remesh.collector import collector_rests
@@ -54,7 +54,7 @@ from remesh.formats.native import ValuesDocument, begin_anew, unless_replaced
 from remesh.formats.table import Place, place_of, read_encoded
 from remesh.geometry import BoolArray, Box
 from remesh.index import Index
-from remesh.pipeline import limits_for, read_together
+from remesh.pipeline import read_together
 from remesh.planner import (
     LOCAL_EXCHANGE_COST,
     REMOTE_EXCHANGE_COST,
@@ -146,7 +146,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     place = place_of(path)
     storage = place.storage
     requests = requests_since(storage)
-    connect(storage)
+    connect(storage, exchange.world_size)
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
     options = LoadOptions(missing == "keep", unexpected == "error", cast, rules, resize or {})
@@ -391,14 +391,13 @@ def open_shared(exchange: Exchange, source: Any) -> StoredState:
     )
     where = place.url
     index = Index.decode(encoded, where)
-    num_bytes = sum(file.num_bytes for file in index.files)
     return StoredState(
         where,
         index,
         ValuesDocument.decode(document, where),
         identity,
         exchange.rank,
-        limits_for(latency, num_bytes // exchange.world_size),
+        limits_of_ranks(index, latency, exchange.world_size),
     )
 
 

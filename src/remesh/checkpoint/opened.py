@@ -15,7 +15,7 @@ import numpy as np
 from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
-from remesh.checkpoint.stored import StoredState, read_boxes
+from remesh.checkpoint.stored import StoredState, limits_of_ranks, read_boxes
 from remesh.coverage import tensors_with_holes
 from remesh.dtypes import BY_NAME
 from remesh.errors import StateError, UnsupportedValueError
@@ -28,8 +28,9 @@ from remesh.index import Index, StoredTensor
 from remesh.integrity import Damage, find_damage, names_in_range
 from remesh.memory import CarrierArray
 from remesh.pipeline.workers import run_workers
+from remesh.planner import ReadLimits
 from remesh.state import Path, assemble
-from remesh.storage import Buffer
+from remesh.storage import Buffer, latency_of
 
 VERIFY_BYTES = 8 << 20
 """Bytes read at a time when everything is verified."""
@@ -216,6 +217,13 @@ class Checkpoint:
     def index(self) -> Index:
         """Names → stored tensors, and the pieces they are cut into."""
         return self._stored.index
+
+    def read_limits(self, num_ranks: int) -> ReadLimits:
+        """How each of so many ranks that load it reads.
+
+        That follows from its size, and from how far away its storage has turned out to be.
+        """
+        return limits_of_ranks(self.index, latency_of(self._storage), num_ranks)
 
     @property
     def format(self) -> str:

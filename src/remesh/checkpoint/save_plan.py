@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from remesh.checkpoint.arguments import check_same_options
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
 from remesh.checkpoint.collecting import check_replaced, lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import (
     check_metadata,
-    check_names,
-    check_replicas,
     document_of,
+    document_of_all,
 )
 from remesh.checkpoint.local import (
     LocalTensors,
@@ -50,7 +50,6 @@ from remesh.checkpoint.unchanged import (
     sources_of,
 )
 from remesh.collector import collector_rests
-from remesh.errors import StateError
 from remesh.events import Emit
 from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
@@ -61,7 +60,14 @@ from remesh.integrity import raw_digest
 from remesh.pipeline import Compress, Journal
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.planner import LocalBoxes, SavePlan, plan_save
-from remesh.storage import FileSystemSpace, Storage, asking, connect, is_remote
+from remesh.storage import (
+    FileSystemSpace,
+    Storage,
+    ask_meanwhile,
+    begins_unseen,
+    connect,
+    is_remote,
+)
 from remesh.tables import BoxTable, Cuts
 
 
@@ -264,11 +270,13 @@ def make_save_plan(
     cache: PlanCache,
     emit: Emit,
     first: Callable[[], None] | None = None,
+    ahead: Callable[[RankSavePlan], None] | None = None,
     begin: Callable[[RankSavePlan], None] | None = None,
 ) -> RankSavePlan:
     """Describe, compare, check and plan. Collective.
 
-    When it returns, every rank knows its part and has begun with it.
+    When it returns, every rank knows its part and has begun with it. Where files are begun unseen,
+    rank 0 looks what is there while the ranks plan, and the ranks begin ahead of its answer.
 
     Args:
         exchange: The group.
@@ -278,7 +286,9 @@ def make_save_plan(
         cache: The plan of the last save; filled with that of this one.
         emit: Called at `save.described` and `save.planned`.
         first: What this rank does before; all ranks raise its failure.
-        begin: What this rank does when it knows its part; all ranks raise its failure.
+        ahead: What this rank begins with, unseen, when it knows its part, but not yet whether there
+            is a checkpoint that is not to be overwritten; all ranks raise its failure.
+        begin: What this rank does when that is known, too; all ranks raise its failure.
 
     Raises:
         StateError: If the state cannot be stored, ranks disagree, or a tensor has holes.
@@ -291,7 +301,7 @@ def make_save_plan(
     def describe() -> bytes:
         if first is not None:
             first()
-        connect(storage)
+        connect(storage, exchange.world_size)
         with collector_rests():
             return rank.describe(state)
 
@@ -303,6 +313,9 @@ def make_save_plan(
         with collector_rests():
             mine = rank.accept(assignment, fingerprints)
         agreed.append(mine)
+        if ahead is not None and rank.may_begin_ahead:
+            ahead(mine)
+        agreed[0] = mine = rank.with_found(mine)
         if begin is not None:
             begin(mine)
         return b""
@@ -340,8 +353,14 @@ class _Rank:
     replicas: list[str] = field(default_factory=list, init=False)
     is_known: bool = field(default=False, init=False)
     same_document: bool = field(default=False, init=False)
-    replaced: Existing | None = field(default=None, init=False)
+    found: Callable[[], Existing | None] = field(default=lambda: None, init=False)
     global_plan: GlobalSavePlan | None = field(default=None, init=False)
+
+    @property
+    def may_begin_ahead(self) -> bool:
+        """Whether what is begun before it is known what is there can be given up unseen."""
+        has_folder = writer_of(self.options.format).has_folder
+        return has_folder and begins_unseen(self.storage)
 
     def describe(self, state: Any) -> bytes:
         """What do I hold?
@@ -351,9 +370,10 @@ class _Rank:
         """
         if self.exchange.rank != 0:
             return self.describe_state(state)
-        with asking(self.storage, self.look) as found:
-            described = self.describe_state(state)
-        self.replaced = found()
+        self.found = ask_meanwhile(self.storage, self.look)
+        described = self.describe_state(state)
+        if not self.may_begin_ahead:
+            self.found()
         return described
 
     def look(self) -> Existing | None:
@@ -431,7 +451,7 @@ class _Rank:
         writer = writer_of(self.options.format)
         if self.options.shares_place:
             check_same_place([one.url for one in described])
-        _check_options([one.options for one in described])
+        check_same_options([one.options for one in described])
         if not self.is_known:
             cache.local_boxes = decode_local_boxes([one.local_boxes for one in described])
             cache.plan = None
@@ -439,7 +459,8 @@ class _Rank:
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
-        document = _document_of_all(described, plan.cuts.tensors.names)
+        told = [(one.document, one.replicas) for one in described]
+        document = document_of_all(told, plan.cuts.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
         kept = np.array([one.num_bytes_to_keep for one in described], dtype=np.int64)
         num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
@@ -450,10 +471,11 @@ class _Rank:
         grid, holders = plan_files(
             writer, self.storage, plan, document, self.options.format_options, world_size
         )
-        if holders and self.replaced is not None:
-            check_replaced(self.storage, grid, self.replaced)
+        replaced = None if self.may_begin_ahead else self.found()
+        if holders and replaced is not None:
+            check_replaced(self.storage, grid, replaced)
         self.global_plan = GlobalSavePlan(
-            save_id, self.options, plan.cuts, cache.assignments, document, self.replaced, grid
+            save_id, self.options, plan.cuts, cache.assignments, document, replaced, grid
         )
         meets = self.options.meets or bool(writer.object_names)
         meets = meets and world_size > 1 and not is_one_directory(spaces)
@@ -529,6 +551,12 @@ class _Rank:
             stream = lay_out(frames_of(self.tensors.boxes), self.tensors, compress=compress)
         return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
 
+    def with_found(self, mine: RankSavePlan) -> RankSavePlan:
+        """My part, if the checkpoint that is there may be replaced; on rank 0 with that one."""
+        if mine.global_plan is None:
+            return mine
+        return replace(mine, global_plan=replace(mine.global_plan, replaced=self.found()))
+
     def accept_files(self, writer: Writer, assignment: _WriteAssignment) -> RankSavePlan:
         """Lay out my files, keeping those that did not change."""
         tensors, save_id = self.tensors, assignment.save_id
@@ -570,25 +598,3 @@ def _parent(url: str) -> str:
 
 def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
     return b"".join(fingerprint[:16] for fingerprint in fingerprints)
-
-
-def _document_of_all(
-    described: Sequence[_Described], names: Sequence[str]
-) -> native.ValuesDocument:
-    """The values of all ranks, which go together with each other and with names of tensors."""
-    told = [one.document for one in described if one.document]
-    document = native.merge_documents([native.ValuesDocument.decode(one, "values") for one in told])
-    check_names(names, document)
-    check_replicas(document, [one.replicas for one in described])
-    return document
-
-
-def _check_options(options: Sequence[tuple[str | None, ...]]) -> None:
-    """Ranks that treat copies differently would wait for each other."""
-    other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
-    if other is not None:
-        raise StateError(
-            f"ranks 0 and {other} disagree about buffers, verify_replicas, format or "
-            "compress\n"
-            f"They are {options[0]} and {options[other]}; pass the same on all ranks"
-        )

@@ -5,6 +5,8 @@
 2. Write: every rank writes its files and makes them durable; rank 0 writes the values beside them.
 3. Finish: rank 0 gets the positions and digests of all files, and commits (`commit`).
 
+Where files are not durable at once, rank 0 gets positions and digests before they are.
+
 A rank that fails takes part in the exchange all the same, with its error in place of its result;
 all ranks raise it, and rank 0 gives the save up: it removes what was written.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
@@ -20,9 +23,18 @@ import msgspec
 
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
 from remesh.checkpoint.buffers import Buffers, check_buffers
-from remesh.checkpoint.commit import finish, give_up, make_way, remove_own, write_beside
+from remesh.checkpoint.commit import (
+    SmallFiles,
+    begin_small_files,
+    finish,
+    give_up,
+    make_way,
+    remove_own,
+    write_beside,
+)
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
+from remesh.checkpoint.sharing import check_seen
 from remesh.checkpoint.stored_memory import stored_copies
 from remesh.checkpoint.timing import log_requests, timed
 from remesh.compression import check_library
@@ -32,9 +44,17 @@ from remesh.exchange import Exchange, run_joined
 from remesh.formats.framing import Part, Writer, as_written
 from remesh.formats.native import FORMAT_NAME
 from remesh.formats.table import writer_of
-from remesh.pipeline import Collection, Compress, Journal, write_collected, write_stream
+from remesh.pipeline import Collection, Compress, Journal, fill_stream, write_collected
+from remesh.pipeline.write import ChunkWriter
 from remesh.progress import showing
-from remesh.storage import Requests, Storage, open_storage, requests_since
+from remesh.storage import (
+    Requests,
+    Storage,
+    ask_meanwhile,
+    begins_unseen,
+    open_storage,
+    requests_since,
+)
 
 
 def save(  # noqa: PLR0913 - each option stands for itself
@@ -208,60 +228,180 @@ def _save_from(
     first: Callable[[], None] | None,
 ) -> None:
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
-    sent, others = requests_since(storage), Requests()
+    sent = requests_since(storage)
+    ahead: list[ChunkWriter] = []
+
+    def begin_ahead(mine: RankSavePlan) -> None:
+        if mine.stream.files.paths and mine.stream.collection is None:
+            ahead.append(_begin_files(storage, mine, cache.journal))
 
     def begin(mine: RankSavePlan) -> None:
         if mine.global_plan is not None:
             make_way(storage, mine.global_plan)
 
-    mine = make_save_plan(
-        exchange, storage, state, options, cache=cache, emit=emit, first=first, begin=begin
-    )
-
-    parts: list[Part] = []
-    beside = partial(write_beside, storage, mine.global_plan, emit)
-    failures: list[BaseException] = []
-    if mine.stream.collection is not None:
-        try:
-            parts.extend(_collect(storage, mine, mine.stream.collection, emit, beside))
-        except BaseException as error:  # noqa: BLE001 - raised by `write_mine`
-            failures.append(error)
-
-    def write_mine() -> bytes:
-        if failures:
-            raise failures[0]
-        if mine.stream.collection is None:
-            parts.extend(write(storage, mine, emit, beside, journal=cache.journal))
-        return msgspec.msgpack.encode((parts, sent()))
-
-    def join(replies: list[bytes]) -> list[bytes]:
-        nonlocal others
-        told = [
-            msgspec.msgpack.decode(reply, type=tuple[list[Part], Requests]) for reply in replies
-        ]
-        others = sum((requests for _, requests in told[1:]), others)
-        finish(storage, mine.on_rank_0, [own for own, _ in told], emit)
-        return [b""] * exchange.world_size
-
     try:
-        run_joined(exchange, write_mine, join, lambda: give_up(storage, mine.on_rank_0))
+        mine = make_save_plan(
+            exchange,
+            storage,
+            state,
+            options,
+            cache=cache,
+            emit=emit,
+            first=first,
+            ahead=begin_ahead,
+            begin=begin,
+        )
+    except BaseException:
+        for writer in ahead:
+            writer.abort()
+        raise
+    rank = _Rank(exchange, storage, mine, emit, sent, cache.journal, *ahead)
+    try:
+        requests = rank.write_and_commit()
     except NotSharedError:
         # Rank 0 has removed what it sees; this rank's files lie elsewhere.
         remove_own(storage, mine.save_id, mine.paths)
         raise
-    cache.history = mine.committed(storage, parts)
+    cache.history = mine.committed(storage, rank.parts)
     emit("save.done")
     if exchange.rank == 0:
-        log_requests("all ranks", sent() + others, storage.url)
+        log_requests("all ranks", requests, storage.url)
+
+
+class _Written(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says when its chunks are written.
+
+    Attributes:
+        parts: What rank 0 has to know of its files.
+        requests: Those that it has sent.
+        is_durable: Whether the files are durable.
+        has_failed: Whether it has failed; it raises the failure in the next step.
+    """
+
+    parts: list[Part]
+    requests: Requests
+    is_durable: bool
+    has_failed: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank's side of writing and committing; its methods are the steps.
+
+    In an object store the last bytes take round trips to become durable. Meanwhile rank 0 gets to
+    know what all ranks have written, and writes the small files; the others see whether they share
+    the place. A failure is raised when no rank writes any more, so that rank 0 removes everything.
+    """
+
+    exchange: Exchange
+    storage: Storage
+    mine: RankSavePlan
+    emit: Emit
+    sent: Callable[[], Requests]
+    journal: Journal | None
+    writer: ChunkWriter | None = None
+    parts: list[Part] = field(default_factory=list, init=False)
+    early: list[str] = field(default_factory=list, init=False)
+    wait: Callable[[], None] | None = field(default=None, init=False)
+    failure: BaseException | None = field(default=None, init=False)
+    of_all: list[list[Part]] = field(default_factory=list, init=False)
+    small: SmallFiles | None = field(default=None, init=False)
+    others: Requests = field(default_factory=Requests, init=False)
+
+    def write_and_commit(self) -> Requests:
+        """All steps. Collective; on rank 0, the requests of all ranks."""
+        written = self.write()
+        try:
+            place = run_joined(self.exchange, lambda: written, self.join)
+        except BaseException:
+            # What is durable may be committed.
+            if self.wait is not None and self.writer is not None:
+                self.writer.abort()
+            raise
+        if place:
+            seen = msgspec.msgpack.decode(place, type=str)
+            run_joined(self.exchange, lambda: self.settle(seen), self.commit, self.give_up)
+        return self.sent() + self.others
+
+    def write(self) -> bytes:
+        """Write my chunks; returns what rank 0 has to know."""
+        try:
+            self.fill()
+        except BaseException as error:  # noqa: BLE001 - raised by `settle`
+            self.failure = error
+            if self.writer is not None:
+                self.writer.abort()
+        has_failed = self.failure is not None
+        is_durable = self.wait is None and not has_failed
+        return msgspec.msgpack.encode(_Written(self.parts, self.sent(), is_durable, has_failed))
+
+    def fill(self) -> None:
+        """Write my chunks."""
+        collection = self.mine.stream.collection
+        if collection is not None:
+            found = _collect(self.storage, self.mine, collection, self.emit, self.write_beside)
+            self.parts.extend(found)
+            return
+        found, self.wait = _fill(
+            self.storage, self.mine, self.emit, self.write_beside, self.begin, self.journal
+        )
+        self.parts.extend(found)
+
+    def write_beside(self) -> None:
+        """What I do meanwhile."""
+        self.early.extend(write_beside(self.storage, self.mine.global_plan, self.emit))
+
+    def begin(self) -> ChunkWriter:
+        """My files, which may be begun already."""
+        self.writer = self.writer or _begin_files(self.storage, self.mine, self.journal)
+        return self.writer
+
+    def join(self, replies: list[bytes]) -> list[bytes]:
+        """Rank 0: commit if all files are durable; else a file of mine that others look for."""
+        told = [msgspec.msgpack.decode(reply, type=_Written) for reply in replies]
+        self.of_all = [one.parts for one in told]
+        if all(one.is_durable for one in told):
+            self.commit([msgspec.msgpack.encode(one.requests) for one in told])
+            return [b""] * len(told)
+        place = ""
+        if self.early and begins_unseen(self.storage):
+            place = self.early[0]
+            try:
+                if not any(one.has_failed for one in told):
+                    self.small = begin_small_files(self.storage, self.mine.on_rank_0, self.of_all)
+            except BaseException as error:  # noqa: BLE001 - raised by `settle`
+                self.failure = error
+        return [msgspec.msgpack.encode(place)] * len(told)
+
+    def settle(self, seen: str) -> bytes:
+        """Wait until my files are durable, and look for the file of rank 0 if there is one."""
+        look: Callable[[], object] = lambda: None  # noqa: E731
+        if seen and self.exchange.rank:
+            question = partial(check_seen, self.storage, self.exchange.rank, seen)
+            look = ask_meanwhile(self.storage, question)
+        try:
+            if self.wait is not None:
+                self.wait()
+        finally:
+            look()
+        if self.failure is not None:
+            raise self.failure
+        return msgspec.msgpack.encode(self.sent())
+
+    def commit(self, replies: list[bytes]) -> list[bytes]:
+        """Rank 0: commit; all files are durable."""
+        told = [msgspec.msgpack.decode(reply, type=Requests) for reply in replies]
+        self.others = sum(told[1:], Requests())
+        finish(self.storage, self.mine.on_rank_0, self.of_all, self.emit, small=self.small)
+        return [b""] * len(told)
+
+    def give_up(self) -> None:
+        """Rank 0: remove everything."""
+        give_up(self.storage, self.mine.on_rank_0, small=self.small)
 
 
 def write(
-    storage: Storage,
-    mine: RankSavePlan,
-    emit: Emit,
-    beside: Callable[[], None],
-    *,
-    journal: Journal | None = None,
+    storage: Storage, mine: RankSavePlan, emit: Emit, beside: Callable[[], None]
 ) -> list[Part]:
     """Write this rank's files, unless they are there, and do what is to be done beside.
 
@@ -270,7 +410,6 @@ def write(
         mine: What this rank has to do.
         emit: Called at `save.file_created`, `save.chunk_written` and `save.file_finished`.
         beside: What else is to be done meanwhile.
-        journal: See `PlanCache`.
 
     Returns:
         What rank 0 has to know of the files.
@@ -278,27 +417,67 @@ def write(
     Raises:
         StorageError: If the storage fails.
     """
+    parts, wait = _fill(storage, mine, emit, beside, partial(_begin_files, storage, mine), None)
+    if wait is not None:
+        wait()
+    return parts
+
+
+def _begin_files(
+    storage: Storage, mine: RankSavePlan, journal: Journal | None = None
+) -> ChunkWriter:
+    """This rank's files."""
+    stream, reopens = mine.stream, journal is not None and journal.is_resumed
+    return ChunkWriter(storage, stream.files, stream.layout.num_bytes, reopens=reopens)
+
+
+def _fill(
+    storage: Storage,
+    mine: RankSavePlan,
+    emit: Emit,
+    beside: Callable[[], None],
+    begin: Callable[[], ChunkWriter],
+    journal: Journal | None,
+) -> tuple[list[Part], Callable[[], None] | None]:
+    """As `write`; also what waits until the files are durable, unless they are.
+
+    Args:
+        storage: See `write`.
+        mine: See `write`.
+        emit: See `write`.
+        beside: See `write`.
+        begin: Begins the files.
+        journal: See `PlanCache`.
+    """
     stream = mine.stream
     if not stream.files.paths:
         beside()
         storage.sync()
-        return list(mine.kept)
+        return list(mine.kept), None
     num_bytes = stream.layout.num_bytes
     if journal is not None:
         journal.begin(mine.save_id, stream.identity, stream.layout.num_chunks)
     emit("save.file_created", num_bytes)
-    written = write_stream(
-        storage,
-        stream.files,
+    writer = begin()
+    written = fill_stream(
+        writer,
         stream.layout,
         lambda size: emit("save.chunk_written", size),
         beside,
         copies=stored_copies(mine.tensors.memories),
         journal=journal,
     )
-    storage.sync()
-    emit("save.file_finished", num_bytes)
-    return [*mine.kept, *map(as_written, stream.parts, written)]
+    parts = [*mine.kept, *map(as_written, stream.parts, written)]
+
+    def wait() -> None:
+        writer.wait()
+        storage.sync()
+        emit("save.file_finished", num_bytes)
+
+    if writer.is_durable:
+        wait()
+        return parts, None
+    return parts, wait
 
 
 def _collect(

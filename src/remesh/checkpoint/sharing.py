@@ -6,7 +6,8 @@ checks find that:
 
 * The ranks compare the names of their places while they plan (`check_same_place`).
 * Before the commit rank 0 lists the files once, and compares them with what the ranks say that they
-  have written (`check_arrived`).
+  have written (`check_arrived`). In an object store, where that would be a wait of its own, each
+  rank instead looks for a file of rank 0 while its own is being uploaded (`check_seen`).
 * Ranks of a background save meet only through the storage, so they would wait for each other until
   the deadline. Rank 0 therefore puts a small file before the first save to a directory, and every
   rank looks for it (`meet`). That is left out if the file systems prove that the directory is the
@@ -110,11 +111,7 @@ def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], Non
 
     def look() -> bytes:
         if exchange.rank and not _is_seen(storage, path):
-            raise NotSharedError(
-                f"{_shortened(storage.url)}: rank {exchange.rank} does not see what rank 0 writes "
-                f"there.\nIt looked for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on "
-                "disks of the nodes are not shared, even if they have the same path on every node."
-            )
+            raise _unseen(exchange.rank, storage, path)
         return b""
 
     def part(replies: list[bytes]) -> list[bytes]:
@@ -122,6 +119,27 @@ def meet(exchange: Exchange, storage: Storage, path: str, undo: Callable[[], Non
         return replies
 
     run_joined(exchange, look, part, undo)
+
+
+def check_seen(storage: Storage, rank: int, path: str) -> None:
+    """Check that a rank sees a file that rank 0 has put into an object store.
+
+    Raises:
+        NotSharedError: If it does not.
+        StorageError: If the storage fails.
+    """
+    try:
+        storage.size(path)
+    except CheckpointNotFoundError:
+        raise _unseen(rank, storage, path) from None
+
+
+def _unseen(rank: int, storage: Storage, path: str) -> NotSharedError:
+    return NotSharedError(
+        f"{_shortened(storage.url)}: rank {rank} does not see what rank 0 writes there.\nIt looked "
+        f"for {path} in {storage.url}. {_WHAT_IS_SHARED} Directories on disks of the nodes are not "
+        "shared, even if they have the same path on every node."
+    )
 
 
 def _is_seen(storage: Storage, path: str) -> bool:

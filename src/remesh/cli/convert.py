@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,15 +95,15 @@ def convert(
     2 if it cannot be read or the format does not take what it holds, else 0.
     """
     opened = places.source(source)
-    checkpoint = Checkpoint(opened)
     metadata = None
     if metadata_file is not None:
         metadata = json_object(metadata_file.read_bytes(), str(metadata_file))
     if recipe is not None:
         if transform is not None:
             raise StateError("--recipe and --transform are two transformations; give one of them")
-        transform = _recipe(recipe, source, checkpoint.index, metadata)
-        only = only or _sources_of(transform, checkpoint.index)
+        index = Checkpoint(opened).index
+        transform = _recipe(recipe, source, index, metadata)
+        only = only or _sources_of(transform, index)
     with _ranks() as (rank, group):
         report = convert_checkpoint(
             opened,
@@ -151,6 +152,7 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
             "num_reused": report.num_reused,
             "has_digests": report.verified.has_digests,
             "unchecked": list(report.unchecked),
+            "requests": asdict(report.requests),
         }
         output.print_json(document)
         return
@@ -165,6 +167,8 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
         f"{counts}{others}; read again, {checked}",
         highlight=False,
     )
+    if report.requests:
+        console.out(f"all ranks sent {report.requests}", highlight=False)
     if report.unchecked:
         names = output.printable(output.listed(report.unchecked, show_all=False))
         text = f"  repaired; no digest proves that these are what was saved: {names}"

@@ -15,7 +15,7 @@ from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.transforms import transform_option
 from remesh.errors import CoverageError
 from remesh.index import Index
-from remesh.planner import ReadLimits, plan_load
+from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.storage import shown_url
 from remesh.tables import BoxTable, TensorTable
 from remesh.transform import Resolved, Transform
@@ -97,7 +97,8 @@ def plan(
     missing or shapes differ.
     """
     mesh = parse_mesh(layout_text or "dp=1", rules)
-    stored = places.open_checkpoint(path).index
+    checkpoint = places.open_checkpoint(path)
+    stored, limits = checkpoint.index, checkpoint.read_limits(mesh.num_ranks)
     wanted = None if like is None else places.open_checkpoint(like).index
     resolved = (transform or Transform("")).resolve(stored, wanted)
     missing, unexpected = tuple(resolved.missing), resolved.unused
@@ -107,7 +108,7 @@ def plan(
     problems = [] if not (missing or mismatched) else ["missing names, or shapes that differ"]
     ranks: list[RankPlan] = []
     try:
-        ranks = plan_ranks(stored, mesh, resolved)
+        ranks = plan_ranks(stored, mesh, resolved, limits)
     except CoverageError as error:
         problems.append(str(error))
     document = {
@@ -141,13 +142,14 @@ def plan(
         ctx.exit(output.EXIT_DIFFERENT)
 
 
-def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved) -> list[RankPlan]:
+def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved, limits: ReadLimits) -> list[RankPlan]:
     """What every rank of a layout reads and holds; ranks at the same place are planned once.
 
     Args:
         index: What is stored.
         mesh: The layout.
         resolved: How what the ranks hold is made of it.
+        limits: How a rank reads.
 
     Raises:
         CoverageError: If stored pieces do not hold every element once.
@@ -165,7 +167,8 @@ def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved) -> list[RankPlan]:
         place = tuple(item for item in mesh.coordinates(rank).items() if item[0] != "dp")
         if place not in known:
             held = boxes_of_rank(mesh, rank, tensors)
-            known[place] = _plan_rank(index, held, resolved, rank, index_bytes)
+            reads = plan_load(index, _sources_of(index, held, resolved), limits)
+            known[place] = _plan_rank(rank, held, reads, index_bytes)
         plans.append(RankPlan(**{**asdict(known[place]), "rank": rank}))
     return plans
 
@@ -187,15 +190,11 @@ def _sources_of(index: Index, boxes: BoxTable, resolved: Resolved) -> BoxTable:
     return BoxTable.of(stored, regions)
 
 
-def _plan_rank(
-    index: Index, boxes: BoxTable, resolved: Resolved, rank: int, index_bytes: int
-) -> RankPlan:
-    limits = ReadLimits()
-    reads = plan_load(index, _sources_of(index, boxes, resolved), limits)
-    state_bytes = int(boxes.num_bytes.sum())
-    buffers = min(limits.num_reads, max(reads.num_runs, 1)) * reads.longest_run
+def _plan_rank(rank: int, held: BoxTable, reads: LoadPlan, index_bytes: int) -> RankPlan:
+    state_bytes = int(held.num_bytes.sum())
+    buffers = min(reads.limits.num_reads, max(reads.num_runs, 1)) * reads.longest_run
     peak = state_bytes + buffers + index_bytes
-    return RankPlan(rank, len(boxes), state_bytes, reads.bytes_read, reads.num_runs, peak)
+    return RankPlan(rank, len(held), state_bytes, reads.bytes_read, reads.num_runs, peak)
 
 
 def _print_ranks(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -61,6 +62,48 @@ class Exchange(Protocol):
         Args:
             outgoing: For each rank, what it is sent, one buffer after the other; may be none.
             incoming: For each rank, buffers as many and as long as those that it sends here.
+        """
+        ...
+
+
+@runtime_checkable
+class LimitedWaits(Protocol):
+    """What exchanges may have besides the methods of `Exchange`."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a call waits for other ranks before it warns of them or fails."""
+        ...
+
+
+def answer_interval(exchange: Exchange) -> float:
+    """Seconds after which a rank that is busy shall join a call that others may wait in."""
+    return exchange.patience / 2 if isinstance(exchange, LimitedWaits) else math.inf
+
+
+@runtime_checkable
+class DeviceExchange(Exchange, Protocol):
+    """An exchange that may send memory of devices as it is, without passing the host."""
+
+    def connect(self, device: str) -> bool:
+        """Whether it sends memory of a device of this rank; if so, the ranks are connected.
+
+        Collective; every rank names a device of the same type, and no two name the same one.
+        """
+        ...
+
+    def begin_swap(
+        self, outgoing: Sequence[Sequence[Any]], incoming: Sequence[Sequence[Any]]
+    ) -> Callable[[], None]:
+        """Begin to send some tensors of bytes to each rank, and to fill some from each.
+
+        Args:
+            outgoing: For each rank, what it is sent, as it is when all that this thread has queued
+                on the device is done.
+            incoming: For each rank, tensors as many and as long as those that it sends here.
+
+        Returns:
+            Waits until it is done.
         """
         ...
 

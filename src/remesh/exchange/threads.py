@@ -49,6 +49,7 @@ class ThreadGroup:
 
     def __init__(self, world_size: int, *, timeout: float = 60.0, warn_after: float = 10.0) -> None:
         self.world_size = world_size
+        self.patience = min(timeout, warn_after)
         self._timeout = timeout
         self._warn_after = warn_after
         self._condition = threading.Condition()
@@ -143,11 +144,13 @@ class ThreadExchange:
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
+        patience: See `LimitedWaits.patience`.
     """
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world_size = group.world_size
+        self.patience = group.patience
         self._group = group
 
     def all_gather(self, data: bytes) -> list[bytes]:

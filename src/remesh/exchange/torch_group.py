@@ -55,6 +55,9 @@ _SHORT = 248
 _LONGEST_WAIT = 3600.0
 """Seconds that a call waits if the caller gives no limit and the group's own is longer."""
 
+_HOST_BACKENDS = frozenset({"gloo", "mpi"})
+"""Backends that torch also names for devices, but that need not send memory of a device."""
+
 _LONGEST_POLL = 0.01
 """Seconds between two looks at a device's work."""
 
@@ -128,6 +131,11 @@ class TorchGroup:
         """See `Exchange.world_size`."""
         return len(self._global_ranks)
 
+    @property
+    def patience(self) -> float:
+        """See `LimitedWaits.patience`."""
+        return min(self._limits.timeout, self._limits.warn_after)
+
     def all_gather(self, data: bytes) -> list[bytes]:
         """See `Exchange.all_gather`."""
         with self._explained("all-gather"):
@@ -198,6 +206,44 @@ class TorchGroup:
                 ends = np.cumsum([len(buffer) for buffer in some])
                 for buffer, part in zip(some, np.split(filled, ends[:-1]), strict=True):
                     buffer[:] = part
+
+    def connect(self, device: str) -> bool:
+        """See `DeviceExchange.connect`."""
+        backends = dict(
+            item.split(":", 1) for item in dist.get_backend_config(self._group).split(",")
+        )
+        if backends.get(torch.device(device).type, "gloo") in _HOST_BACKENDS:
+            return False
+        with self._explained("connecting devices"):
+            # The first call of a group that connects its ranks is one that all of them make.
+            number = torch.zeros(1, device=device)
+            work = dist.all_reduce(number, group=self._group, async_op=True)
+            assert work is not None  # this process is in the group
+            if not _poll(work, self._limits.timeout):
+                raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")
+        return True
+
+    def begin_swap(
+        self,
+        outgoing: Sequence[Sequence[torch.Tensor]],
+        incoming: Sequence[Sequence[torch.Tensor]],
+    ) -> Callable[[], None]:
+        """See `DeviceExchange.begin_swap`."""
+        messages = [
+            _Message(direction, rank, tensor)
+            for direction, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for rank in range(self.world_size)
+            for tensor in tensors[rank]
+            if rank != self._rank and tensor.numel()
+        ]
+        with self._explained("swap"):
+            works = self._begin(messages)
+
+        def finish() -> None:
+            with self._explained("swap"):
+                self._end(messages, works)
+
+        return finish
 
     def _empty_like(self, buffers: Buffers) -> torch.Tensor:
         """Where some buffers arrive in one message."""
@@ -271,15 +317,20 @@ class TorchGroup:
 
     def _transfer(self, messages: Sequence[_Message]) -> None:
         """Send and receive messages."""
+        self._end(messages, self._begin(messages))
+
+    def _begin(self, messages: Sequence[_Message]) -> list[dist.Work]:
+        """Begin to send and receive messages."""
         # A batch even of one: under NCCL a batch uses the group's own connections, where a single
         # send would build a new pair of ranks for each peer.
         operations = [
             dist.P2POp(one.direction, one.tensor, self._global_ranks[one.rank], self._group)
             for one in messages
         ]
-        if not operations:
-            return
-        works = dist.batch_isend_irecv(operations)
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _end(self, messages: Sequence[_Message], works: list[dist.Work]) -> None:
+        """Wait until messages are sent and received."""
         # NCCL makes one piece of work of the whole batch.
         peers = [one.rank for one in messages] if len(works) == len(messages) else None
         until = time.monotonic() + self._limits.timeout
@@ -287,7 +338,7 @@ class TorchGroup:
             for index, work in enumerate(works):
                 left = until - time.monotonic()
                 try:
-                    self._finish_message(work, left)
+                    self._finish_message(work, messages[0].tensor.device, left)
                 except RuntimeError as error:
                     if peers is None:
                         raise
@@ -298,8 +349,8 @@ class TorchGroup:
             # that comes late is written into a buffer of the caller.
             works.clear()
 
-    def _finish_message(self, work: dist.Work, seconds: float) -> None:
-        if self._device.type == "cpu":
+    def _finish_message(self, work: dist.Work, device: torch.device, seconds: float) -> None:
+        if device.type == "cpu":
             work.wait(_milliseconds(seconds))
         elif not _poll(work, seconds):
             raise RuntimeError(f"it did not end within {self._limits.timeout:g} s")

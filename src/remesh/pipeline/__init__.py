@@ -6,7 +6,7 @@ page cache in between, digests taken while the bytes are hot, one path for every
 device, nothing unverified in the user's tensors, and memory that does not grow with the state.
 Responses of object stores need no such buffer, for they lie in memory already.
 
-`write_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
+`fill_stream` and `read_runs` are the executors of one rank. Between ranks there is one engine,
 `transfer`, whose sources are files (`read_together`) or live memory (`plan_between_memories`). What
 they do is planned in `remesh.planner`. `write_collected` joins the two, for files that one rank
 writes of tensors on several. `arena` and `stage` cut writing in two, so that a trainer need only
@@ -14,19 +14,19 @@ wait for the first half.
 """
 
 from remesh.pipeline.collect import Collection, SpreadMemory, write_collected
+from remesh.pipeline.fill import fill_stream, has_digests, write_stream
 from remesh.pipeline.from_files import read_together
 from remesh.pipeline.from_memory import MemoryTransfer, plan_between_memories
 from remesh.pipeline.journal import JOURNALS, Journal
 from remesh.pipeline.read import Destination, limits_for, read_runs
+from remesh.pipeline.shared_buffers import machine
 from remesh.pipeline.write import (
     Compress,
     FileLayout,
     FilePiece,
     StreamFiles,
-    has_digests,
     one_file,
     whole_files,
-    write_stream,
 )
 
 __all__ = [
@@ -40,8 +40,10 @@ __all__ = [
     "MemoryTransfer",
     "SpreadMemory",
     "StreamFiles",
+    "fill_stream",
     "has_digests",
     "limits_for",
+    "machine",
     "one_file",
     "plan_between_memories",
     "read_runs",

@@ -248,10 +248,10 @@ def write_collected(
         files: The files of this rank.
         layout: What the stream holds.
         collection: What the ranks hold.
-        on_chunk: See `write_stream`.
+        on_chunk: See `fill_stream`.
         meanwhile: What else is to be done, beside the writing.
         begin: What is to be done before; all ranks raise its failure.
-        copies: See `write_stream`; used if there are no rounds.
+        copies: See `fill_stream`; used if there are no rounds.
 
     Returns:
         What is known of each file.

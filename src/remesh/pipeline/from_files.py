@@ -33,6 +33,10 @@ NUM_SHARING_THREADS = 4
 """Threads that read from this machine for several ranks: fewer than those of a rank that reads for
 itself, for these pack messages as well."""
 
+NUM_FAR_SHARING_THREADS = 16
+"""The same for storages that are a network away, at most: each holds what it has read until the
+messages that it goes into can be packed."""
+
 
 def read_together(
     exchange: Exchange,
@@ -76,9 +80,11 @@ def read_together(
         plan = plan_regions(index, regions, plan.limits)
         turn = _turns_of_runs(plan, turns)
     num_threads = plan.limits.num_reads
-    if found is not None and not is_remote(storage):
-        num_threads = NUM_SHARING_THREADS
-    tasks = _tasks(storage, index, plan, turn, num_threads)
+    is_far = is_remote(storage)
+    if found is not None:
+        most = NUM_FAR_SHARING_THREADS if is_far else NUM_SHARING_THREADS
+        num_threads = min(num_threads, most)
+    tasks = _tasks(storage, index, plan, turn, num_threads=num_threads, takes_ahead=is_far)
     execute(exchange, index, transfer, tasks, destinations, on_read=on_read, timeout=timeout)
     return found is not None
 
@@ -119,9 +125,15 @@ def _turns_of_runs(plan: LoadPlan, turns: IntArray) -> IntArray:
 
 
 def _tasks(
-    storage: Storage, index: Index, plan: LoadPlan, turn: IntArray, num_threads: int
+    storage: Storage,
+    index: Index,
+    plan: LoadPlan,
+    turn: IntArray,
+    *,
+    num_threads: int,
+    takes_ahead: bool,
 ) -> Tasks:
-    """The runs of a plan, in the order of their turns."""
+    """The runs of a plan, in the order of their turns; for the arguments see `Tasks`."""
     order = np.argsort(turn, kind="stable")
 
     def perform(task: int, buffer: Buffer, place: Place, writing: Writing) -> int:
@@ -129,4 +141,5 @@ def _tasks(
         return read_run(storage, index, plan, run, place=place, buffer=buffer, writing=writing)
 
     buffer_bytes = buffer_bytes_for(storage, plan.longest_run)
-    return Tasks(turn[order], plan.bytes_read, num_threads, buffer_bytes, perform)
+    num_bytes = plan.bytes_read
+    return Tasks(turn[order], num_bytes, num_threads, buffer_bytes, perform, takes_ahead)

@@ -95,7 +95,6 @@ class MemoryTransfer:
         if self.buffers.counters is not None:
             execute_shared(
                 exchange,
-                self.index,
                 self.plan,
                 self._tasks(memories, len(destinations), ()),
                 destinations,
@@ -229,7 +228,7 @@ def plan_between_memories(
         [sources[row] for row in order.tolist()],
         turn[order],
         group_sent,
-        message_buffers(exchange, plan),
+        message_buffers(exchange, index, plan),
     )
 
 

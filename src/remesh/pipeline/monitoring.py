@@ -2,9 +2,10 @@
 
 The caller's thread does what is collective. While a rank reads, its main thread waits, and once in
 an interval the ranks tell each other how far they are: a rank that has ended says so at once and
-waits for the others, which answer at the next interval at the latest. So no rank is delayed, a fast
-load costs one small message, and of a slow one rank 0 logs which rank the others wait for. The same
-messages say that the time is up, so that all ranks give up together.
+waits for the others, which answer at the next interval at the latest. The interval is half as long
+as a call of the exchange waits before it warns or fails, since to read for long is no failure. So
+no rank is delayed, a fast load costs one small message, and of a slow one rank 0 logs which rank
+the others wait for. The same messages say that the time is up, so that all ranks give up together.
 
 A rank that gives up does not wait for its reading threads, which may hang in a system call. Each of
 them ends with the run that it is reading. They write into the tensors of the caller only through a
@@ -23,10 +24,13 @@ from concurrent.futures import CancelledError
 import msgspec
 
 from remesh.errors import ExchangeError
-from remesh.exchange import Exchange
+from remesh.exchange import Exchange, answer_interval
 
 LOG_INTERVAL = 30.0
 """Seconds after which, again and again, the slowest rank is logged."""
+
+FIRST_MEETING = 8
+"""Turns after which the ranks meet for the first time, which takes a second at 64 MB/s."""
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -98,6 +102,7 @@ class MonitoredRead:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._num_read = 0
+        self._logged = 0.0
         self.gate = WriteGate()
         self._finished = threading.Event()
         self._has_news = threading.Event()
@@ -128,9 +133,13 @@ class MonitoredRead:
 
     def next_wait(self) -> float:
         """Seconds until something is to be logged or time is up."""
+        return self._at_most(LOG_INTERVAL)
+
+    def _at_most(self, seconds: float) -> float:
+        """Some seconds, or fewer if time is up before."""
         if self._timeout is None:
-            return LOG_INTERVAL
-        return max(min(LOG_INTERVAL, self._timeout - self.seconds), 0.0)
+            return seconds
+        return max(min(seconds, self._timeout - self.seconds), 0.0)
 
     def too_late(self, who: str) -> ExchangeError:
         """The error of ranks that are late."""
@@ -146,9 +155,10 @@ class MonitoredRead:
         Raises:
             ExchangeError: If time is up; it names the ranks that have not finished.
         """
+        interval = min(LOG_INTERVAL, answer_interval(exchange))
         while True:
             if not self._finished.is_set():
-                self._has_news.wait(self.next_wait())
+                self._has_news.wait(self._at_most(interval))
                 self._has_news.clear()
             message = (self._finished.is_set(), self.is_late, self._num_read, self._num_bytes)
             told = [
@@ -162,7 +172,8 @@ class MonitoredRead:
                 self.give_up()
                 named = ", ".join(map(str, slow[:10])) + (", ..." if len(slow) > 10 else "")
                 raise self.too_late(f"rank {named}" if len(slow) == 1 else f"ranks {named}")
-            if exchange.rank == 0 and self.seconds >= LOG_INTERVAL:
+            if exchange.rank == 0 and self.seconds >= self._logged + LOG_INTERVAL:
+                self._logged = self.seconds
                 self._log_slowest(told, slow)
 
     def _log_slowest(self, told: list[tuple[bool, bool, int, int]], slow: list[int]) -> None:
@@ -196,3 +207,29 @@ class MonitoredRead:
         with self._lock:
             self._num_read += size
         self._on_read(size)
+
+
+class Meetings:
+    """Turns after which all ranks meet, so that none that is ahead waits long for the others.
+
+    A rank without messages goes through the turns at once, and then waits for all ranks in a call
+    that fails if they do not come in time. So they meet on the way, as often as those that are busy
+    may let others wait.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._num_turns = self._next = FIRST_MEETING
+        self._since = time.monotonic()
+
+    def after(self, turn: int) -> None:
+        """Meet if a turn was the last before a meeting. Collective."""
+        if turn + 1 < self._next:
+            return
+        used = (time.monotonic() - self._since) / answer_interval(self._exchange)
+        told = self._exchange.all_gather(msgspec.msgpack.encode(used))
+        most = max(msgspec.msgpack.decode(reply, type=float) for reply in told)
+        # Turns may become slower, so the number of turns grows in steps.
+        self._num_turns = max(int(self._num_turns / max(most, 1 / 4)), 1)
+        self._next += self._num_turns
+        self._since = time.monotonic()

@@ -10,8 +10,9 @@ the memory is not of the host, each kind of work has a thread, for it waits for 
 
 A counter tells neither that a rank has died nor that it has stopped. A thread that has waited for a
 second lets the caller's thread talk to the other ranks (`MonitoredRead.look`), which fails if one
-of them is gone. Until then the caller's thread waits; at the end it waits for all ranks, so the
-next transfer finds all buffers free.
+of them is gone. Those that live answer within the interval of `remesh.pipeline.monitoring`, however
+long they copy, and no thread that copies waits for an answer. Until then the caller's thread waits;
+at the end it waits for all ranks, so the next transfer finds all buffers free.
 
 A rank that fails goes through its turns all the same, and marks its messages as bad.
 """
@@ -26,7 +27,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remesh.exchange import Exchange
-from remesh.index import Index
 from remesh.pipeline.monitoring import MonitoredRead
 from remesh.pipeline.read import Destination
 from remesh.pipeline.transfer import (
@@ -79,7 +79,6 @@ class _Lane:
 
 def execute_shared(
     exchange: Exchange,
-    index: Index,
     plan: TransferPlan,
     tasks: Tasks,
     destinations: Sequence[Destination],
@@ -92,7 +91,6 @@ def execute_shared(
 
     Args:
         exchange: The ranks.
-        index: Where the regions lie.
         plan: What moves; each rank sends one message a turn at most, and gets one.
         tasks: How this rank takes it from its sources: a task for each message, then all others.
         destinations: Where each wanted box goes.
@@ -131,8 +129,8 @@ def execute_shared(
         attempt(lambda: unpack_from([Arrived(number, buffer, 0)]))
 
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=None)
-    place = place_in(index, plan.outgoing, destinations, buffers.leaving)
-    unpack_from = unpacker(index, plan.incoming, destinations, reading.gate, ())
+    place = place_in(buffers, destinations)
+    unpack_from = unpacker(buffers.incoming, destinations, reading.gate, ())
     try:
         reading.start()
         reading.wait_for_all(exchange)

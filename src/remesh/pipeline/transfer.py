@@ -9,6 +9,8 @@ turns: it waits until the messages of a turn are packed, swaps them with the oth
 another thread unpack what came. Packing is ahead by two or three turns at most, so sources and
 network are busy at the same time, and the buffers, which are used again and again, bound the
 memory. While all open turns are packed, the threads perform the tasks that are for this rank only.
+Where a source is far away, they take what later turns need instead, and hold it until it can be
+packed: so the requests that are under way do not depend on the size of the turns.
 
 Ranks that ask for the same regions in the same turns, as replicas do, are sent the same message,
 packed once.
@@ -16,9 +18,14 @@ packed once.
 On one machine, messages are packed into memory that the receiver sees as well
 (`remesh.pipeline.shared_buffers`): what is sent is where they are, and what is sent back is that
 they are unpacked. If that holds for all messages from memory to memory of all ranks, not even this
-is sent (`remesh.pipeline.shared_transfer`). From memory to memory between machines, long regions
-are parts of a message that are sent by themselves: out of the tensor if the region is contiguous
-there, and into the tensor if it is contiguous at the other end.
+is sent (`remesh.pipeline.shared_transfer`). If the group sends memory of the devices on which the
+tensors lie, messages stay on the devices (`remesh.pipeline.device_transfer`). Otherwise, from
+memory to memory between machines, long regions are parts of a message that are sent by themselves:
+out of the tensor if the region is contiguous there, and into the tensor if it is contiguous at the
+other end.
+
+After some turns all ranks meet, so that one that has none of the messages of many turns is not left
+waiting for the others in a call that has a time limit.
 
 A rank that fails continues to the last turn and marks its messages as bad, so that no rank waits
 for it. It raises at the end; those that lack its bytes fill nothing with them and leave it to the
@@ -31,8 +38,9 @@ import logging
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,7 +51,7 @@ from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, IntArray
 from remesh.index import Index
 from remesh.memory import HostMemory
-from remesh.pipeline.monitoring import MonitoredRead
+from remesh.pipeline.monitoring import Meetings, MonitoredRead
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.shared_buffers import Offer, SeenBuffers, SharedBuffers, map_buffers
 from remesh.pipeline.workers import run_threads
@@ -61,8 +69,41 @@ _LOGGER = logging.getLogger("remesh")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """The regions of some messages, taken out of their columns.
+
+    Attributes:
+        want: `Regions.want` of each region.
+        regions: Its box, carrier and position.
+        turn: Its turn.
+        first: `Messages.first`.
+        start: `Messages.start`.
+    """
+
+    want: Sequence[int] = ()
+    regions: Sequence[tuple[Box, CarrierDType, int]] = ()
+    turn: Sequence[int] = ()
+    first: Sequence[int] = ()
+    start: Sequence[int] = ()
+
+    @classmethod
+    def by(cls, index: Index, messages: Messages) -> Carried:
+        """What messages carry of what an index says."""
+        tensors = index.tensor_of(messages.regions.piece)
+        carriers = [DTYPES[code].carrier for code in index.tensors.dtypes[tensors].tolist()]
+        boxes, positions = messages.regions.boxes(index), messages.position.tolist()
+        return cls(
+            messages.regions.want.tolist(),
+            list(zip(boxes, carriers, positions, strict=True)),
+            messages.turn_of_region.tolist(),
+            messages.first.tolist(),
+            messages.start.tolist(),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MessageBuffers:
-    """Memory for the messages of a plan.
+    """Memory for the messages of a plan, and what lies where in it.
 
     Attributes:
         leaving: For the messages to others, turn by turn: a turn more than `num_arriving`.
@@ -71,6 +112,8 @@ class MessageBuffers:
         seen: The `leaving` of other ranks that this rank sees.
         counters: Those of this rank and of all that it has to do with, if on all ranks every
             message is seen: then nothing need be sent at all (`remesh.pipeline.shared_transfer`).
+        outgoing: What the messages to others carry.
+        incoming: What those that others send carry.
     """
 
     leaving: Sequence[Buffer]
@@ -78,6 +121,8 @@ class MessageBuffers:
     readers: Container[int]
     seen: Mapping[int, Sequence[Buffer]]
     counters: Mapping[int, IntArray] | None = None
+    outgoing: Carried = field(default_factory=Carried)
+    incoming: Carried = field(default_factory=Carried)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +136,8 @@ class Tasks:
         buffer_bytes: Size of the buffer of each thread.
         perform: Performs a task, given its number, the buffer, where regions go
             (`TransferPlan.taken`), and what to enter to write there; returns how much it read.
+        takes_ahead: Whether tasks begin before what they write to is free, as many as there are
+            threads.
     """
 
     turn: IntArray
@@ -98,6 +145,7 @@ class Tasks:
     num_threads: int
     buffer_bytes: int
     perform: Callable[[int, Buffer, Place, Writing], int]
+    takes_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +199,7 @@ def request_regions(
     )
 
 
-def message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuffers:
+def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> MessageBuffers:
     """Memory for the messages of a plan; ranks of this machine see what they get. Collective.
 
     In a turn each rank sends one message at most to each other rank.
@@ -190,6 +238,8 @@ def message_buffers(exchange: Exchange, plan: TransferPlan) -> MessageBuffers:
         frozenset(rank for rank, (saw, _) in enumerate(by_rank) if exchange.rank in saw),
         {rank: one.buffers for rank, one in seen.items()},
         {**counters, exchange.rank: shared[0].counters} if sees_all else None,
+        Carried.by(index, plan.outgoing),
+        Carried.by(index, plan.incoming),
     )
 
 
@@ -224,23 +274,25 @@ def execute(
     """
     if buffers is None:
         none = MessageBuffers((), (), frozenset(), {})
-        buffers = message_buffers(exchange, plan) if plan.num_turns else none
+        buffers = message_buffers(exchange, index, plan) if plan.num_turns else none
     turns = _Turns(exchange, plan, buffers, straight)
-    steps = _Steps(tasks.turn, plan.num_turns, len(buffers.leaving))
-    place = place_in(index, plan.outgoing, destinations, buffers.leaving)
+    steps = _Steps(tasks, plan.num_turns, len(buffers.leaving))
+    place = place_in(buffers, destinations)
 
     def read(count: Callable[[int], None]) -> None:
         def work() -> None:
             buffer = aligned_buffer(tasks.buffer_bytes)
             while (task := steps.next()) is not None:
-                count(tasks.perform(task, buffer, place, reading.gate))
-                steps.done(task)
+                with suppress(_GivenUpError):
+                    count(tasks.perform(task, buffer, place, steps.writing(task, reading.gate)))
+                    steps.done(task)
 
         run_threads(min(tasks.num_threads, len(tasks.turn)), work, steps.fail)
 
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
     is_filled = () if straight is None else straight.filled
-    unpack = unpacker(index, plan.incoming, destinations, reading.gate, is_filled)
+    meetings = Meetings(exchange)
+    unpack = unpacker(buffers.incoming, destinations, reading.gate, is_filled)
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as pool:
         try:
@@ -253,6 +305,7 @@ def execute(
                 turns.swap(turn, are_good=steps.are_good)
                 steps.free(turns.num_free(turn))
                 unpacked.append(pool.submit(unpack, turns.arrived(turn)))
+                meetings.after(turn)
             problems += [future.exception() for future in unpacked]
             reading.wait_for_all(exchange)
         finally:
@@ -385,27 +438,23 @@ def _head(start: int) -> Buffer:
     return np.array([start], "<i8").view(np.uint8)
 
 
-def place_in(
-    index: Index, messages: Messages, destinations: Sequence[Destination], buffers: Sequence[Buffer]
-) -> Place:
+def place_in(buffers: MessageBuffers, destinations: Sequence[Destination]) -> Place:
     """Where what is taken goes: into this rank's memory or into messages."""
-    regions = _regions_in(index, messages)
-    turns = messages.turn_of_region.tolist()
+    leaving, regions, turns = buffers.leaving, buffers.outgoing.regions, buffers.outgoing.turn
 
     def place(want: int) -> Destination:
         if want < len(destinations):
             return destinations[want]
         row = want - len(destinations)
         box, carrier, position = regions[row]
-        data = buffers[turns[row] % len(buffers)].data
+        data = leaving[turns[row] % len(leaving)].data
         return Destination(box.offset, HostMemory(np.ndarray(box.shape, carrier, data, position)))
 
     return place
 
 
 def unpacker(
-    index: Index,
-    messages: Messages,
+    carried: Carried,
     destinations: Sequence[Destination],
     writing: Writing,
     is_filled: Container[int],
@@ -413,14 +462,12 @@ def unpacker(
     """Fills this rank's memory from messages, as far as they are good.
 
     Args:
-        index: Where the regions lie.
-        messages: Those that this rank gets.
+        carried: What the messages carry that this rank gets.
         destinations: Where each wanted box goes.
         writing: What is entered to write there.
         is_filled: Regions that have been received there.
     """
-    regions, want = _regions_in(index, messages), messages.regions.want.tolist()
-    first, start = messages.first.tolist(), messages.start.tolist()
+    regions, want, first, start = carried.regions, carried.want, carried.first, carried.start
 
     def unpack(arrived: Iterable[Arrived]) -> None:
         for one in arrived:
@@ -438,23 +485,21 @@ def unpacker(
     return unpack
 
 
-def _regions_in(index: Index, messages: Messages) -> list[tuple[Box, CarrierDType, int]]:
-    """Box, carrier and position of each region of some messages."""
-    tensors = index.tensor_of(messages.regions.piece)
-    carriers = [DTYPES[code].carrier for code in index.tensors.dtypes[tensors].tolist()]
-    boxes, positions = messages.regions.boxes(index), messages.position.tolist()
-    return list(zip(boxes, carriers, positions, strict=True))
+class _GivenUpError(Exception):
+    """A failure has made a task useless; it is not raised outside."""
 
 
 class _Steps:
     """Hands out tasks, and keeps them and the turns in step.
 
-    A task for a turn is handed out when the buffer of the turn `num_packed` before is free; a turn
-    is sent when all its tasks are done.
+    A task for a turn writes when the buffer of the turn `num_packed` before is free, and is handed
+    out no sooner, unless tasks take ahead; a turn is sent when all its tasks are done.
     """
 
-    def __init__(self, turn: IntArray, num_turns: int, num_packed: int) -> None:
+    def __init__(self, tasks: Tasks, num_turns: int, num_packed: int) -> None:
         self._num_packed = num_packed
+        self._takes_ahead = tasks.takes_ahead
+        turn = tasks.turn
         num_shared = int(np.searchsorted(turn, num_turns))
         self._turn = turn[:num_shared].tolist()
         self._left = np.bincount(turn[:num_shared], minlength=num_turns).tolist()
@@ -469,7 +514,7 @@ class _Steps:
         with self._changed:
             while not self._failed:
                 is_left = self._next < len(self._turn)
-                if is_left and self._turn[self._next] < self._num_free + self._num_packed:
+                if is_left and (self._takes_ahead or self._is_open(self._next)):
                     self._next += 1
                     return self._next - 1
                 task = next(self._for_this_rank, None)
@@ -477,6 +522,22 @@ class _Steps:
                     return task
                 self._changed.wait()
             return None
+
+    @contextmanager
+    def writing(self, task: int, gate: Writing) -> Iterator[None]:
+        """Enter a gate when what a task writes to is free; raises if that has become useless."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._is_open(task))
+            if self._failed:
+                raise _GivenUpError
+        with gate:
+            yield
+
+    def _is_open(self, task: int) -> bool:
+        """Whether the buffer that a task writes to is free."""
+        if task >= len(self._turn):
+            return True
+        return bool(self._turn[task] < self._num_free + self._num_packed)
 
     def done(self, task: int) -> None:
         """A task is done."""

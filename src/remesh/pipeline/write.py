@@ -1,10 +1,10 @@
 """Writing what a rank stores: pieces → chunks → digests → storage.
 
 All that a rank writes is one stream of bytes, fully determined before the first is written: a
-header, then the pieces one after the other. Each thread takes the next chunk of the stream,
-gathers its bytes from wherever the pieces lie in memory, digests its blocks and writes it. A chunk
-may begin and end in the middle of a piece; which elements those are is again a flat range, so
-`boxes_of_flat_range` cuts it into boxes that any memory can copy out.
+header, then the pieces one after the other. Each thread (`remesh.pipeline.fill`) takes the next
+chunk of the stream, gathers its bytes from wherever the pieces lie in memory, digests its blocks
+and writes it. A chunk may begin and end in the middle of a piece; which elements those are is again
+a flat range, so `boxes_of_flat_range` cuts it into boxes that any memory can copy out.
 
 `StreamFiles` says where the bytes of the stream go. Mostly the stream is one file. Formats with
 several files for a rank cut it into ranges, each of which is a file, or, where several ranks write
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -27,12 +28,10 @@ from remesh.compression import encode_table, table_size
 from remesh.dtypes import DType
 from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
-from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
-from remesh.memory import CopyQueue, Memory, QueuedMemory, contiguous_bytes
+from remesh.integrity import BLOCK_SIZE, WrittenFile, block_digests
+from remesh.memory import Memory, QueuedMemory, contiguous_bytes
 from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk
-from remesh.pipeline.journal import Journal
-from remesh.pipeline.workers import run_workers
-from remesh.storage import Buffer, LendingWriter, SharedFiles, Storage, Writer
+from remesh.storage import Buffer, EndingWriter, LendingWriter, SharedFiles, Storage, Writer
 
 Compress = Literal["zstd", "auto"]
 """How files are compressed: always, or where it makes writing faster."""
@@ -40,10 +39,6 @@ Compress = Literal["zstd", "auto"]
 CHUNK_SIZE = 2 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
 enough to be still in the processor's cache when it is digested and written."""
-
-NUM_THREADS = 3
-"""Writers of a file: one copies and digests while the others wait for the disk, or for each other
-where the file system lets only one at a time into a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,6 +246,7 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._open: dict[int, Writer] = {}
         self._created: list[int] = []
+        self._wait: Callable[[], None] | None = None
         self._is_single = self._has_digests and len(files.paths) == 1 and not self._copies
         if self._is_single:
             self._writer_of(0)
@@ -366,13 +362,46 @@ class ChunkWriter:
             if len(part):
                 yield file, position + skipped, part
 
-    def finish(self) -> list[WrittenFile]:
-        """Make the files durable; what is known of each."""
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is nothing to wait for, once the chunks have ended."""
+        return self._wait is None
+
+    def end(self) -> list[WrittenFile]:
+        """Take it that all chunks are there; what is known of each file.
+
+        If it takes time until the files are durable, they become it meanwhile: see `wait`.
+        """
         if self._is_single:
-            self._complete(0)
+            writer, num_bytes = self._writer_of(0), self._write_table(0)
+            if isinstance(writer, EndingWriter):
+                writer.end(num_bytes)
+                self._wait = partial(writer.finish, num_bytes)
+            else:
+                writer.finish(num_bytes)
         else:
             assert not self._left.any(), "the files are not complete"
         return [self._known.get(file) or self._written(file) for file in range(len(self._left))]
+
+    def wait(self) -> None:
+        """Wait until the files are durable.
+
+        Raises:
+            StorageError: If the storage fails; the files are gone then, if the storage still can.
+        """
+        if self._wait is not None:
+            try:
+                self._wait()
+            except BaseException:
+                self.abort()
+                raise
+            self._wait = None
+
+    def finish(self) -> list[WrittenFile]:
+        """Make the files durable; what is known of each."""
+        written = self.end()
+        self.wait()
+        return written
 
     def _written(self, file: int) -> WrittenFile:
         if not self._has_digests:
@@ -388,17 +417,15 @@ class ChunkWriter:
         first = int(self._files.start[file]) // BLOCK_SIZE
         return slice(first, first - int(-self._files.num_bytes[file] // BLOCK_SIZE))
 
-    def _complete(self, file: int) -> None:
-        """Finish a file of which everything is written."""
-        writer = self._writer_of(file)
+    def _write_table(self, file: int) -> int | None:
+        """Write what ends a compressed file; its size. None if it is not compressed."""
         if self._codec is None:
-            writer.finish()
-            return
+            return None
         begin, size = self._stored_begin[self._blocks_of(file)], self._files.sizes[file]
         table = encode_table(begin, size, BLOCK_SIZE)
-        writer.write(self._stored_bytes[file], table)
+        self._writer_of(file).write(self._stored_bytes[file], table)
         self._stored_bytes[file] += len(table)
-        writer.finish(self._stored_bytes[file])
+        return self._stored_bytes[file]
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -434,115 +461,8 @@ class ChunkWriter:
             self._left[file] -= num_bytes
             is_complete = not self._left[file]
         if is_complete:
-            self._complete(file)
+            self._writer_of(file).finish(self._write_table(file))
             del self._open[file]
-
-
-def write_stream(
-    storage: Storage,
-    files: StreamFiles,
-    layout: FileLayout,
-    on_chunk: Callable[[int], None],
-    meanwhile: Callable[[], None] | None = None,
-    *,
-    copies: Callable[[], CopyQueue] | None = None,
-    journal: Journal | None = None,
-) -> list[WrittenFile]:
-    """Write the files of a stream and make them durable.
-
-    Args:
-        storage: Where to.
-        files: The files.
-        layout: What the stream holds.
-        on_chunk: Called after each chunk, in the thread that wrote it, with its size.
-        meanwhile: What else is to be done once a single file exists, beside the writing.
-        copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
-        journal: What an earlier attempt has written, and where to note what this one writes; None
-            for files that are compressed.
-
-    Returns:
-        What is known of each file.
-
-    Raises:
-        NoSpaceError: If there is no room; the files are gone then.
-        StorageError: If the storage fails; the files are gone then, if the storage still can.
-    """
-    reopens = journal is not None and journal.is_resumed
-    writer = ChunkWriter(storage, files, layout.num_bytes, reopens=reopens)
-
-    def write_chunk(number: int, buffer: Buffer) -> None:
-        if journal is not None and _is_written(journal, writer, number, layout, buffer):
-            on_chunk(min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
-            return
-        lent = None
-        if journal is None:
-            lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
-        chunk = _filled(layout, number, buffer if lent is None else lent, copies)
-        writer.write(number, chunk, is_lent=lent is not None)
-        if journal is not None:
-            journal.add(number, raw_digest(chunk.data))
-        on_chunk(len(chunk))
-
-    try:
-        run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, write_chunk, meanwhile)
-        return writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-
-
-def has_digests(
-    layout: FileLayout, digests: Digests, copies: Callable[[], CopyQueue] | None = None
-) -> bool:
-    """Whether the blocks of a stream have these digests; ends with the first that has not.
-
-    Args:
-        layout: What the stream holds.
-        digests: What its digests may be.
-        copies: See `write_stream`.
-    """
-    if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
-        return False
-    differs = threading.Event()
-
-    def look(number: int, buffer: Buffer) -> None:
-        if differs.is_set():
-            return
-        found = block_digests(_filled(layout, number, buffer, copies))
-        first = number * CHUNK_SIZE // BLOCK_SIZE
-        if (found != digests[first : first + len(found)]).any():
-            differs.set()
-
-    run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, look)
-    return not differs.is_set()
-
-
-def _is_written(
-    journal: Journal, writer: ChunkWriter, number: int, layout: FileLayout, buffer: Buffer
-) -> bool:
-    """Whether an earlier attempt has written a chunk; if so, notice is taken of it."""
-    digest = journal.find(number)
-    if digest is None:
-        return False
-    chunk = buffer[: min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE)]
-    if not writer.restore(number, chunk) or raw_digest(chunk.data) != digest:
-        return False
-    writer.accept(number, chunk)
-    journal.count(len(chunk))
-    return True
-
-
-def _filled(
-    layout: FileLayout, number: int, buffer: Buffer, copies: Callable[[], CopyQueue] | None
-) -> Buffer:
-    """A chunk of a stream, in the beginning of a buffer."""
-    if copies is None:
-        return layout.fill_chunk(number, buffer)
-    queue = copies()
-    with queue:
-        chunk = layout.fill_chunk(number, buffer, queued=True)
-        queue.mark()()
-    return chunk
 
 
 def _concatenate(plain: list[Buffer], into: Buffer) -> int:

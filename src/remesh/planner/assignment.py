@@ -22,8 +22,12 @@ from remesh.planner.loading import LoadPlan, ReadLimits
 MAX_SHARERS = 16
 """Ranks that share a read at most; larger groups are divided, which bounds what a turn packs."""
 
-TURN_WINDOWS = 8
-"""Windows that a rank reads in a turn at most: enough for a turn to be worth its messages."""
+TURN_BYTES = 16 << 20
+"""Bytes of the windows that a rank reads in a turn, about: enough to be worth its messages."""
+
+ARRIVING_BYTES = 64 << 20
+"""Bytes of the windows that the sharers of a window read in a turn together, about: what a rank
+gets in one grows with the ranks that it gets it of."""
 
 LOCAL_EXCHANGE_COST = 1.25
 """What it costs to move a byte between ranks, in bytes read from a disk of this machine."""
@@ -178,8 +182,8 @@ def _by_window(touched: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArra
 
 def _turns(reader: IntArray, size: IntArray, limits: ReadLimits) -> IntArray:
     """The turn of each window, given its reader and how many share it."""
-    # Two turns are read at a time. What a rank gets in one grows with the ranks that it gets it of.
-    most = min(TURN_WINDOWS, limits.num_reads // 2, 2 * MAX_SHARERS // int(size.max(initial=1)))
+    num_bytes = min(TURN_BYTES, ARRIVING_BYTES // int(size.max(initial=1)))
+    most = min(num_bytes // limits.window_bytes, limits.num_reads // 2)  # two are read at a time
     turn: IntArray = _num_earlier(reader) // max(1, most)
     return turn
 

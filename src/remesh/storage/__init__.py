@@ -22,8 +22,8 @@ from remesh.storage.buffers import ALIGNMENT, aligned_buffer
 from remesh.storage.buffers import map_memory as map_memory
 from remesh.storage.buffers import touch as touch
 from remesh.storage.deletion import delete_files as delete_files
+from remesh.storage.distance import ask_meanwhile as ask_meanwhile
 from remesh.storage.distance import ask_together as ask_together
-from remesh.storage.distance import asking as asking
 from remesh.storage.distance import connect as connect
 from remesh.storage.distance import flow_for as flow_for
 from remesh.storage.distance import is_local as is_local
@@ -37,9 +37,12 @@ from remesh.storage.own_memory import read_range as read_range
 from remesh.storage.paths import check_path as check_path
 from remesh.storage.protocol import Buffer as Buffer
 from remesh.storage.protocol import CopiedFiles as CopiedFiles
+from remesh.storage.protocol import EndingWriter as EndingWriter
 from remesh.storage.protocol import FileSystemSpace, Storage, Writer
 from remesh.storage.protocol import LendingWriter as LendingWriter
 from remesh.storage.protocol import SharedFiles as SharedFiles
+from remesh.storage.protocol import UnseenFiles as UnseenFiles
+from remesh.storage.protocol import begins_unseen as begins_unseen
 from remesh.storage.request_counts import Requests
 from remesh.storage.request_counts import requests_since as requests_since
 from remesh.storage.shown import shown_url as shown_url

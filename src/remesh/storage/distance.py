@@ -27,6 +27,13 @@ LINK_RATE = 2.5e9
 BYTES_UNDER_WAY = 256 << 20
 """Bytes that the requests of a process ask for, or send, at a time; the most of any latency."""
 
+CONNECTIONS = 8
+"""Connections that a rank opens in advance."""
+
+JOB_CONNECTIONS = 1024
+"""The same for all ranks of a job together: each costs a request, all of them arrive at once, and
+stores turn away more than some thousands a second."""
+
 _Answer = TypeVar("_Answer")
 
 
@@ -44,8 +51,12 @@ class MeasuredLatency(Protocol):
 class Connecting(Protocol):
     """What storages may have besides the methods of `Storage`."""
 
-    def connect(self) -> None:
-        """Open connections that are going to be needed, in the background."""
+    def connect(self, number: int) -> None:
+        """Open connections that are going to be needed, in the background.
+
+        Args:
+            number: How many at most, at least 1.
+        """
         ...
 
 
@@ -190,8 +201,13 @@ def asking(storage: Storage, question: Callable[[], _Answer]) -> Iterator[Callab
         answer()
 
 
-def connect(storage: Storage) -> None:
-    """Let a storage that is a network away open connections while something else is done."""
-    storage = without_views(storage)
-    if isinstance(storage, Connecting):
-        storage.connect()
+def connect(storage: Storage, world_size: int) -> None:
+    """Let a storage that is a network away open connections while something else is done.
+
+    Args:
+        storage: The storage.
+        world_size: Ranks that do this at the same time; of many, each opens few or none.
+    """
+    storage, number = without_views(storage), min(CONNECTIONS, JOB_CONNECTIONS // world_size)
+    if number and isinstance(storage, Connecting):
+        storage.connect(number)

@@ -110,6 +110,7 @@ class Hedge:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for one in pending:
             one.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        if pending:  # to wait even for nothing takes a turn of the loop
+            await asyncio.gather(*pending, return_exceptions=True)
         self.note(time.monotonic() - started)
         return min(done, key=lambda one: one.exception() is not None).result()

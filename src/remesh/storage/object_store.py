@@ -7,7 +7,7 @@ How it keeps the promises of `remesh.storage`:
   lost may be repeated and then meets its own object; a token among the object's metadata tells
   that from that of another writer.
 * Some stores ignore the condition and let every writer succeed. So a hidden object is put twice
-  before the first conditional `put` of an `ObjectStorage`. Where the second succeeds, a writer
+  before the first conditional `put` of a process to a bucket. Where the second succeeds, a writer
   announces itself by a hidden object of its own, and gives up if it then finds another writer's, or
   the file. Of two writers the one that looks later finds the other, if listings are consistent.
 * `create` is a multipart upload that is fed while the file is written (see `remesh.storage.parts`);
@@ -20,33 +20,24 @@ How it keeps the promises of `remesh.storage`:
 * A request that reads, and is much slower than others, is sent again (`remesh.storage.hedging`).
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
-
-Credentials, region and endpoint come from the environment, as `obstore` reads it:
-`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`,
-`AWS_ENDPOINT_URL`; `GOOGLE_APPLICATION_CREDENTIALS`; `AZURE_STORAGE_ACCOUNT_NAME`,
-`AZURE_STORAGE_ACCOUNT_KEY`; or the identity that the machine or pod has. None of them is ever put
-into a message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from obstore import store as stores
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from remesh.storage.buckets import FAILURES, Bucket, open_bucket
 from remesh.storage.counted_store import CountedStore
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, asking, flow_for
 from remesh.storage.hedging import Hedge
@@ -60,7 +51,7 @@ from remesh.storage.sizes import Directory, FileFacts
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ObjectStore
 
 PART_BYTES = (8 << 20, 16 << 20)
 """Bytes of the smallest and the largest parts of an upload, unless the file needs larger ones."""
@@ -77,9 +68,6 @@ READ_BYTES = 16 << 20
 _TOKEN = "remeshput"  # noqa: S105 - the name of a token, of letters alone as Azure wants it
 _HIDDEN = ".remesh-put-"
 _LOGGER = logging.getLogger("remesh")
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-_BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs"})
-_FAILURES = (BaseError, OSError, ValueError)
 
 NUM_BEGINNINGS = 10
 """How often reading an object begins if another one takes its name each time meanwhile."""
@@ -91,44 +79,9 @@ class _ChangedError(Exception):
     """An object was replaced between two requests; it is not raised outside."""
 
 
-RETRIES: RetryConfig = {
-    "max_retries": 10,
-    "retry_timeout": timedelta(seconds=60),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=200),
-        "max_backoff": timedelta(seconds=8),
-        "base": 2,
-    },
-}
-"""A failed request is repeated, with growing pauses, for a minute at most."""
-
-CLIENT: ClientConfig = {
-    # Endpoints are https:// unless the user has written something else.
-    "allow_http": True,
-    "connect_timeout": timedelta(seconds=10),
-    "timeout": timedelta(seconds=120),
-}
-"""The timeout is that of a whole request, which moves one part or less."""
-
-
 def _identity(meta: ObjectMeta) -> tuple[str | None, int]:
     """What tells an object from another one of its name."""
     return meta["e_tag"], meta["size"]
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Where the prefix of a storage lies.
-
-    Attributes:
-        name: Equal for storages in one bucket.
-        open: Gives the obstore store that is rooted at the bucket; to make it takes milliseconds.
-        prefix: The prefix, empty or with a slash at its end.
-    """
-
-    name: str
-    open: Callable[[], ObjectStore]
-    prefix: str
 
 
 class ObjectStorage:
@@ -136,27 +89,28 @@ class ObjectStorage:
 
     Args:
         url: What the user calls the prefix; secrets in it are not shown.
-        store: The obstore store, rooted at the prefix.
+        bucket: Where the prefix lies, as storages of this process share it; or an obstore store
+            that this one has for itself.
+        prefix: How the paths of the objects begin in it: empty, or with a slash at its end.
         part_bytes: Size of the parts of an upload; None to choose it by the size of the file.
-        bucket: Where the prefix lies; None if objects cannot be copied in it.
     """
 
     def __init__(
         self,
         url: str,
-        store: ObjectStore,
+        bucket: Bucket | ObjectStore,
+        prefix: str = "",
         *,
         part_bytes: int | None = None,
-        bucket: Bucket | None = None,
     ) -> None:
         self._url = shown_url(url).rstrip("/")
-        self._store = CountedStore(store)
-        self._bucket = bucket
+        self._bucket = bucket if isinstance(bucket, Bucket) else Bucket(bucket)
+        self._store = CountedStore(self._bucket, prefix)
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
-        self._honours_conditions: bool | None = None
         self._hedge = Hedge()
+        _keep_freed_memory()
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self._url!r})"
@@ -184,8 +138,8 @@ class ObjectStorage:
         """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
         directory = prefix_directory(prefix)
         try:
-            found = self._store.list(directory or None)
-        except _FAILURES as error:
+            found = self._store.list(directory)
+        except FAILURES as error:
             raise explain("list", self._name(prefix), error) from None
         return {
             entry["path"]: entry["size"]
@@ -196,15 +150,14 @@ class ObjectStorage:
     def list_directory(self, path: str = "") -> Directory:
         """See `DirectoryListing.list_directory`; one request per 1000 entries."""
         try:
-            found = self._store.list_directory(path or None)
-        except _FAILURES as error:
+            objects, names = self._store.list_directory(path)
+        except FAILURES as error:
             raise explain("list", self._name(path), error) from None
-        names = (prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
         files = {
             entry["path"].rpartition("/")[2]: FileFacts(
                 entry["size"], entry["last_modified"].timestamp()
             )
-            for entry in found["objects"]
+            for entry in objects
         }
         # Consoles make empty objects for folders; those have no name of their own.
         return Directory(
@@ -217,7 +170,7 @@ class ObjectStorage:
         check_path(path)
         try:
             return self._store.head(path)["size"]
-        except _FAILURES as error:
+        except FAILURES as error:
             raise explain("read", self._name(path), error) from None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -256,7 +209,8 @@ class ObjectStorage:
         assert 0 <= start <= stop
         check_path(path)
         if 0 < stop - start <= READ_BYTES:
-            return self._get(path, start, stop)[0]
+            found = self._ask(path, start, lambda: self._store.read_range(path, start, stop))
+            return np.frombuffer(memoryview(found or b""), np.uint8)
         buffer = np.empty(stop - start, np.uint8)
         return buffer[: self.read_into(path, start, buffer)]
 
@@ -272,7 +226,7 @@ class ObjectStorage:
                 )
         except CheckpointExistsError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise explain("write", self._name(path), error) from None
 
     def create(self, path: str, num_bytes: int) -> StreamWriter:
@@ -302,10 +256,15 @@ class ObjectStorage:
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
         )
 
-    def connect(self) -> None:
+    def connect(self, number: int) -> None:
         """See `Connecting.connect`."""
-        opening = partial(self._store.open_connections, f"{_HIDDEN}none", NUM_UPLOADS)
+        opening = partial(self._store.open_connections, f"{_HIDDEN}none", number)
         ask_meanwhile(self, lambda: asyncio.run(opening()))
+
+    @property
+    def begins_unseen(self) -> bool:
+        """See `UnseenFiles.begins_unseen`."""
+        return True
 
     @property
     def copies_at_once(self) -> bool:
@@ -316,15 +275,14 @@ class ObjectStorage:
         """See `CopiedFiles.copy_from`; the server copies the object."""
         check_path(path)
         check_path(new)
-        mine = self._bucket
-        if mine is None or not isinstance(source, ObjectStorage):
+        if not isinstance(source, ObjectStorage):
             return False
-        theirs = source._bucket  # noqa: SLF001 - of the same class
-        if theirs is None or mine.name != theirs.name:
+        theirs = source._store  # noqa: SLF001 - of the same class
+        if theirs.bucket is not self._bucket:
             return False
         try:
-            self._store.copy(mine.open(), theirs.prefix + path, mine.prefix + new)
-        except _FAILURES as error:
+            self._store.copy(theirs.key(path), new)
+        except FAILURES as error:
             problem = explain("copy", f"{source.url}/{path}", error)
             _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
             return False
@@ -340,7 +298,7 @@ class ObjectStorage:
             self._store.delete([path])
         except FileNotFoundError:
             return
-        except _FAILURES as error:
+        except FAILURES as error:
             raise explain("remove", self._name(path), error) from None
 
     def delete_many(self, paths: Sequence[str]) -> None:
@@ -349,7 +307,7 @@ class ObjectStorage:
             check_path(path)
         if len(paths) > 1:
             # A store that cannot do this, or has not all of the objects, is asked for each alone.
-            with suppress(*_FAILURES):
+            with suppress(*FAILURES):
                 self._store.delete(list(paths))
                 return
         ask_together(self, [partial(self.delete, path) for path in paths])
@@ -430,15 +388,24 @@ class ObjectStorage:
             Those that there are, read-only; and of which object, None if the range begins behind
             its end.
         """
+        answer = self._ask(path, start, lambda: self._store.read(path, start, stop))
+        if answer is None:
+            return np.empty(0, np.uint8), None
+        meta, found = answer
+        return np.frombuffer(memoryview(found), np.uint8), meta
+
+    def _ask(
+        self, path: str, start: int, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result | None:
+        """The answer to a request for bytes from `start` on; None if that is behind the end."""
         try:
-            meta, found = self._hedge.run(lambda: self._store.read(path, start, stop))
-            return np.frombuffer(memoryview(found), np.uint8), meta
-        except _FAILURES as error:
+            return self._hedge.run(request)
+        except FAILURES as error:
             # A range that begins behind the end is an error of no class of its own.
             problem = explain("read", self._name(path), error)
             if isinstance(problem, CheckpointNotFoundError) or start < self.size(path):
                 raise problem from None
-            return np.empty(0, np.uint8), None
+            return None
 
     def _put_exclusively(self, path: str, data: bytes) -> bool:
         """Put an object unless there is one, whatever the store does about conditions.
@@ -449,18 +416,18 @@ class ObjectStorage:
         Raises:
             CheckpointExistsError: If another writer is at it.
         """
-        if self._honours_conditions is None:
+        if self._bucket.honours_conditions is None:
             probe = self._find_conditions()
             with asking(self, partial(self._remove_probe, probe)):
                 return self._put_exclusively(path, data)
-        if self._honours_conditions:
+        if self._bucket.honours_conditions:
             return self._put_first(path, data)
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
         self._store.put(mine, b"")
         try:
-            found = self._store.list(folder or None)
+            found = self._store.list(folder)
             others = {entry["path"] for entry in found if entry["path"].startswith(claims)} - {mine}
             if others:
                 raise CheckpointExistsError(
@@ -494,7 +461,7 @@ class ObjectStorage:
         if not is_honoured:
             text = "%s: the store ignores If-None-Match; writers announce themselves instead"
             _LOGGER.warning(text, self._url)
-        self._honours_conditions = is_honoured
+        self._bucket.honours_conditions = is_honoured
         return probe
 
     def _remove_probe(self, probe: str) -> None:
@@ -509,7 +476,7 @@ class ObjectStorage:
         """
         try:
             self._hedge.run(lambda: self._store.read(path, 1, 2))
-        except _FAILURES as error:
+        except FAILURES as error:
             if RANGES_ADVICE in str(explain("read", self._name(path), error)):
                 _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
 
@@ -535,55 +502,23 @@ class ObjectStorage:
                 raise StorageError(f"{name} exists already: another writer was first")
         except StorageError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise explain("write", name, error) from None
 
 
 def open_object_storage(url: str, scheme: str, rest: str) -> ObjectStorage:
-    """The storage of a bucket's prefix.
+    """The storage of a bucket's prefix; the arguments and errors are those of `open_bucket`."""
+    return ObjectStorage(url, *open_bucket(url, scheme, rest))
 
-    Args:
-        url: What the user wrote.
-        scheme: Its scheme, in small letters.
-        rest: What follows `://`. Keys of S3 and Google Cloud are taken as they are written, and
-            not percent-decoded.
 
-    Raises:
-        StorageError: If the URL or the environment's settings are not usable.
+@cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory of responses for those that come next.
+
+    Until a block as large has been freed once, glibc returns freed memory to the system, which then
+    clears the pages of the next response. That takes longer than to receive it.
     """
-    bucket, _, key = rest.partition("/")
-    prefix = key.strip("/") or None
-    if not bucket:
-        raise StorageError(f"{shown_url(url)!r} names no bucket; write {scheme}://bucket/path")
-    if scheme in _BUCKET_SCHEMES and "***@" in shown_url(url):
-        raise StorageError(
-            f"{shown_url(url)!r}: user information in the URL of a bucket is not used\nWrite "
-            f"{scheme}://bucket/path and set the credentials in the environment"
-        )
-    try:
-        if scheme not in _BUCKET_SCHEMES:
-            azure = stores.AzureStore.from_url(url, client_options=CLIENT, retry_config=RETRIES)
-            return ObjectStorage(url, azure)
-        kind = stores.S3Store if scheme in {"s3", "s3a"} else stores.GCSStore
-        options = _signing(os.environ) if kind is stores.S3Store else {}
-        make: Callable[..., ObjectStore] = kind
-        make = partial(make, client_options=CLIENT, retry_config=RETRIES, **options)
-        store = make(bucket, prefix=prefix)
-    except _FAILURES as error:
-        raise explain("open", url, error) from None
-    name = f"{type(store).__name__} {bucket}"
-    root = cache(partial(make, bucket, prefix=None))
-    return ObjectStorage(url, store, bucket=Bucket(name, root, f"{prefix}/" if prefix else ""))
-
-
-def _signing(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Whether the signature of a request covers its content, unless the user has chosen.
-
-    TLS protects the content already, and SHA-256 takes most of the processor time of an upload.
-    """
-    is_chosen = "AWS_UNSIGNED_PAYLOAD" in environment
-    is_plain = any(environment.get(name, "").startswith("http://") for name in _ENDPOINTS)
-    return {} if is_chosen or is_plain else {"unsigned_payload": True}
+    np.empty(READ_BYTES, np.uint8)
 
 
 def _is_hidden(path: str) -> bool:

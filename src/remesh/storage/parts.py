@@ -98,7 +98,8 @@ class Parts:
             if self._failure is None:
                 self._missing[number] -= num_bytes
                 self._ranges[number].append((start, start + num_bytes))
-                self._changed.notify_all()
+                if not self._missing[number]:  # nothing less is waited for
+                    self._changed.notify_all()
 
     def finish(self, num_bytes: int | None = None) -> None:
         """Let all parts leave, whether they are full or not.
@@ -251,10 +252,14 @@ class StreamWriter:
         """See `LendingWriter.filled`."""
         self._parts.filled(position, num_bytes)
 
-    def finish(self, num_bytes: int | None = None) -> None:
-        """See `Writer.finish`."""
+    def end(self, num_bytes: int | None = None) -> None:
+        """See `EndingWriter.end`."""
         assert self._open, f"{self._name} is closed"
         self._parts.finish(num_bytes)
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        """See `Writer.finish`."""
+        self.end(num_bytes)
         self._thread.join()
         self._close()
         if self._error is not None:

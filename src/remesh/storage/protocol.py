@@ -88,6 +88,18 @@ class LendingWriter(Protocol):
 
 
 @runtime_checkable
+class EndingWriter(Protocol):
+    """What writers may have besides the methods of `Writer`: they finish without being waited for.
+
+    `abort` may be called meanwhile.
+    """
+
+    def end(self, num_bytes: int | None = None) -> None:
+        """Begin what `finish` does, which waits for it when it is called with the same size."""
+        ...
+
+
+@runtime_checkable
 class Storage(Protocol):
     """Files under one root.
 
@@ -129,8 +141,9 @@ class Storage(Protocol):
 
         Raises:
             NoSpaceError: If there is no room.
-            StorageError: If the file exists already. A storage that is a network away may find
-                that out meanwhile, and raise it when the file is written or finished.
+            StorageError: If the file exists already. A storage that is a network away, and no
+                other, may find that out meanwhile, and raise it when the file is written or
+                finished.
         """
         ...
 
@@ -179,6 +192,25 @@ class SharedFiles(Protocol):
             StorageError: If another process holds it, or the storage fails.
         """
         ...
+
+
+@runtime_checkable
+class UnseenFiles(Protocol):
+    """What storages may have besides the methods of `Storage`: files that are begun unseen.
+
+    Of a file that is not finished, or was given up, nothing is seen, no directory either. So it may
+    be begun before it is known whether it is wanted.
+    """
+
+    @property
+    def begins_unseen(self) -> bool:
+        """Whether that is so."""
+        ...
+
+
+def begins_unseen(storage: Storage) -> bool:
+    """Whether files that are begun in a storage are seen only when they are finished."""
+    return isinstance(storage, UnseenFiles) and storage.begins_unseen
 
 
 @runtime_checkable

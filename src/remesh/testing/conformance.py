@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -48,7 +48,14 @@ T = TypeVar("T")
 
 
 class StorageConformance:
-    """The suite for storages; supply `make_storage`."""
+    """The suite for storages; supply `make_storage`.
+
+    Attributes:
+        finds_files_late: Whether `create` begins a file that exists already, and the writer raises
+            the error, as `Storage.create` allows a storage that is a network away.
+    """
+
+    finds_files_late: ClassVar[bool] = False
 
     def make_storage(self, tmp_path: Path) -> Storage:
         """An empty storage; `tmp_path` is an empty directory that pytest removes."""
@@ -207,8 +214,9 @@ class StorageConformance:
 
     def test_create_does_not_replace(self, storage: Storage) -> None:
         _write(storage, "file", _pattern(10))
+        begin = _write if self.finds_files_late else _create
         with pytest.raises(StorageError, match=r"file.*exists"):
-            _write(storage, "file", _pattern(11))
+            begin(storage, "file", _pattern(11))
         assert storage.read("file") == _pattern(10).tobytes()
 
     def test_one_writer_at_a_time(self, storage: Storage) -> None:
@@ -556,6 +564,10 @@ def _aligned(data: Buffer) -> Buffer:
     buffer = aligned_buffer(data.size)
     buffer[:] = data
     return buffer
+
+
+def _create(storage: Storage, path: str, content: Buffer) -> None:
+    storage.create(path, content.size)
 
 
 def _write(storage: Storage, path: str, content: Buffer, chunk: int = 4 * ALIGNMENT) -> None:

@@ -1,0 +1,156 @@
+"""Writing a stream from memory: each of a few threads fills, digests and writes the next chunk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from remesh.integrity import BLOCK_SIZE, Digests, WrittenFile, block_digests, raw_digest
+from remesh.memory import CopyQueue
+from remesh.pipeline.journal import Journal
+from remesh.pipeline.workers import run_workers
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, FileLayout, StreamFiles
+from remesh.storage import Buffer, Storage
+
+NUM_THREADS = 3
+"""Writers of a file: one copies and digests while the others wait for the disk, or for each other
+where the file system lets only one at a time into a file."""
+
+
+def write_stream(
+    storage: Storage, files: StreamFiles, layout: FileLayout, on_chunk: Callable[[int], None]
+) -> list[WrittenFile]:
+    """Write the files of a stream and make them durable.
+
+    Args:
+        storage: Where to.
+        files: The files.
+        layout: What the stream holds.
+        on_chunk: See `fill_stream`.
+
+    Returns:
+        What is known of each file.
+
+    Raises:
+        NoSpaceError: If there is no room; the files are gone then.
+        StorageError: If the storage fails; the files are gone then, if the storage still can.
+    """
+    writer = ChunkWriter(storage, files, layout.num_bytes)
+    written = fill_stream(writer, layout, on_chunk)
+    writer.wait()
+    return written
+
+
+def fill_stream(
+    writer: ChunkWriter,
+    layout: FileLayout,
+    on_chunk: Callable[[int], None],
+    meanwhile: Callable[[], None] | None = None,
+    *,
+    copies: Callable[[], CopyQueue] | None = None,
+    journal: Journal | None = None,
+) -> list[WrittenFile]:
+    """Write all chunks of a stream; `ChunkWriter.wait` then waits until the files are durable.
+
+    Args:
+        writer: Its files.
+        layout: What the stream holds.
+        on_chunk: Called after each chunk, in the thread that wrote it, with its size.
+        meanwhile: What else is to be done, beside the writing.
+        copies: Makes a queue for the copies that fill a chunk; None to copy one by one.
+        journal: What an earlier attempt has written, and where to note what this one writes; None
+            for files that are compressed.
+
+    Returns:
+        What is known of each file.
+
+    Raises:
+        NoSpaceError: If there is no room; the files are gone then.
+        StorageError: If the storage fails; the files are gone then, if the storage still can.
+    """
+    written: list[WrittenFile] = []
+    left, counting = layout.num_chunks, threading.Lock()
+
+    def write_next(number: int, buffer: Buffer) -> None:
+        nonlocal left
+        write_chunk(number, buffer)
+        with counting:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            # Here, because what is done meanwhile may take longer.
+            written.extend(writer.end())
+
+    def write_chunk(number: int, buffer: Buffer) -> None:
+        if journal is not None and _is_written(journal, writer, number, layout, buffer):
+            on_chunk(min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
+            return
+        lent = None
+        if journal is None:
+            lent = writer.lend(number, min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE))
+        chunk = _filled(layout, number, buffer if lent is None else lent, copies)
+        writer.write(number, chunk, is_lent=lent is not None)
+        if journal is not None:
+            journal.add(number, raw_digest(chunk.data))
+        on_chunk(len(chunk))
+
+    try:
+        run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, write_next, meanwhile)
+    except BaseException:
+        writer.abort()
+        raise
+    return written
+
+
+def has_digests(
+    layout: FileLayout, digests: Digests, copies: Callable[[], CopyQueue] | None = None
+) -> bool:
+    """Whether the blocks of a stream have these digests; ends with the first that has not.
+
+    Args:
+        layout: What the stream holds.
+        digests: What its digests may be.
+        copies: See `fill_stream`.
+    """
+    if len(digests) != -(-layout.num_bytes // BLOCK_SIZE):
+        return False
+    differs = threading.Event()
+
+    def look(number: int, buffer: Buffer) -> None:
+        if differs.is_set():
+            return
+        found = block_digests(_filled(layout, number, buffer, copies))
+        first = number * CHUNK_SIZE // BLOCK_SIZE
+        if (found != digests[first : first + len(found)]).any():
+            differs.set()
+
+    run_workers(NUM_THREADS, layout.num_chunks, CHUNK_SIZE, look)
+    return not differs.is_set()
+
+
+def _is_written(
+    journal: Journal, writer: ChunkWriter, number: int, layout: FileLayout, buffer: Buffer
+) -> bool:
+    """Whether an earlier attempt has written a chunk; if so, notice is taken of it."""
+    digest = journal.find(number)
+    if digest is None:
+        return False
+    chunk = buffer[: min(CHUNK_SIZE, layout.num_bytes - number * CHUNK_SIZE)]
+    if not writer.restore(number, chunk) or raw_digest(chunk.data) != digest:
+        return False
+    writer.accept(number, chunk)
+    journal.count(len(chunk))
+    return True
+
+
+def _filled(
+    layout: FileLayout, number: int, buffer: Buffer, copies: Callable[[], CopyQueue] | None
+) -> Buffer:
+    """A chunk of a stream, in the beginning of a buffer."""
+    if copies is None:
+        return layout.fill_chunk(number, buffer)
+    queue = copies()
+    with queue:
+        chunk = layout.fill_chunk(number, buffer, queued=True)
+        queue.mark()()
+    return chunk

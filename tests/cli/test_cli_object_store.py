@@ -1,0 +1,71 @@
+"""Commands about checkpoints in an object store: an S3 server of the test process."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remesh
+from remesh.checkpoint import RestoreReport
+from remesh.pipeline import read
+from remesh.storage.object_store import ObjectStorage
+from tests.storage.object_servers import BUCKET, S3Server, s3_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.mark.usefixtures("server")
+def test_a_plan_has_the_figures_of_the_load(
+    run_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From a far store, in the windows for its latency, as small as a test wants them."""
+    monkeypatch.setattr(ObjectStorage, "latency", property(lambda _self: 0.1))
+    monkeypatch.setattr(read, "REMOTE_WINDOWS", (1 << 20, 4 << 20))
+    far, near = f"s3://{BUCKET}/plan", tmp_path / "plan"
+    reports: list[RestoreReport] = []
+    for place in (far, near):
+        remesh.save({"w": np.ones(1 << 20, np.float32)}, place)
+        remesh.load({"w": np.zeros(1 << 20, np.float32)}, place, on_report=reports.append)
+    plans = [run_json("plan", place)["ranks"][0] for place in (far, near)]
+    for plan, report in zip(plans, reports, strict=True):
+        assert plan["num_reads"] == report.num_reads
+        assert plan["bytes_read"] == report.bytes_read
+    assert plans[0]["num_reads"] > plans[1]["num_reads"]
+
+
+def test_a_conversion_says_what_it_asked_the_store(
+    run: Any,
+    run_json: Any,
+    server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Connections that open in the background may do so when all is done.
+    monkeypatch.setattr(ObjectStorage, "connect", lambda _self, _number: None)
+    root, ones = f"s3://{BUCKET}/convert", np.ones(1000, np.float32)
+    remesh.save({"w": ones}, f"{root}/from")
+    before = len(server.methods)
+    found = run_json("convert", f"{root}/from", f"{root}/to", "--format", "torch_dcp")["requests"]
+    kinds = Counter(server.methods[before:])
+    assert found["gets"] == kinds["GET"] + kinds["HEAD"] > 0
+    assert found["puts"] == kinds["PUT"] + kinds["POST"] + kinds["LIST"] > 0
+    assert found["deletes"] == kinds["DELETE"]
+    assert min(found["bytes_sent"], found["bytes_received"]) >= ones.nbytes
+
+    shown = run("convert", f"{root}/to", tmp_path / "here", "--format", "remesh").stdout
+    assert re.search(
+        r"^all ranks sent \d+ PUT, [1-9]\d* GET and 0 DELETE requests \(", shown, re.MULTILINE
+    )
+    shown = run("convert", tmp_path / "here", tmp_path / "copy", "--format", "remesh").stdout
+    assert "requests" not in shown
+    assert remesh.Checkpoint(tmp_path / "copy").read_array("w").tolist() == ones.tolist()
