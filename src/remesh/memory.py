@@ -7,7 +7,7 @@ add memories for devices and for casts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,6 +59,45 @@ class DigestedMemory(Memory, Protocol):
 
     def digest(self) -> bytes:
         """16 bytes that are equal for equal elements in equal order, whatever the strides."""
+        ...
+
+
+@runtime_checkable
+class DirectMemory(Memory, Protocol):
+    """Memory of a device, whose elements can go to other such memory without passing the host."""
+
+    def elements(self, box: Box) -> Any:
+        """The elements of `box`, as tensors of the device's library that hold integers."""
+        ...
+
+    def fill(self, box: Box, elements: Any) -> None:
+        """Replace the elements of `box` by some of the same shape; may be done later, in order."""
+        ...
+
+
+class DeviceBuffer(Protocol):
+    """Bytes in memory of a device."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, start: int, stop: int) -> Any:
+        """The bytes [start, stop), as `DeviceExchange` sends and fills them."""
+        ...
+
+    def memory(self, position: int, shape: tuple[int, ...], carrier: CarrierDType) -> Memory:
+        """The bytes from `position` on, as elements of a box."""
+        ...
+
+
+class Device(Protocol):
+    """A device whose memory ranks send each other as it is."""
+
+    def buffers(self, number: int, num_bytes: int) -> Sequence[DeviceBuffer]:
+        """Some buffers of one size."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that the thread has queued is done."""
         ...
 
 
@@ -115,6 +154,14 @@ def copy_box(source: Memory, box: Box, target: Memory, place: Box) -> None:
         values = np.empty(box.shape, source.carrier)
         source.copy_out(box, values)
         target.copy_in(place, values)
+
+
+def copy_directly(source: Memory, box: Box, target: Memory, place: Box) -> None:
+    """`copy_box`, which stays on the device if it can; then it may be done later, in order."""
+    if isinstance(source, DirectMemory) and isinstance(target, DirectMemory):
+        target.fill(place, source.elements(box))
+    else:
+        copy_box(source, box, target, place)
 
 
 def contiguous_bytes(memory: Memory) -> npt.NDArray[np.uint8] | None:

@@ -31,6 +31,7 @@ from remesh import values
 from remesh._repr import short_repr
 from remesh.checkpoint.buffers import Buffers, choose_buffers
 from remesh.checkpoint.comparing import RankReads
+from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
 from remesh.checkpoint.documents import document_of
 from remesh.checkpoint.load_plan import LoadOptions, RankLoadPlan
 from remesh.checkpoint.loading import OnRead, fill_planned, plan_into
@@ -370,8 +371,17 @@ class Resharder:
         """
         key = _fingerprint(reads)
         kept = self._transfers[number] if number < len(self._transfers) else None
-        is_kept = b"y" if kept is not None and kept[0] == key else b""
-        if all(run_on_all(self._exchange, lambda: is_kept)) and kept is not None:
+        is_kept = kept is not None and kept[0] == key
+
+        def say() -> bytes:
+            memories = (*tensors.memories, *(to.memory for to in reads.destinations))
+            return msgspec.msgpack.encode((is_kept, device_in_use(memories)))
+
+        told = [
+            msgspec.msgpack.decode(reply, type=tuple[bool, DeviceInUse])
+            for reply in run_on_all(self._exchange, say)
+        ]
+        if kept is not None and all(is_kept for is_kept, _ in told):
             return kept
         return key, plan_between_memories(
             self._exchange,
@@ -380,6 +390,7 @@ class Resharder:
             reads.plan.regions,
             len(reads.destinations),
             tensors.boxes,
+            device=agree_on_devices(self._exchange, [in_use for _, in_use in told]),
         )
 
 

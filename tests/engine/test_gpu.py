@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import remesh
+from remesh.exchange import Exchange
+from remesh.pipeline.device_transfer import DeviceBuffers
+from remesh.testing import run_processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,3 +177,45 @@ def test_a_nccl_group_of_one(tmp_path: Path) -> None:
     assert isinstance(source["w"], torch.Tensor)
     assert same_bits(target["w"], source["w"])
     assert target["step"] == 3
+
+
+def push_rows_to_columns(exchange: Exchange, num_devices: int) -> bool:
+    """Push on a side stream again and again; whether it went from device to device."""
+    rank, world_size = exchange.rank, exchange.world_size
+    torch.cuda.set_device(rank % num_devices)
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    whole = torch.arange(24_000_000.0, device="cuda").reshape(6000, 4000) % 200
+    held = whole.chunk(world_size)[rank].clone()
+    wanted = torch.zeros_like(whole.chunk(world_size, 1)[rank], dtype=torch.bfloat16)
+    step = torch.zeros(())  # of the host, as the steps of optimizers are
+    split = remesh.ShardedTensor.from_rank_offsets
+    pushing = remesh.Resharder(
+        {"w": split("w", held, (0, rank, world_size)), "step": step + 5},
+        {"w": split("w", wanted, (1, rank, world_size)), "step": step},
+        cast=True,
+        group=group,
+    )
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for number in range(3):
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+            held += 1
+            pushing.push()
+            expected = (whole + number + 1).chunk(world_size, 1)[rank].bfloat16()
+            assert same_bits(wanted, expected), number
+    assert step == 5
+    return isinstance(pushing._transfers[-1][1].buffers, DeviceBuffers)
+
+
+def test_ranks_on_one_device_send_through_the_host() -> None:
+    assert run_processes(2, push_rows_to_columns, 1) == [False] * 2
+
+
+def test_a_rank_alone_copies_on_its_device() -> None:
+    assert run_processes(1, push_rows_to_columns, 1) == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_ranks_send_from_device_to_device() -> None:
+    world_size = min(torch.cuda.device_count(), 4)
+    assert run_processes(world_size, push_rows_to_columns, world_size) == [True] * world_size

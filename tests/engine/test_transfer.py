@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ from remesh.planner import (
     turns_of_distances,
 )
 from remesh.tables import BoxTable, TensorTable
-from remesh.testing import Raised, run_ranks_outcomes
+from remesh.testing import Raised, run_ranks, run_ranks_outcomes
 
 SIZE = 1000
 
@@ -168,6 +170,48 @@ def test_of_a_rank_that_fails_nothing_is_used(
     for rank in (0, 2):
         values = [np.unique(array).tolist() for array in filled[rank]]
         assert values == [[0], [255], [2]]
+
+
+class Late(HostMemory):
+    """Bytes of which the last ones are copied only when another rank was answered."""
+
+    answered = threading.Event()
+
+    def copy_out(self, box: Box, into: CarrierArray) -> None:
+        assert box.offset[0] < 800 or self.answered.wait(100)
+        super().copy_out(box, into)
+
+
+def test_a_rank_without_messages_is_not_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has gone through all turns before the others, which answer it in between."""
+    Late.answered.clear()
+    monkeypatch.setattr(engine, "map_buffers", lambda *_: None)
+    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 64)
+    index, filled = vector_index(1), np.zeros(SIZE, np.uint8)
+
+    def run(exchange: Exchange) -> None:
+        me, tensors = exchange.rank, index.tensors
+        whole = [(0, Box.whole((SIZE,)))]
+        wanted = BoxTable.of(tensors, whole if me == 1 else [])
+        plan = plan_load(index, wanted, ReadLimits(window_bytes=64))
+        held = BoxTable.of(tensors, whole if me == 0 else [])
+        targets = [Destination((0,), HostMemory(filled))] * (me == 1)
+        found = plan_between_memories(exchange, index, [0], plan.regions, len(targets), held)
+        assert found.plan.num_turns == 16
+        if me == 2:
+            all_gather = exchange.all_gather
+
+            def answered(data: bytes) -> list[bytes]:
+                replies = all_gather(data)
+                Late.answered.set()
+                return replies
+
+            monkeypatch.setattr(exchange, "all_gather", answered)
+        sources = [Late(np.full(SIZE, 7, np.uint8))] * (me == 0)
+        found.execute(exchange, sources, targets, lambda _size: None)
+
+    run_ranks(3, run)
+    assert np.unique(filled).tolist() == [7]
 
 
 def test_equal_requests_are_packed_once() -> None:

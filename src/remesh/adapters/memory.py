@@ -37,7 +37,7 @@ _MULTIPLIERS = (
 """Odd numbers of 64 bits, as signed ones."""
 
 _STAND_INS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-_MOVABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+MOVABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _MOVABLE_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
@@ -72,7 +72,15 @@ class DeviceMemory:
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`."""
-        self.tensor[box.slices].copy_(_movable_view(values))
+        self.fill(box, _movable_view(values))
+
+    def elements(self, box: Box) -> torch.Tensor:
+        """See `DirectMemory.elements`."""
+        return self.tensor[box.slices]
+
+    def fill(self, box: Box, elements: torch.Tensor) -> None:
+        """See `DirectMemory.fill`."""
+        self.tensor[box.slices].copy_(elements)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +110,18 @@ class CastingMemory:
 
     def copy_in(self, box: Box, values: CarrierArray) -> None:
         """See `Memory.copy_in`; the values are cast on the way."""
-        elements = _movable_view(values).view(self.dtype)
+        self.fill(box, _movable_view(values))
+
+    def elements(self, box: Box) -> torch.Tensor:
+        """See `DirectMemory.elements`; they are cast on the way."""
+        return self.tensor[box.slices].to(self.dtype).view(MOVABLE[self.dtype.itemsize])
+
+    def fill(self, box: Box, elements: torch.Tensor) -> None:
+        """See `DirectMemory.fill`; the elements are cast on the way."""
+        values = elements.view(self.dtype)
         for dtype in self.through:
-            elements = elements.to(dtype)
-        self.tensor[box.slices].copy_(elements)
+            values = values.to(dtype)
+        self.tensor[box.slices].copy_(values)
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
@@ -159,7 +175,7 @@ def memory_of(array: ArrayLike, where: str, *, writable: bool = False) -> Memory
         if tensor.device.type == "cpu":
             return HostMemory(_carrier_view(tensor, where).numpy())
         carrier = BY_NAME[dtype_name(tensor, where)].carrier
-        return DeviceMemory(tensor.view(_MOVABLE[tensor.itemsize]), carrier)
+        return DeviceMemory(tensor.view(MOVABLE[tensor.itemsize]), carrier)
     return HostMemory(_numpy_carrier(array, where, writable))
 
 

@@ -17,7 +17,13 @@ import numpy as np
 from remesh.exchange import Exchange, run_joined
 from remesh.geometry import Box, IntArray
 from remesh.index import Index
-from remesh.memory import HostMemory, Memory, contiguous_bytes, copy_box
+from remesh.memory import Device, HostMemory, Memory, contiguous_bytes, copy_box, copy_directly
+from remesh.pipeline.device_transfer import (
+    DEVICE_MESSAGE_BYTES,
+    DeviceBuffers,
+    device_buffers,
+    execute_on_device,
+)
 from remesh.pipeline.read import Destination, Place, Writing
 from remesh.pipeline.shared_buffers import on_one_machine
 from remesh.pipeline.shared_transfer import execute_shared
@@ -30,7 +36,13 @@ from remesh.pipeline.transfer import (
     message_buffers,
     request_regions,
 )
-from remesh.planner import Regions, TransferPlan, numbers_of_messages, turns_of_distances
+from remesh.planner import (
+    Regions,
+    TransferPlan,
+    host_message_bytes,
+    numbers_of_messages,
+    turns_of_distances,
+)
 from remesh.storage import Buffer
 from remesh.tables import BoxTable
 
@@ -41,6 +53,23 @@ NUM_ARRIVING = 2
 """Turns whose messages arrive or are unpacked: one of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A region that one rank takes from its memory.
+
+    Attributes:
+        want: `Regions.want` of it, as `TransferPlan.taken` numbers them.
+        box: The region.
+        held: Row of the box that the rank holds, and the part of that box.
+        num_bytes: Its size.
+    """
+
+    want: int
+    box: Box
+    held: tuple[int, Box]
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTransfer:
     """What one rank moves between memories.
@@ -48,20 +77,18 @@ class MemoryTransfer:
     Attributes:
         index: What lies in which imaginary file.
         plan: What moves.
-        taken: All that this rank takes from its memory, sorted by turn.
-        sources: For each region of it, the row of the box that this rank holds and the part of it.
-        turn: For each region its turn; those of this rank are cut into tasks as if they were sent.
+        copies: All that this rank takes from its memory, sorted by turn.
+        turn: For each copy its turn; those of this rank are cut into tasks as if they were sent.
         group_bytes_sent: Bytes of tensor data that all ranks send.
         buffers: For the messages.
     """
 
     index: Index
     plan: TransferPlan
-    taken: Regions
-    sources: list[tuple[int, Box]]
+    copies: list[_Copy]
     turn: IntArray
     group_bytes_sent: int
-    buffers: MessageBuffers
+    buffers: MessageBuffers | DeviceBuffers
 
     @property
     def bytes_local(self) -> int:
@@ -92,45 +119,60 @@ class MemoryTransfer:
         Raises:
             ExchangeError: If a rank died.
         """
-        if self.buffers.counters is not None:
+        buffers, num_wanted = self.buffers, len(destinations)
+        if isinstance(buffers, DeviceBuffers):
+            execute_on_device(
+                exchange,
+                self.plan,
+                self._tasks(memories, num_wanted, (), copy_directly),
+                destinations,
+                on_read=on_read,
+                buffers=buffers,
+            )
+            return
+        if buffers.counters is not None:
             execute_shared(
                 exchange,
                 self.plan,
-                self._tasks(memories, len(destinations), ()),
+                self._tasks(memories, num_wanted, ()),
                 destinations,
                 on_read=on_read,
-                buffers=self.buffers,
+                buffers=buffers,
                 is_on_host=all(map(_is_on_host, (*memories, *(to.memory for to in destinations)))),
             )
             return
-        straight = self._straight(memories, destinations)
+        straight = self._straight(memories, destinations, buffers)
         execute(
             exchange,
             self.index,
             self.plan,
-            self._tasks(memories, len(destinations), straight.sent),
+            self._tasks(memories, num_wanted, straight.sent),
             destinations,
             on_read=on_read,
-            buffers=self.buffers,
+            buffers=buffers,
             straight=straight,
         )
 
     def _straight(
-        self, memories: Sequence[Memory], destinations: Sequence[Destination]
+        self,
+        memories: Sequence[Memory],
+        destinations: Sequence[Destination],
+        buffers: MessageBuffers,
     ) -> Straight:
         """The regions that are contiguous in memory of the host, of those sent by themselves."""
         sent: dict[int, Buffer] = {}
         outgoing, incoming = self.plan.outgoing, self.plan.incoming
         num_wanted = len(destinations)
-        is_straight = outgoing.is_straight(self.buffers.readers)
-        for (held, part), want in zip(self.sources, self.taken.want.tolist(), strict=True):
-            row = want - num_wanted
+        is_straight = outgoing.is_straight(buffers.readers)
+        for one in self.copies:
+            row = one.want - num_wanted
             if row >= 0 and is_straight[row]:
+                held, part = one.held
                 found = _bytes_of(memories[held], part)
                 if found is not None:
                     sent[row] = found
         filled: dict[int, Buffer] = {}
-        rows = np.flatnonzero(incoming.is_straight(self.buffers.seen))
+        rows = np.flatnonzero(incoming.is_straight(buffers.seen))
         regions = incoming.regions.take(rows)
         for row, want, box in zip(
             rows.tolist(), regions.want.tolist(), regions.boxes(self.index), strict=True
@@ -141,31 +183,37 @@ class MemoryTransfer:
                 filled[row] = found
         return Straight(sent, filled)
 
-    def _tasks(self, memories: Sequence[Memory], num_wanted: int, sent: Container[int]) -> Tasks:
+    def _tasks(
+        self,
+        memories: Sequence[Memory],
+        num_wanted: int,
+        sent: Container[int],
+        copy: Callable[[Memory, Box, Memory, Box], None] = copy_box,
+    ) -> Tasks:
         """What this rank copies, to others and to itself.
 
         Args:
             memories: The memory of each box that it holds.
             num_wanted: How many boxes it wants.
             sent: Regions for others that need not be packed.
+            copy: Copies a region.
         """
         turn, first = np.unique(self.turn, return_index=True)
         bounds = [*first.tolist(), len(self.turn)]
-        want, boxes = self.taken.want.tolist(), self.taken.boxes(self.index)
-        sizes = self.taken.num_bytes(self.index).tolist()
 
         def perform(task: int, _buffer: Buffer, place: Place, writing: Writing) -> int:
-            rows = range(bounds[task], bounds[task + 1])
+            copies = self.copies[bounds[task] : bounds[task + 1]]
             with writing:
-                for row in rows:
-                    if want[row] - num_wanted in sent:
+                for one in copies:
+                    if one.want - num_wanted in sent:
                         continue
-                    (held, part), target = self.sources[row], place(want[row])
-                    corner = boxes[row].shift(target.offset, -1)
-                    copy_box(memories[held], part, target.memory, corner)
-            return sum(sizes[row] for row in rows)
+                    (held, part), target = one.held, place(one.want)
+                    corner = one.box.shift(target.offset, -1)
+                    copy(memories[held], part, target.memory, corner)
+            return sum(one.num_bytes for one in copies)
 
-        return Tasks(turn, sum(sizes), NUM_THREADS, 0, perform)
+        num_bytes = sum(one.num_bytes for one in self.copies)
+        return Tasks(turn, num_bytes, NUM_THREADS, 0, perform)
 
 
 def plan_between_memories(
@@ -175,6 +223,8 @@ def plan_between_memories(
     regions: Regions,
     num_wanted: int,
     held: BoxTable,
+    *,
+    device: Device | None = None,
 ) -> MemoryTransfer:
     """Find what this rank has itself, and ask the others for the rest. Collective.
 
@@ -185,6 +235,7 @@ def plan_between_memories(
         regions: What this rank wants of them.
         num_wanted: How many boxes it wants.
         held: What this rank holds, copies of what is in other files included.
+        device: The device of this rank, if all ranks send memory of their devices as it is.
     """
     here = _find(index, regions, held)
     is_here = np.array([source is not None for source in here], dtype=np.bool_)
@@ -195,9 +246,12 @@ def plan_between_memories(
         for rank in np.unique(owner).tolist()
         if rank != exchange.rank
     }
-    are_seen = on_one_machine(exchange) and IS_ORDERED
+    if device is not None:
+        message_bytes = DEVICE_MESSAGE_BYTES
+    else:
+        message_bytes = host_message_bytes(are_seen=on_one_machine(exchange) and IS_ORDERED)
     numbers = {
-        rank: numbers_of_messages(index, of_rank, are_seen=are_seen)
+        rank: numbers_of_messages(index, of_rank, message_bytes)
         for rank, of_rank in lacking.items()
     }
     first_turn, asked_by, group_sent = _agree_on_turns(
@@ -217,18 +271,20 @@ def plan_between_memories(
     plan = TransferPlan(local, outgoing, incoming, first_turn[-1], NUM_ARRIVING)
     taken, turns = plan.taken(num_wanted)
     turn = turns[taken.want]
-    turn[: len(local)] += numbers_of_messages(index, local, are_seen=are_seen)
+    turn[: len(local)] += numbers_of_messages(index, local, message_bytes)
     sources = [*filter(None, here), *filter(None, _find(index, outgoing.regions, held))]
     assert len(sources) == len(taken), f"rank {exchange.rank} does not have what it should have"
+    want, boxes, sizes = taken.want.tolist(), taken.boxes(index), taken.num_bytes(index).tolist()
     order = np.argsort(turn, kind="stable")
     return MemoryTransfer(
         index,
         plan,
-        taken.take(order),
-        [sources[row] for row in order.tolist()],
+        [_Copy(want[row], boxes[row], sources[row], sizes[row]) for row in order.tolist()],
         turn[order],
         group_sent,
-        message_buffers(exchange, index, plan),
+        device_buffers(exchange, device, index, plan)
+        if device
+        else message_buffers(exchange, index, plan),
     )
 
 

@@ -215,17 +215,25 @@ def decode_request(data: bytes) -> tuple[Regions, IntArray]:
     return regions, columns["turn"]
 
 
-def numbers_of_messages(index: Index, regions: Regions, *, are_seen: bool) -> IntArray:
+def host_message_bytes(*, are_seen: bool) -> int:
+    """How long messages between memories of the host are.
+
+    Args:
+        are_seen: Whether all messages are in shared memory.
+    """
+    return min(MESSAGE_BYTES, SEEN_MESSAGE_BYTES) if are_seen else MESSAGE_BYTES
+
+
+def numbers_of_messages(index: Index, regions: Regions, message_bytes: int) -> IntArray:
     """Cut what goes from one memory to another into messages: the number of that of each region.
 
     Args:
         index: Where the regions lie.
         regions: What goes.
-        are_seen: Whether all messages are in shared memory.
+        message_bytes: A message ends with the region that makes it as long or longer.
     """
     sizes = regions.num_bytes(index)
-    longest = min(MESSAGE_BYTES, SEEN_MESSAGE_BYTES) if are_seen else MESSAGE_BYTES
-    numbers: IntArray = (np.cumsum(sizes) - sizes) // longest
+    numbers: IntArray = (np.cumsum(sizes) - sizes) // message_bytes
     return numbers
 
 

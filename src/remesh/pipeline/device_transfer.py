@@ -1,0 +1,187 @@
+"""The transfer between ranks that send each other memory of their devices as it is.
+
+Messages are packed on the device, sent from there by the group's backend (NCCL, which goes over
+NVLink within a machine), and unpacked on the device: the host queues this and moves no tensor data,
+but for tensors that lie in its own memory. It does so in the caller's thread, so all copies come
+after what the caller has queued itself, on the stream that is current for it. While messages of one
+turn are under way, those of the next are packed, and those of the turn before are unpacked; what a
+rank has itself is copied beside the first.
+
+A rank that fails goes through its turns all the same, and sends what its buffers happen to hold. As
+after any failure of a transfer, the caller makes it known to all, and no rank uses what it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from remesh.exchange import DeviceExchange, Exchange, run_on_all
+from remesh.geometry import Box
+from remesh.index import Index
+from remesh.memory import Device, DeviceBuffer, copy_directly
+from remesh.pipeline.read import Destination, Place
+from remesh.pipeline.transfer import Carried, Tasks
+from remesh.planner import Messages, TransferPlan
+
+DEVICE_MESSAGE_BYTES = 32 << 20
+"""A message ends with the region that makes it as long or longer: long enough for a link of some
+hundred GB/s, and two that leave and two that arrive take little of the memory of a device."""
+
+_NUM_BUFFERS = 2
+"""Turns of which messages are in memory: those under way, and those that are packed or unpacked."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBuffers:
+    """Memory for the messages of a plan, and what lies where in it.
+
+    Attributes:
+        device: Where it is.
+        leaving: For the messages to others, turn by turn.
+        arriving: For those that others send.
+        outgoing: What the messages to others carry.
+        incoming: What those that others send carry.
+    """
+
+    device: Device
+    leaving: Sequence[DeviceBuffer]
+    arriving: Sequence[DeviceBuffer]
+    outgoing: Carried
+    incoming: Carried
+
+
+def device_buffers(
+    exchange: Exchange, device: Device, index: Index, plan: TransferPlan
+) -> DeviceBuffers:
+    """Memory for the messages of a plan. Collective: if it is refused anywhere, all ranks raise."""
+    made: list[DeviceBuffers] = []
+
+    def make() -> bytes:
+        leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes)
+        arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes)
+        carried = Carried.by(index, plan.outgoing), Carried.by(index, plan.incoming)
+        made.append(DeviceBuffers(device, leaving, arriving, *carried))
+        return b""
+
+    run_on_all(exchange, make)
+    return made[0]
+
+
+def execute_on_device(
+    exchange: Exchange,
+    plan: TransferPlan,
+    tasks: Tasks,
+    destinations: Sequence[Destination],
+    *,
+    on_read: Callable[[int], None],
+    buffers: DeviceBuffers,
+) -> None:
+    """Execute the transfer plans of all ranks. Collective.
+
+    Args:
+        exchange: The ranks; a `DeviceExchange` if there are messages.
+        plan: What moves.
+        tasks: How this rank takes it from its sources.
+        destinations: Where each wanted box goes.
+        on_read: Called after each task, which may be queued only, with what that read.
+        buffers: For the messages.
+
+    Raises:
+        Exception: What a task of this rank raised.
+        ExchangeError: If a rank died, or did not take part in time.
+    """
+    problems: list[Exception] = []
+
+    def attempt(action: Callable[[], object]) -> None:
+        """Do something unless this rank has failed."""
+        if not problems:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - raised when all turns are through
+                problems.append(error)
+
+    place = _place_in(buffers, destinations)
+    unpack = _unpacker(buffers, plan.incoming, destinations)
+    begins = np.searchsorted(tasks.turn, np.arange(plan.num_turns + 1))
+    bounds = [*begins.tolist(), len(tasks.turn)]
+    no_buffer = np.empty(0, np.uint8)
+
+    def take(turn: int) -> None:
+        """Perform the tasks of a turn; after the last come those for this rank only."""
+        for task in range(bounds[turn], bounds[turn + 1]):
+            on_read(tasks.perform(task, no_buffer, place, nullcontext()))
+
+    swapped: Callable[[], None] | None = None
+    for turn in range(plan.num_turns):
+        attempt(lambda: take(turn))  # noqa: B023 - called at once
+        assert isinstance(exchange, DeviceExchange)
+        swapping = exchange.begin_swap(*_tensors(exchange.world_size, plan, buffers, turn))
+        if turn == 0:
+            attempt(lambda: take(plan.num_turns))
+        if swapped is not None:
+            swapped()
+            attempt(lambda: unpack(turn - 1))  # noqa: B023 - called at once
+        swapped = swapping
+    if swapped is None:
+        attempt(lambda: take(plan.num_turns))
+    else:
+        swapped()
+        attempt(lambda: unpack(plan.num_turns - 1))
+    attempt(buffers.device.finish)
+    if problems:
+        raise problems[0]
+
+
+def _tensors(
+    world_size: int, plan: TransferPlan, buffers: DeviceBuffers, turn: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """What each rank is sent in a turn, and what each sends."""
+    found: list[list[list[Any]]] = []
+    for messages, of_turns in ((plan.outgoing, buffers.leaving), (plan.incoming, buffers.arriving)):
+        tensors: list[list[Any]] = [[] for _ in range(world_size)]
+        for number in messages.in_turn(turn):
+            span = int(messages.start[number]), int(messages.stop[number])
+            for rank in messages.peers[number]:
+                tensors[rank].append(of_turns[turn % _NUM_BUFFERS].part(*span))
+        found.append(tensors)
+    outgoing, incoming = found
+    return outgoing, incoming
+
+
+def _place_in(buffers: DeviceBuffers, destinations: Sequence[Destination]) -> Place:
+    """Where what is taken goes: into this rank's memory or into messages."""
+    regions, turns = buffers.outgoing.regions, buffers.outgoing.turn
+
+    def place(want: int) -> Destination:
+        if want < len(destinations):
+            return destinations[want]
+        row = want - len(destinations)
+        box, carrier, position = regions[row]
+        buffer = buffers.leaving[turns[row] % _NUM_BUFFERS]
+        return Destination(box.offset, buffer.memory(position, box.shape, carrier))
+
+    return place
+
+
+def _unpacker(
+    buffers: DeviceBuffers, messages: Messages, destinations: Sequence[Destination]
+) -> Callable[[int], None]:
+    """Fills this rank's memory from the messages of a turn."""
+    carried = buffers.incoming
+    regions, want, first = carried.regions, carried.want, carried.first
+
+    def unpack(turn: int) -> None:
+        buffer = buffers.arriving[turn % _NUM_BUFFERS]
+        for number in messages.in_turn(turn):
+            for row in range(first[number], first[number + 1]):
+                target, (box, carrier, position) = destinations[want[row]], regions[row]
+                values = buffer.memory(position, box.shape, carrier)
+                into = box.shift(target.offset, -1)
+                copy_directly(values, Box.whole(box.shape), target.memory, into)
+
+    return unpack
