@@ -3,8 +3,10 @@
 The store is a server on this machine that keeps objects in memory (`benchmarks.s3_server`), with
 added round trips of 0, 30 and 100 ms. `limit` is the same processes moving the same number of bytes
 with obstore alone: each rank one object, in parts, with the part size and the number of requests
-under way that are fastest of several. s5cmd takes part if it is installed, from and to files in
-memory. All contestants take turns within each round; the figures are medians over the rounds.
+under way that are fastest of several. It drops what it reads; `limit, copied` reads the same way
+and copies each part once to where it belongs in an array. s5cmd takes part if it is installed, from
+and to files in memory. All contestants take turns within each round; the figures are medians over
+the rounds.
 
 The state is that of `benchmarks.save_load`, cut in rows over the ranks. `asked` is the number of
 bytes that the server was asked for, of all ranks together, per byte of the state: 1 if each byte
@@ -97,19 +99,21 @@ class Raw:
             max_concurrency=number,
         )
 
-    def get(self, part_bytes: int, number: int) -> None:
-        """Read it, and drop what was read."""
+    def get(self, part_bytes: int, number: int, *, copies: bool = False) -> None:
+        """Read it, and drop what was read or copy it into the array."""
 
         def get(start: int) -> None:
             end = min(start + part_bytes, self.data.size)
             found = obstore.get_range(self.store, self.path, start=start, end=end)
             assert len(found) == end - start
+            if copies:
+                self.data[start:end] = np.frombuffer(memoryview(found), np.uint8)
 
         with ThreadPoolExecutor(number) as threads:
             list(threads.map(get, range(0, self.data.size, part_bytes)))
 
 
-def fastest(found: Found, action: Callable[[int, int], None]) -> Callable[[], None]:
+def fastest(found: Found, action: Callable[[int, int], None]) -> functools.partial[None]:
     """The action with the settings that are fastest, the same on all ranks."""
     tries = [functools.partial(action, *setting) for setting in SETTINGS]
     tries[0]()
@@ -130,18 +134,22 @@ def measure_delay(found: Found, options: Options, folder: Path, source: Shards) 
     world_size = dist.get_world_size()
     raw = Raw(sum(data.nbytes for data in source.data.values()))
     put, get = fastest(found, raw.put), fastest(found, raw.get)
+    get_copied = functools.partial(raw.get, *get.args, copies=True)
     has_s5cmd = shutil.which("s5cmd") is not None
     (folder / f"{dist.get_rank()}").write_bytes(raw.data.data if has_s5cmd else b"")
     for number in range(options.rounds):
         name = f"{world_size}-{found.delay}-{number}"
         url = f"s3://{BUCKET}/{name}"
+        state = source.dtensors()
         found.take("save", "limit", put)
-        found.take("save", "remesh", lambda: remesh.save(source.dtensors(), url))  # noqa: B023
+        found.take("save", "remesh", functools.partial(remesh.save, state, url))
         loads = {"load, same layout": 0, **({"load, rows to columns": 1} if world_size > 1 else {})}
         for task, dim in loads.items():
             target = local_shards(options.gibibytes, dim, fill=False)
+            state = target.dtensors()
             found.take(task, "limit", get)
-            found.take(task, "remesh", lambda: remesh.load(target.dtensors(), url))  # noqa: B023
+            found.take(task, "limit, copied", get_copied)
+            found.take(task, "remesh", functools.partial(remesh.load, state, url))
             if not dim:
                 check(source, target, "remesh")
         if has_s5cmd:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.report import print_table, write_json
-from benchmarks.transform_planning import rule_files, sources
+from benchmarks.transform_planning import renames, rule_files, sources
 from remesh import Transform
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.formats import native
@@ -169,8 +169,8 @@ def measure_random() -> dict[str, float]:
 def measure_transforms() -> list[dict[str, Any]]:
     """What it takes to resolve transformations of many names."""
     found, rows = sources(100, 256), []
-    for rules in rule_files(100, 256)[:2]:
-        transform = Transform(rules.text)
+    for rules in (*rule_files(100, 256)[:2], *renames(found)):
+        transform = Transform(rules.program)
         few = dict(list(rules.targets.items())[:FEW_TARGETS])
         for targets in (rules.targets, few):
             seconds, _ = timed(lambda: transform.resolve(found, targets))  # noqa: B023

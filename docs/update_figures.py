@@ -461,7 +461,8 @@ def of_object_store(result: Any) -> Iterator[str]:
         " For each round trip: seconds of the limit, and the contestants as multiples of it."
     )
     yield ""
-    names = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name != "limit"]
+    known = dict.fromkeys(row["contestant"] for row in rows)
+    names = sorted(known.keys() - {"limit"}, key=lambda name: (name != "limit, copied", name))
     heads = [f"{delay} ms: limit | {' | '.join(names)}" for delay in delays]
     yield f"| | {' | '.join(heads)} | bytes asked for | requests | memory |"
     yield "|---" * (4 + len(delays) * (1 + len(names))) + "|"
