@@ -214,26 +214,30 @@ def test_a_store_that_stands_still_does_not_hold_up_the_deadline() -> None:
 
 
 class _Heard(logging.Handler):
-    """Warnings of remesh; makes a file once one has some text."""
+    """Warnings of remesh; makes files once one has some text."""
 
-    def __init__(self, text: str, path: Path) -> None:
+    def __init__(self, files: dict[str, Path]) -> None:
         super().__init__()
-        self._text = text
-        self._path = path
+        self._files = files
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-        if self._text in self.messages[-1]:
-            self._path.touch()
+        for text, path in self._files.items():
+            if text in self.messages[-1]:
+                path.touch()
 
 
-def _one_comes_late(exchange: Exchange, path: Path) -> tuple[list[bytes], list[str]]:
+def _two_come_late(exchange: Exchange, folder: Path) -> tuple[list[bytes], list[str]]:
     group = TorchGroup(warn_after=0.1)
-    heard = _Heard(": rank 1 has not come\nEvery rank must make this call", path)
+    both, one = folder / "both are named", folder / "one is named"
+    heard = _Heard({": ranks 1, 2 have not come\n": both, ": rank 1 has not come\n": one})
     logging.getLogger("remesh").addHandler(heard)
+    # Rank 2 comes when rank 0 waits, or it might be the one that warns.
+    if exchange.rank == 2:
+        wait_until(both.exists, "rank 0 warns of both")
     if exchange.rank == 1:
-        wait_until(path.exists, "rank 0 warns")
+        wait_until(one.exists, "rank 0 warns of rank 1")
     everybody = group.all_gather(b"%d" % exchange.rank)
     # The next call is not disturbed by what is left of the first.
     assert group.all_gather(b"%d" % exchange.rank) == everybody
@@ -241,9 +245,10 @@ def _one_comes_late(exchange: Exchange, path: Path) -> tuple[list[bytes], list[s
 
 
 def test_rank_0_names_the_ranks_that_have_not_come(tmp_path: Path) -> None:
-    path = tmp_path / "heard"
-    (_, heard), *others = run_processes(3, _one_comes_late, path)
-    assert any("rank 1 has not come" in message for message in heard)
+    (_, heard), *others = run_processes(3, _two_come_late, tmp_path)
+    named = [message.split("\n")[0].split(": ")[1] for message in heard]
+    assert named[0] == "ranks 1, 2 have not come"
+    assert "rank 1 has not come" in named
     assert all(message.startswith("all-gather on rank 0") for message in heard)
     for everybody, _ in others:
         assert everybody == [b"0", b"1", b"2"]
