@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import remesh
 from remesh.catalog import ManagerNote
@@ -213,6 +214,21 @@ def test_a_parameter_that_was_changed_by_hand_is_not_taken(tmp_path: Path) -> No
 
     found = change(tmp_path, before=2, after=[0, 1], leave=leave)
     assert [resumed for resumed, _, _ in found] == [None, None]
+
+
+def test_managers_come_and_go_while_optimizers_of_other_threads_step(tmp_path: Path) -> None:
+    """Torch walks over the hooks of all optimizers meanwhile, and does not stand a change."""
+
+    def come_and_go(*_: Any) -> None:
+        remesh.Manager(tmp_path, job=TrainingJob(is_reentrant=True)).close()
+
+    come_and_go()
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (come_and_go, lambda *_: None)]
+    try:
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> None:

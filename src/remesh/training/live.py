@@ -138,33 +138,14 @@ class LiveMemory:
         self.is_on = True
         self._optimizers: set[int] = set()  # ids of those in the state
         self._parts: dict[torch.nn.Module, list[torch.nn.Module]] = {}
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        _OPEN.add(self)
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note that an optimizer begins to change tensors; its arguments, if they are others now.
+    def watches(self, optimizer: Optimizer) -> bool:
+        """Whether a step of an optimizer changes what is held here."""
+        return not self._optimizers or id(optimizer) in self._optimizers
 
-        An optimizer that is given a closure changes nothing until that has returned for the first
-        time: it is the forward and the backward pass.
-        """
-        if self._optimizers and id(optimizer) not in self._optimizers:
-            return None
-        closure = kwargs["closure"] if "closure" in kwargs else (*args, None)[1]
-        if not callable(closure):
-            self._begin_change()
-            return None
-
-        def compute() -> Any:
-            loss = closure()
-            self._begin_change()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": compute}
-        return (args[0], compute, *args[2:]), kwargs
-
-    def _begin_change(self) -> None:
+    def begin_change(self) -> None:
+        """Note that an optimizer begins to change tensors."""
         self._job.is_changing = True
         if self._job.boundary is not None:
             self._job.boundary.is_clean = False
@@ -269,7 +250,46 @@ class LiveMemory:
 
     def close(self) -> None:
         """Watch no optimizer any more. The boundary stays."""
-        self._hook.remove()
+        _OPEN.discard(self)
+
+
+_OPEN: set[LiveMemory] = set()
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Note that an optimizer begins to change tensors; its arguments, if they are others now.
+
+    An optimizer that is given a closure changes nothing until that has returned for the first time:
+    it is the forward and the backward pass.
+    """
+    memories = [memory for memory in _OPEN.copy() if memory.watches(optimizer)]
+    if not memories:
+        return None
+
+    def begin_change() -> None:
+        for memory in memories:
+            memory.begin_change()
+
+    closure = kwargs["closure"] if "closure" in kwargs else (*args, None)[1]
+    if not callable(closure):
+        begin_change()
+        return None
+
+    def compute() -> Any:
+        loss = closure()
+        begin_change()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": compute}
+    return (args[0], compute, *args[2:]), kwargs
+
+
+# Once and for ever: while an optimizer steps in any thread, torch walks over all these hooks, and
+# the step fails if one comes or goes.
+register_optimizer_step_pre_hook(_before_step)
 
 
 @dataclass(slots=True)
