@@ -254,6 +254,7 @@ class LiveMemory:
 
 
 _OPEN: set[LiveMemory] = set()
+"""Those that watch optimizers. Any thread may change it: it is copied before it is walked over."""
 
 
 def _before_step(
