@@ -9,7 +9,9 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +287,33 @@ def test_empty_weights_of_a_plain_model(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"model\.(weight|bias): not stored"):
         filled(small)
     assert torch.nn.Linear(1, 1).weight.device.type == "cpu"
+
+
+def test_modules_of_other_threads_are_left_alone(tmp_path: Path) -> None:
+    save_fsdp_flat_param(Tied(), tmp_path)
+    ended = threading.Event()
+
+    def build() -> torch.nn.Linear:
+        return torch.nn.Linear(1, 1)
+
+    def build_many() -> None:
+        while not ended.is_set():
+            build()
+
+    with ThreadPoolExecutor() as threads:
+        builds = threads.submit(build_many)
+        try:
+            for _ in range(100):
+                with init_empty_weights_with_disk_offload(tmp_path):
+                    inner = Tied()
+            with init_empty_weights_with_disk_offload(tmp_path):
+                other = threads.submit(build).result()
+        finally:
+            ended.set()
+        builds.result()
+    assert inner.embed.weight.is_meta
+    assert not other.weight.is_meta
+    other.reset_parameters()  # its own, which asks for no checkpoint
 
 
 def test_empty_weights_of_another_model(tmp_path: Path) -> None:

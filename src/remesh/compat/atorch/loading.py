@@ -19,6 +19,8 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,6 +155,41 @@ class ShardOptim:
         return tensor
 
 
+@dataclass(slots=True)
+class _Built:
+    """What is built in a context.
+
+    Attributes:
+        owners: By their ids, the modules that were given a parameter, a buffer or a module.
+        children: Ids of the modules that were given to others.
+    """
+
+    owners: dict[int, nn.Module] = field(default_factory=dict)
+    children: set[int] = field(default_factory=set)
+
+
+_BUILT: ContextVar[tuple[_Built, ...]] = ContextVar("modules built without memory", default=())
+"""One for each context that this thread is in."""
+
+
+def _note_owner(module: nn.Module, _name: str, _tensor: Any) -> None:
+    for built in _BUILT.get():
+        built.owners[id(module)] = module
+
+
+def _note_child(module: nn.Module, _name: str, child: Any) -> None:
+    for built in _BUILT.get():
+        built.owners[id(module)] = module
+        built.children.add(id(child))
+
+
+# Once and for ever: while any thread builds a module, torch walks over all these hooks, and that
+# fails if one comes or goes.
+register_module_parameter_registration_hook(_note_owner)
+register_module_buffer_registration_hook(_note_owner)
+register_module_module_registration_hook(_note_child)
+
+
 @contextmanager
 def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> Iterator[None]:
     """Build a model without memory; its parameters are read when it gets some. Not collective.
@@ -169,28 +206,14 @@ def init_empty_weights_with_disk_offload(ckpt_path: str | os.PathLike[str]) -> I
         CheckpointError: If there is no such checkpoint, or it is damaged.
     """
     checkpoint = Checkpoint(ckpt_path)
-    owners: dict[int, nn.Module] = {}
-    children: set[int] = set()
-
-    def note_owner(module: nn.Module, _name: str, _tensor: Any) -> None:
-        owners[id(module)] = module
-
-    def note_child(module: nn.Module, _name: str, child: Any) -> None:
-        owners[id(module)] = module
-        children.add(id(child))
-
-    hooks = [
-        register_module_parameter_registration_hook(note_owner),
-        register_module_buffer_registration_hook(note_owner),
-        register_module_module_registration_hook(note_child),
-    ]
+    built = _Built()
+    token = _BUILT.set((*_BUILT.get(), built))
     try:
         with torch.device("meta"):
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
-    for root in (module for key, module in owners.items() if key not in children):
+        _BUILT.reset(token)
+    for root in (module for key, module in built.owners.items() if key not in built.children):
         for prefix, module in root.named_modules():
             if any(True for _ in _own_tensors(module)):
                 fill = functools.partial(_fill, checkpoint, f"{prefix}." if prefix else "", module)
