@@ -5,11 +5,16 @@ further, at random. A slow machine is not a failure, so no example has a deadlin
 
 Several tests run at a time, so each process computes in one thread: torch's tensors are small here,
 and threads that wait for one another would take the processors from other tests.
+
+Temporary files go into a directory of this run, which is removed when all tests have ended: so
+nothing stays of what killed processes could not remove, and what libraries never do.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +25,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 settings.register_profile("short", max_examples=40, deadline=None, derandomize=True, database=None)
 settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("short")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all tests, and the processes that they start, one directory for temporary files."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # it has that of the process that started it
+    # Pytest's own stay where they are: it keeps those of the last three runs.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    directory = tempfile.mkdtemp(prefix="remesh-tests-")
+    os.chmod(directory, 0o711)  # some tests act as a user without rights
+    os.environ["TMPDIR"] = directory
+    tempfile.tempdir = None  # to be found anew
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
