@@ -568,8 +568,8 @@ def test_directories_of_others_are_not_synced(
 ) -> None:
     real_access = os.access
 
-    def access(path: Path, mode: int) -> bool:
-        return path != tmp_path and real_access(path, mode)
+    def access(path: Path, mode: int, *, effective_ids: bool) -> bool:
+        return path != tmp_path and real_access(path, mode, effective_ids=effective_ids)
 
     monkeypatch.setattr(os, "access", access)
     LocalStorage(tmp_path / "run").put("file", b"", overwrite=False)

@@ -325,7 +325,7 @@ class LocalStorage:
             directory = directory.parent
             # No save of this user makes entries where the user may not write, and a directory
             # that may not be read cannot be synced.
-            if not os.access(directory, os.R_OK | os.W_OK):
+            if not os.access(directory, os.R_OK | os.W_OK, effective_ids=True):
                 return
             yield directory
 
