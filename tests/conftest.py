@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 
 import pytest
 from hypothesis import settings
@@ -27,7 +28,7 @@ settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("short")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Give all tests, and the processes that they start, one directory for temporary files."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # it has that of the process that started it
@@ -37,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.chmod(directory, 0o711)  # some tests act as a user without rights
     os.environ["TMPDIR"] = directory
     tempfile.tempdir = None  # to be found anew
-    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+    # When this process ends, after multiprocessing has removed its own directory there (at -100);
+    # a process forked from this one does nothing.
+    Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
