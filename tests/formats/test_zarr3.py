@@ -62,6 +62,9 @@ def test_arrays(kind: str, tmp_path: Path) -> None:
         (np.zeros((5, 4), bool), False),
         (np.full((5, 4), 1 + 2j), 1 + 2j),
         (np.zeros((0, 4)), 0.0),
+        (np.full((5, 4), -0.0), -0.0),
+        (np.full((5, 4), 2**63 + 1, np.uint64), 2**63 + 1),
+        (np.full((5, 4), 0.1, np.float32), 0.1),
     ],
 )
 def test_chunks_that_are_not_stored_have_the_fill_value(
@@ -70,6 +73,25 @@ def test_chunks_that_are_not_stored_have_the_fill_value(
     write(tmp_path, array, fill_value=fill)
     found = remesh.Checkpoint(tmp_path, framework="numpy")
     np.testing.assert_array_equal(found["value"], array)
+    assert found["value"].tobytes() == array.tobytes()  # -0.0 equals 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("float32", []), ("float32", [1.0, 2.0]), ("float32", 1e300), ("float32", "x"),
+        ("float32", {}), ("int32", 0.5), ("int32", "NaN"), ("uint8", -1), ("uint8", 300),
+        ("int64", 10**30), ("bool", 2), ("bool", "0x2"), ("complex64", [1.0]),
+    ],
+)  # fmt: skip
+def test_a_fill_value_that_the_type_has_not_is_refused(
+    dtype: str, fill: Any, tmp_path: Path
+) -> None:
+    write(tmp_path, np.ones((4, 5), dtype))
+    node = tmp_path / "zarr.json"
+    node.write_text(json.dumps(json.loads(node.read_text()) | {"fill_value": fill}))
+    with pytest.raises(CorruptCheckpointError, match=r"the fill value .* of"):
+        remesh.Checkpoint(tmp_path)
 
 
 def test_ranks_load_what_they_need(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def in_json(path: str, **fields: Any) -> Damage:
     return damage
 
 
+def with_index_location(location: str) -> Damage:
+    """Another place of the indexes of chunks in zarr 3's shards."""
+
+    def damage(files: Files) -> None:
+        node = json.loads(files["sharded/zarr.json"])
+        node["codecs"][0]["configuration"]["index_location"] = location
+        files["sharded/zarr.json"] = json.dumps(node).encode()
+
+    return damage
+
+
 def instead(path: str, content: bytes) -> Damage:
     """Another file."""
 
@@ -144,6 +155,11 @@ CASES: dict[str, tuple[str, Damage, str]] = {
         "too large"),
     "zarr: a separator that joins two chunks' names": (
         "zarr by zarr", in_json("a/.zarray", dimension_separator=""), r"a/\.zarray"),
+    "zarr 3: a separator that is a list": (
+        "zarr 3", in_json("w/zarr.json", chunk_key_encoding={
+            "name": "default", "configuration": {"separator": ["/"]}}), "separator is"),
+    "zarr 3: an index of chunks in the middle": (
+        "zarr 3", with_index_location("middle"), "an index of chunks at 'middle'"),
     "atorch: a world of 999999999 ranks": (
         "atorch by remesh", instead("flat_param.00000-999999999", b""), "ranks"),
     "atorch: a meta file nested without end": (

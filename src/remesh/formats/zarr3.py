@@ -294,10 +294,13 @@ def _array_of(base: str, name: str, node: _Node, builder: IndexBuilder, where: s
         index_codecs = _codecs_of(_named(options.get("index_codecs"), where), 8, where)
         if not {*index_codecs} <= {"crc32c"}:
             raise FormatVersionError(f"{where}: an index of chunks that is compressed is not read")
+        location = options.get("index_location", "end")
+        if location not in ("start", "end"):
+            raise damaged(where, f"an index of chunks at {shown(location)}")
         return _Array(
             base, name, row, dtype, shape, inner,
             _codecs_of(_named(options.get("codecs"), where), dtype.itemsize, where),
-            fill, chunk, index_codecs, options.get("index_location") == "start",
+            fill, chunk, index_codecs, location == "start",
         )  # fmt: skip
     return _Array(
         base, name, row, dtype, shape, chunk, _codecs_of(codecs, dtype.itemsize, where), fill
@@ -350,8 +353,12 @@ def _separator(node: _Node, where: str) -> tuple[str, str]:
     """What keys of chunks begin with, and what is between their numbers."""
     encoding = node.chunk_key_encoding or _Named("default")
     separator = encoding.configuration.get("separator", "." if encoding.name == "v2" else "/")
-    if encoding.name not in {"default", "v2"} or separator not in {".", "/"}:
-        raise FormatVersionError(f"{where}: keys of chunks by {shown(encoding.name)} are not read")
+    # Compared, not looked up: the separator is any JSON, and may have no hash.
+    if encoding.name not in {"default", "v2"} or separator not in (".", "/"):
+        raise FormatVersionError(
+            f"{where}: keys of chunks by {shown(encoding.name)} are not read\n"
+            f"Their separator is {shown(separator)}; copy it with zarr"
+        )
     return ("c" if encoding.name == "default" else ""), separator
 
 
@@ -359,21 +366,38 @@ def _fill(value: object, dtype: DType, where: str) -> bytes:
     """The bytes of an element of a chunk that is not stored.
 
     Raises:
+        CorruptCheckpointError: If the type has no such value; floats are rounded, as zarr does.
         FormatVersionError: If it is written in a way that is not read.
     """
-    if isinstance(value, str) and value.startswith("0x"):
-        try:
-            return int(value, 16).to_bytes(dtype.itemsize, "little")
-        except (ValueError, OverflowError) as error:
-            raise damaged(where, f"the fill value {shown(value)}") from error
-    if value in (0, False, None, 0.0):
+    carrier = dtype.carrier
+    if value is None:
         return bytes(dtype.itemsize)
-    if not dtype.is_native:
-        raise FormatVersionError(f"{where}: the fill value {shown(value)} of {dtype.name}")
     try:
-        made = complex(*map(float, value)) if isinstance(value, list) else value
-        return np.array(float(made) if isinstance(made, str) else made).astype(
-            dtype.carrier, casting="unsafe"
-        ).tobytes()  # fmt: skip
-    except (ValueError, TypeError, OverflowError) as error:
-        raise damaged(where, f"the fill value {shown(value)}") from error
+        if isinstance(value, str) and value.startswith("0x") and carrier.kind != "b":
+            return int(value, 16).to_bytes(dtype.itemsize, "little")
+        made = _number(value)
+        if not dtype.is_native:
+            if made == 0 and str(made) in {"0", "0.0", "False"}:  # not -0.0
+                return bytes(dtype.itemsize)
+            raise FormatVersionError(f"{where}: the fill value {shown(value)} of {dtype.name}")
+        if type(made) is complex and carrier.kind != "c":
+            raise TypeError("a complex number")
+        with np.errstate(all="raise", under="ignore"):
+            element = np.array(made).astype(carrier)
+        if carrier.kind in "biu" and element != made:
+            raise ValueError("not in the type")
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise damaged(where, f"the fill value {shown(value)} of {dtype.name}") from error
+    return element.tobytes()
+
+
+def _number(value: object) -> complex:
+    """A number in zarr's JSON, where some are texts, and complex ones are pairs."""
+    if isinstance(value, list):
+        real, imaginary = value
+        return complex(float(real), float(imaginary))
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, bool | int | float):
+        return value
+    raise TypeError(f"{shown(value)} is no number")
