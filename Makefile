@@ -26,7 +26,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --constraint constraints.txt --editable '.[torch]'
+	$(INSTALL) --constraint constraints.txt --editable '.[torch,elastic]'
 	@touch $@
 
 # constraints.txt names everything that the dev extra needs, pip included, but what torch needs of an
@@ -41,7 +41,7 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(BIN)/python -c 'import torch._dynamo, torch.distributed.run'
 	@touch $@ $(VENV)/.ready-demo
 
-demo: $(VENV)/.ready-demo  ## Train, kill a rank in the middle of a save, resume in other layouts
+demo: $(VENV)/.ready-demo  ## Train, kill ranks, resume in other layouts and without a restart
 	$(BIN)/remesh demo
 
 test: $(VENV)/.ready-dev  ## Run the tests (those marked slow excepted)
