@@ -27,7 +27,7 @@ import remesh
 from remesh.cli.layout import columns_of
 from remesh.cli.meshes import parse_mesh
 from remesh.demo import picture
-from remesh.demo.config import ModelConfig
+from remesh.demo.model import ModelConfig
 from remesh.elastic import events
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Job, Policy, apply

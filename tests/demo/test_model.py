@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remesh.demo.config import ModelConfig
-from remesh.demo.model import MLP, Attention, RMSNorm, Transformer
+from remesh.demo.model import MLP, ROTARY_BASE, Attention, ModelConfig, RMSNorm, Transformer
 
 SMALL = ModelConfig(
     vocab_size=11, dim=24, num_layers=2, num_heads=6, num_kv_heads=2, hidden_dim=20, max_seq_len=9
@@ -33,7 +32,7 @@ def naive_attention(attention: Attention, config: ModelConfig, x: Tensor) -> Ten
     def turned(head: Tensor, position: int) -> Tensor:
         half = width // 2
         angles = torch.tensor(
-            [position * config.rope_base ** (-2 * i / width) for i in range(half)],
+            [position * ROTARY_BASE ** (-2 * i / width) for i in range(half)],
             dtype=torch.float64,
         )
         numbers = torch.complex(head[:half], head[half:]) * torch.exp(1j * angles)

@@ -8,7 +8,7 @@ import pytest
 
 from remesh.demo import picture
 from remesh.demo.picture import Column, Curve, Mark
-from remesh.demo.report import DRAWN, RUN_HEADINGS
+from remesh.demo.story import DRAWN, RUN_HEADINGS
 from tests.browser import BROWSER, browse
 from tests.demo.test_picture import rows_of
 
@@ -52,8 +52,7 @@ def drawn_page() -> str:
     ]
     sections = [
         [picture.rank_legend(4), picture.layout_svg(columns)],
-        [picture.curve_legend(curves, lines=True), picture.loss_svg(curves, marks)],
-        [picture.difference_svg(curves[1:], curves[0], 1e-5)],
+        [picture.curve_legend(curves), picture.loss_svg(curves, marks)],
         [picture.table(RUN_HEADINGS, [row])],
     ]
     return picture.page("Layouts", [("heading", pieces) for pieces in sections])

@@ -9,20 +9,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from torch.distributed.tensor import DTensor
 
-from remesh.demo.config import Kind, Layout, ModelConfig, TrainConfig
-from remesh.demo.data import global_batch, read_tokens
-from remesh.demo.layouts import held_tensors
-from remesh.demo.messages import HeldTensor
-from remesh.demo.model import Transformer
-from remesh.demo.train import build, train_step
+from remesh.demo.model import ModelConfig, Transformer
+from remesh.demo.training import TrainConfig, batch_of, build, read_tokens, train_step
+from remesh.demo.worker import held_boxes
 from remesh.exchange import Exchange
-from remesh.geometry import Box
 from remesh.testing import run_processes
 
 NUM_STEPS = 4
-LAYOUTS = [Layout(Kind.FSDP2, 2), Layout(Kind.TENSOR_PARALLEL, 2), Layout(Kind.FSDP2, 3)]
+Layout = tuple[str, int]
+LAYOUTS: list[Layout] = [("FSDP2", 2), ("tensor parallel", 2), ("DDP", 2), ("FSDP2", 3)]
 
-Trained = tuple[list[float], dict[str, torch.Tensor], tuple[HeldTensor, ...]]
+Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, object]]
 
 
 def config_of(*, tied: bool) -> TrainConfig:
@@ -40,11 +37,13 @@ def trained_by(_exchange: Exchange, layout: Layout, tied: bool) -> Trained:
     """What one rank has after a few steps: losses, whole parameters, its own boxes."""
     torch.set_num_threads(1)
     config = config_of(tied=tied)
-    trainee = build(config, layout)
+    trainee = build(config, layout[0])
     tokens = read_tokens()
-    losses = [train_step(trainee, config, tokens, step) for step in range(NUM_STEPS)]
-    parameters = {name: whole(p) for name, p in trainee.model.named_parameters()}
-    return losses, parameters, held_tensors(trainee.model)
+    losses = [train_step(trainee, tokens, step) for step in range(NUM_STEPS)]
+    parameters = {
+        name.removeprefix("module."): whole(p) for name, p in trainee.model.named_parameters()
+    }
+    return losses, parameters, held_boxes(trainee.model)
 
 
 @cache
@@ -62,10 +61,8 @@ def trained_alone(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     for step, factor in zip(range(NUM_STEPS), (0.5, 1.0, 1.0, 1 - 0.9 / 6), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
-        batch = global_batch(
-            read_tokens(), seed=config.seed, step=step, num_sequences=6, seq_len=12
-        )
-        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        inputs, targets = batch_of(read_tokens(), config, step)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -87,7 +84,7 @@ def trained() -> dict[tuple[Layout, bool], list[Trained]]:
     """What every rank has after training, by layout and by whether the embeddings are tied."""
     results: dict[tuple[Layout, bool], list[Trained]] = {}
     for num_ranks in (2, 3):
-        layouts = [layout for layout in LAYOUTS if layout.num_ranks == num_ranks]
+        layouts = [layout for layout in LAYOUTS if layout[1] == num_ranks]
         ranks = run_processes(num_ranks, train_in_turn, layouts)
         results.update({key: [of_rank[key] for of_rank in ranks] for key in ranks[0]})
     return results
@@ -99,7 +96,7 @@ def test_any_layout_trains_like_one_process(
     trained: dict[tuple[Layout, bool], list[Trained]], layout: Layout, tied: bool
 ) -> None:
     expected_losses, expected = trained_alone(tied)
-    assert len(trained[layout, tied]) == layout.num_ranks
+    assert len(trained[layout, tied]) == layout[1]
     for losses, parameters, _ in trained[layout, tied]:
         assert losses == pytest.approx(expected_losses, abs=2e-6)
         assert parameters.keys() == expected.keys()
@@ -110,14 +107,11 @@ def test_any_layout_trains_like_one_process(
 def test_held_boxes_are_those_of_the_layout(
     trained: dict[tuple[Layout, bool], list[Trained]],
 ) -> None:
-    by_rank = [
-        {held.name: held for held in of_rank}
-        for _, _, of_rank in trained[Layout(Kind.TENSOR_PARALLEL, 2), False]
-    ]
+    by_rank = [held for _, _, held in trained[("tensor parallel", 2), False]]
     gate, down = "blocks.1.mlp.gate_proj.weight", "blocks.1.mlp.down_proj.weight"
-    assert by_rank[0][gate] == HeldTensor(gate, (40, 32), (Box((0, 0), (20, 32)),))
-    assert by_rank[1][gate] == HeldTensor(gate, (40, 32), (Box((20, 0), (20, 32)),))
-    assert by_rank[1][down] == HeldTensor(down, (32, 40), (Box((0, 20), (32, 20)),))
-    assert by_rank[1]["embedding.weight"].boxes == (Box((129, 0), (128, 32)),)
+    assert by_rank[0][gate] == ((40, 32), [((0, 0), (20, 32))])
+    assert by_rank[1][gate] == ((40, 32), [((20, 0), (20, 32))])
+    assert by_rank[1][down] == ((32, 40), [((0, 20), (32, 20))])
+    assert by_rank[1]["embedding.weight"] == ((257, 32), [((129, 0), (128, 32))])
     for rank in range(2):
-        assert by_rank[rank]["norm.weight"].boxes == (Box((0,), (32,)),)
+        assert by_rank[rank]["norm.weight"] == ((32,), [((0,), (32,))])

@@ -32,8 +32,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import remesh
-from remesh.demo.config import ModelConfig
-from remesh.demo.model import Transformer
+from remesh.demo.model import ModelConfig, Transformer
 from remesh.exchange import Exchange
 from remesh.storage import LocalStorage
 from remesh.testing import (

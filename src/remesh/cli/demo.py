@@ -35,10 +35,12 @@ def demo(*, out: Path, as_json: bool) -> None:
     Takes a minute or two. The exit code is 0 if all losses are those of an
     undisturbed run, 1 if not, 2 if the directory cannot be used.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("the demo trains with torch: pip install 'remesh[torch]'")
-    from remesh.demo import report, story
-    from remesh.demo.result import DemoError
+    if not all(importlib.util.find_spec(name) for name in ("torch", "aiohttp")):
+        raise click.ClickException(
+            "the demo trains with torch under `remesh run`: pip install 'remesh[torch,elastic]'"
+        )
+    from remesh.demo import story
+    from remesh.demo.runs import DemoError, DirectoryRefusedError
 
     console = Console(stderr=as_json, highlight=False)
     context = click.get_current_context()
@@ -58,9 +60,9 @@ def demo(*, out: Path, as_json: bool) -> None:
         result = story.tell(out, console, list_path)
     except DemoError as error:
         print_error(str(error))
-        refused = isinstance(error, story.DirectoryRefusedError)
+        refused = isinstance(error, DirectoryRefusedError)
         context.exit(EXIT_USAGE if refused else EXIT_FAILED)
-    report.show_result(console, result, out)
+    story.show_result(console, result, out)
     if as_json:
         click.echo(result.to_json())
     if not result.passed:

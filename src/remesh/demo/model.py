@@ -10,17 +10,53 @@ projections return, so the same code runs on the heads of one tensor-parallel ra
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from torch import Tensor, nn
 
-from remesh.demo.config import ModelConfig
+ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes of the transformer. `dim` is cut evenly among the heads, which share key-value heads.
+
+    Raises:
+        ValueError: If the heads do not divide as described.
+    """
+
+    vocab_size: int = 257
+    dim: int = 256
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    hidden_dim: int = 640
+    max_seq_len: int = 64
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.head_dim % 2:
+            raise ValueError(
+                f"dim {self.dim} does not cut into {self.num_heads} heads of an even width"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads "
+                "evenly"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
 
 
 class RMSNorm(nn.Module):
     """Divide by the root mean square of the last dim, then scale."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -30,9 +66,9 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-def rotary_tables(head_dim: int, max_seq_len: int, base: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, each of shape (max_seq_len, head_dim / 2)."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
     return angles.cos().float(), angles.sin().float()
 
@@ -63,7 +99,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        cos, sin = rotary_tables(config.head_dim, config.max_seq_len, config.rope_base)
+        cos, sin = rotary_tables(config.head_dim, config.max_seq_len)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -102,9 +138,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.dim)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +158,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._initialise()
         if config.tied_embeddings:

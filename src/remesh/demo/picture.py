@@ -39,8 +39,6 @@ _LINE_HEIGHT = 14
 _PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_HEIGHT = 52, _WIDTH - 6, 34, 220
 _NOTE_FONT_WIDTH = 7.2
 _LINE_STYLES = ("a", "b")
-_ZERO_LEVEL = 1e-9
-_TOP_LEVEL = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,41 +284,13 @@ def loss_svg(curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
     return _svg(_PLOT_RIGHT + 6, _PLOT_TOP + _PLOT_HEIGHT + 36, "Loss by step", parts)
 
 
-def difference_svg(curves: Sequence[Curve], reference: Curve, tolerance: float) -> str:
-    """Distance of each loss from the reference's at the same step, on a logarithmic scale."""
-    last = max(reference.losses)
-    top_power, low_power = math.log10(_TOP_LEVEL), math.log10(_ZERO_LEVEL)
-
-    def y_of(difference: float) -> float:
-        power = math.log10(min(max(difference, _ZERO_LEVEL), _TOP_LEVEL))
-        return _PLOT_TOP + _PLOT_HEIGHT * (top_power - power) / (top_power - low_power)
-
-    powers = range(round(low_power) + 1, round(top_power) + 1)
-    ticks = [(y_of(0), "0"), *((y_of(10.0**power), _power(10.0**power)) for power in powers)]
-    parts = _frame(last, ticks, "difference to run A")
-    limit = y_of(tolerance)
-    parts.append(
-        f'<line class="limit" x1="{_PLOT_LEFT}" x2="{_PLOT_RIGHT}" y1="{limit:.2f}" '
-        f'y2="{limit:.2f}"/>'
-    )
-    parts.append(
-        _text(_PLOT_LEFT + 6, limit - 6, f"accepted up to {_power(tolerance)}", "note kill")
-    )
-    for curve in curves:
-        for step, loss in sorted(curve.losses.items()):
-            if step in reference.losses:
-                y = y_of(abs(loss - reference.losses[step]))
-                parts.append(_dot(curve.style, _x_of(step, last), y))
-    return _svg(_PLOT_RIGHT + 6, _PLOT_TOP + _PLOT_HEIGHT + 36, "Difference of losses", parts)
-
-
-def curve_legend(curves: Sequence[Curve], *, lines: bool) -> str:
-    """A line of HTML that names the curves; `lines` if those that can be are drawn as lines."""
+def curve_legend(curves: Sequence[Curve]) -> str:
+    """A line of HTML that names the curves."""
     keys = []
     for curve in curves:
         sample = (
             f'<polyline class="line {curve.style}" points="0,7 28,7"/>'
-            if lines and curve.style in _LINE_STYLES
+            if curve.style in _LINE_STYLES
             else _dot(curve.style, 14, 7)
         )
         keys.append(
@@ -328,10 +298,6 @@ def curve_legend(curves: Sequence[Curve], *, lines: bool) -> str:
             f"{sample}</svg> {html.escape(curve.label)}</span>"
         )
     return f'<p class="legend">{" ".join(keys)}</p>'
-
-
-def _power(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-")
 
 
 def _x_of(step: float, last: int) -> float:
@@ -513,8 +479,7 @@ text { font-size: 11px; fill: var(--ink); }
 .dot.d { fill: none; stroke: var(--d); stroke-width: 1.6; }
 .dot.e { fill: none; stroke: var(--e); stroke-width: 1.6; }
 .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
-.mark.kill, .limit { stroke: var(--kill); stroke-width: 1.4; }
-.limit { stroke-dasharray: 6 4; }
+.mark.kill { stroke: var(--kill); stroke-width: 1.4; }
 .note { fill: var(--soft); font-size: 12px; }
 .note.kill { fill: var(--kill); }
 """

@@ -1,63 +1,55 @@
-"""The demo from its beginning to its end: five runs, and what must be true of them.
-
-Nothing here knows how processes, checkpoints or drawings work. Whatever is not as it must be
-raises `DemoError`, except that losses differ: then the result says so, because the numbers are
-what one wants to see.
-"""
+"""The demo as it is told: five runs, lines on the terminal while they last, a page at the end."""
 
 from __future__ import annotations
 
-import shutil
-import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from remesh import catalog
 from remesh.catalog import step_name
 from remesh.checkpoint import Checkpoint
-from remesh.demo import launch, recovery, report
-from remesh.demo.config import Kill, Kind, Layout, RunSpec, TrainConfig
-from remesh.demo.messages import AboutToDie, Failed, Message, Ready, SaveDone, StepDone
-from remesh.demo.result import (
+from remesh.demo import picture
+from remesh.demo.runs import (
     LOGS_NAME,
-    REFERENCE,
+    NUM_STEPS,
+    PICTURE_NAME,
     RESULT_NAME,
-    TOLERANCE,
-    DemoError,
+    SAVE_EVERY,
+    SAVE_KILLED,
+    Death,
     DemoResult,
-    HalfWritten,
-    KillResult,
-    RecoveryResult,
+    Entry,
+    Run,
     RunResult,
-    StoredResult,
-    compare,
+    losses_of,
+    newest_committed,
+    planned_runs,
+    play,
+    prepare_directory,
+    refusal_of,
+    summarise,
 )
-from remesh.errors import CheckpointNotFoundError
-from remesh.storage import open_storage
+from remesh.geometry import Box
 
-MARKER = ".remesh-demo"
-PICTURE_NAME = "layout.html"
-
-SAVE_EVERY = 10
-KILL = Kill(rank=2, step=30)
-
-
-class DirectoryRefusedError(DemoError):
-    """The output directory was not made by the demo."""
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A run that has ended: its plan, everything its ranks said in order, and its end."""
-
-    spec: RunSpec
-    messages: tuple[tuple[int, Message], ...]
-    end: launch.RunEnd
+DRAWN = (
+    "embedding.weight",
+    "blocks.0.attention_norm.weight",
+    "blocks.0.attention.q_proj.weight",
+    "blocks.0.attention.o_proj.weight",
+    "blocks.0.mlp.gate_proj.weight",
+    "blocks.0.mlp.down_proj.weight",
+)
+"""Parameters that the page shows: one of each way to be cut."""
+LISTED = ("model.blocks.0.*", "num_steps_done")
+"""What is listed of a checkpoint: enough to see what one looks like."""
+RUN_HEADINGS = ("run", "layout", "steps", "saved", "difference", "time", "end")
 
 
 def tell(
@@ -81,291 +73,234 @@ def tell(
     """
     begin = time.monotonic()
     prepare_directory(out)
-    context = launch.prepare()
-    logs = out.absolute() / LOGS_NAME
-    train = TrainConfig()
-    four = Layout(Kind.FSDP2, 4)
-
-    def play(spec: RunSpec) -> Told:
-        return _play(context, spec, logs, console)
-
-    reference = play(RunSpec(name="A", purpose=REFERENCE, layout=four, train=train))
-    _require_success(reference, logs)
-    root = out.absolute()
-    killed = play(
-        RunSpec(
-            name="B",
-            purpose="killed",
-            layout=four,
-            train=train,
-            root=root,
-            save_every=SAVE_EVERY,
-            kill=KILL,
-        )
-    )
-    _require_death(killed, logs)
-
-    half_written = examine_half_written(out / step_name(KILL.step))
-    newest = newest_committed(out)
-    stored = examine_stored(newest, KILL.step - SAVE_EVERY)
-    report.show_half_written(console, half_written, newest)
-    list_path(out, ())
-    list_path(newest, report.LISTED)
-
-    told = [reference, killed]
-    for name, layout in (("C", Layout(Kind.FSDP2, 2)), ("D", Layout(Kind.TENSOR_PARALLEL, 2))):
-        spec = RunSpec(name=name, purpose="resumed", layout=layout, train=train, root=root)
-        told.append(play(spec))
-        _require_success(told[-1], logs)
-
-    losses = losses_of(reference)
-    played, recovered = _play_recovery(logs, console, train, losses)
-    runs = (*(summarise(of_run, losses) for of_run in told), *played)
+    played: list[tuple[Run, list[Entry], float]] = []
+    with tempfile.TemporaryDirectory(prefix="remesh-demo-") as elsewhere:
+        for run in planned_runs(out.absolute(), Path(elsewhere)):
+            with following(console, run) as show:
+                started = time.monotonic()
+                entries = play(run, show)
+            played.append((run, entries, time.monotonic() - started))
+            if run.dies_in_save:
+                half_written = out / step_name(SAVE_KILLED)
+                refusal, newest = refusal_of(half_written), newest_committed(out)
+                show_half_written(console, half_written, refusal, newest)
+                list_path(out, ())
+                list_path(newest, LISTED)
+    reference = losses_of(played[0][1])
+    results = tuple(summarise(*one, reference) for one in played)
+    index = Checkpoint(newest).index
     result = DemoResult(
-        passed=all(run.agrees for run in runs[1:]),
-        tolerance=TOLERANCE,
-        max_difference=max(run.max_difference for run in runs if run.first_step),
-        runs=runs,
+        passed=all(result.agrees for result in results[1:]),
+        max_difference=max(result.max_difference for result in results if result.first_step),
+        runs=results,
         half_written=half_written,
-        resumed_from=stored,
-        recovery=recovered,
-        picture=out / PICTURE_NAME,
+        refusal=refusal,
+        resumed_from=newest,
+        resumed_step=SAVE_KILLED - SAVE_EVERY,
+        num_tensors=len(index),
+        num_file_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
         seconds=time.monotonic() - begin,
     )
-    page = report.draw(result, [held_by_rank(of_run) for of_run in told[1:]])
-    result.picture.write_text(page, encoding="utf-8")
+    page = draw(result, [entries for _, entries, _ in played])
+    (out / PICTURE_NAME).write_text(page, encoding="utf-8")
     (out / RESULT_NAME).write_text(result.to_json() + "\n", encoding="utf-8")
     return result
 
 
-def prepare_directory(out: Path) -> None:
-    """Make the output directory, or clear what an earlier demo left in it.
-
-    Raises:
-        DirectoryRefusedError: If it is a file, cannot be written, or holds something and was not
-            made by the demo.
-    """
-    if out.exists() and not out.is_dir():
-        raise DirectoryRefusedError(f"{out} is a file; name a directory with --out")
-    marker = out / MARKER
-    if out.is_dir() and any(out.iterdir()) and not marker.exists():
-        raise DirectoryRefusedError(
-            f"{out} is not empty and was not made by the demo; name another directory with --out"
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text("Made by `remesh demo`, which replaces its own files here.\n")
-        for path in (*out.glob("step_*"), out / LOGS_NAME):
-            if path.is_dir():
-                shutil.rmtree(path)
-        for name in (RESULT_NAME, PICTURE_NAME):
-            (out / name).unlink(missing_ok=True)
-        (out / LOGS_NAME).mkdir()
-    except OSError as error:
-        raise DirectoryRefusedError(
-            f"{out} cannot be used ({error}); name another directory with --out"
-        ) from error
+# On the terminal ---------------------------------------------------------------------------------
 
 
-def _play(context: ForkServerContext, spec: RunSpec, logs: Path, console: Console) -> Told:
-    """Run one run, showing it."""
-    messages: list[tuple[int, Message]] = []
-    with report.following(console, spec) as show:
-
-        def hear(rank: int, message: Message) -> None:
-            messages.append((rank, message))
-            show(rank, message)
-
-        end = launch.run(context, spec, logs, hear)
-    return Told(spec, tuple(messages), end)
-
-
-def _play_recovery(
-    logs: Path, console: Console, train: TrainConfig, reference: dict[int, float]
-) -> tuple[tuple[RunResult, ...], RecoveryResult | None]:
-    """Run E: a rank is killed, and the others go on. Nothing without what `remesh run` needs."""
-    if not recovery.is_possible():
-        return (), None
-    layout = Layout(Kind.DATA_PARALLEL, 4)
-    spec = RunSpec(name="E", purpose="goes on", layout=layout, train=train)
-    begin = time.monotonic()
-    with report.following(console, spec) as show:
-        entries = recovery.play(
-            layout.num_ranks,
-            logs / "run-e.log",
-            lambda step, loss: show(0, StepDone(step, loss)),
-        )
-    found = recovery.summarise(entries)
-    report.show_recovery(console, found)
-    losses = recovery.losses_of(entries)
-    num_compared, max_difference = compare(losses, reference)
-    run = RunResult(
-        name=spec.name,
-        purpose=spec.purpose,
-        layout=str(layout),
-        num_ranks=layout.num_ranks,
-        first_step=0,
-        last_step=max(losses),
-        losses=losses,
-        commits=(),
-        kill=None,
-        num_compared=num_compared,
-        max_difference=max_difference,
-        load_seconds=None,
-        seconds=time.monotonic() - begin,
+@contextmanager
+def following(console: Console, run: Run) -> Iterator[Callable[[Entry], None]]:
+    """Show a run while the context lasts; yields what takes the entries of its processes."""
+    title = f"run {run.name}  {run.purpose}, {layout_of(run)}"
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
     )
-    return (run,), found
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"{title:<36}", total=NUM_STEPS, note="starting")
+
+        def show(entry: Entry) -> None:
+            match entry:
+                case {"rank": 0, "step": step, "loss": loss}:
+                    progress.update(task, completed=step, note=f"loss {loss:.4f}")
+                case {"rank": 0, "begins": step}:
+                    progress.update(task, completed=step, note="training")
+                case {"rank": 0, "saved": step}:
+                    console.print(f"  [dim]saved {step_name(step)}[/dim]")
+                case {"dies": step, "rank": rank, "num_bytes": num_bytes}:
+                    written = f"with {num_bytes / 1e6:.1f} MB of its file written"
+                    said = f"rank {rank} killed (SIGKILL) in the save of step {step}, {written}"
+                    console.print(f"  [dim]{said}[/dim]", soft_wrap=True)
+                case {"dies": step, "rank": rank}:
+                    said = f"rank {rank} killed (SIGKILL) after step {step}"
+                    console.print(f"  [dim]{said}[/dim]", soft_wrap=True)
+
+        yield show
 
 
-# ---------------------------------------------------------------------------------------------
-# What must be true
-# ---------------------------------------------------------------------------------------------
+def show_half_written(console: Console, left: Path, refusal: str, newest: Path) -> None:
+    """Say what became of the interrupted save."""
+    console.print(f"\n[bold]{left.name}[/bold] was never committed and is no checkpoint:")
+    console.print(f"  [dim]{escape(refusal)}[/dim]", soft_wrap=True)
+    console.print(f"The newest committed checkpoint is [bold]{newest.name}[/bold].", soft_wrap=True)
 
 
-def _require_success(told: Told, logs: Path) -> None:
-    for rank, ended in enumerate(told.end.ranks):
-        if ended.exit_code != 0:
-            raise DemoError(_account_of(told, rank, logs))
+def show_result(console: Console, result: DemoResult, out: Path) -> None:
+    """The closing table, the verdict, and where the files are."""
+    console.print("\n[bold]What happened[/bold]\n")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in RUN_HEADINGS:
+        table.add_column(heading)
+    for run in result.runs:
+        table.add_row(*(escape(cell) for cell in run_row(run)))
+    console.print(table)
+    console.print()
+    for text in closing_words(result):
+        console.print(escape(text), soft_wrap=True)
+    verdict = "[bold green]Passed[/bold green]" if result.passed else "[bold red]Failed[/bold red]"
+    console.print(f"{verdict}: {escape(verdict_text(result))}.", soft_wrap=True)
+    console.print(f"It took {result.seconds:.0f} s.\n")
+    for what, path in (
+        ("picture", out / PICTURE_NAME),
+        ("checkpoint", result.resumed_from),
+        ("numbers", out / RESULT_NAME),
+        ("output of ranks", out / LOGS_NAME),
+    ):
+        console.print(f"  {what:<16} {escape(str(path))}", soft_wrap=True)
 
 
-def _require_death(told: Told, logs: Path) -> None:
-    """The planned rank died by the planned signal, and no other rank got through."""
-    for rank, ended in enumerate(told.end.ranks):
-        if rank == KILL.rank and ended.exit_code != -signal.SIGKILL:
-            raise DemoError(f"rank {rank} should have been killed; {_account_of(told, rank, logs)}")
-        if rank != KILL.rank and ended.exit_code == 0:
-            raise DemoError(f"run B: rank {rank} did not notice that rank {KILL.rank} was killed")
+def layout_of(run: Run) -> str:
+    """Its layout in words."""
+    return f"{run.layout} x {run.num_ranks}"
 
 
-def _account_of(told: Told, rank: int, logs: Path) -> str:
-    errors = [
-        message.error
-        for sender, message in told.messages
-        if sender == rank and isinstance(message, Failed)
+def run_row(result: RunResult) -> tuple[str, ...]:
+    """A run in the columns of `RUN_HEADINGS`."""
+    is_reference = result.run.purpose == "reference"
+    return (
+        f"{result.run.name} {result.run.purpose}",
+        layout_of(result.run),
+        f"{result.first_step + 1}-{result.last_step}",
+        ", ".join(map(str, result.commits)) or "-",
+        "-" if is_reference else f"{result.max_difference:.1e}".replace("0.0e+00", "0"),
+        f"{result.seconds:.1f} s",
+        "killed" if result.run.dies_in_save else "done",
+    )
+
+
+def closing_words(result: DemoResult) -> list[str]:
+    """What the runs have shown, a sentence each."""
+    deaths = [(run.run, run.death) for run in result.runs if run.death is not None]
+    told = [f"Run {run.name}: {death_text(run, death)}" for run, death in deaths]
+    resumed = " and ".join(run.run.name for run in result.runs if run.first_step)
+    stored = f"{result.num_tensors} tensors, {result.num_file_bytes / 1e6:.1f} MB on disk"
+    told.insert(1, f"Runs {resumed} resumed from step {result.resumed_step}: {stored}.")
+    return told
+
+
+def death_text(run: Run, death: Death) -> str:
+    """What became of a run with a killed rank, in a sentence."""
+    if run.dies_in_save:
+        return f"rank {death.rank} was killed in the middle of the save of step {death.step}."
+    repeated = f"{death.num_repeated} steps were" if death.num_repeated else "no step was"
+    after = "no step was done" if death.seconds is None else f"{death.seconds:.2f} s"
+    return (
+        f"rank {death.rank} was killed after step {death.step}; {death.num_went_on} others went on "
+        f"in their processes, and the next step was done {after} after the kill; {repeated} made "
+        "again."
+    )
+
+
+def verdict_text(result: DemoResult) -> str:
+    """The outcome in a sentence."""
+    num_compared = min(run.num_compared for run in result.runs if run.first_step)
+    numbers = (
+        f"the largest difference in {num_compared} steps after the resume is "
+        f"{result.max_difference:.1e}, {result.tolerance:.0e} is accepted"
+    )
+    if result.passed:
+        return f"every loss is that of the reference; {numbers}"
+    off = ", ".join(f"run {run.run.name}" for run in result.runs[1:] if not run.agrees)
+    return f"the losses of {off} are not those of the reference; {numbers}"
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def draw(result: DemoResult, entries: Sequence[Sequence[Entry]]) -> str:
+    """The HTML page; `entries` are those of each run."""
+    columns = [
+        picture.Column(
+            layout_of(run.run),
+            f"run {run.run.name}: {'saved' if run.commits else 'loaded'}",
+            _placed(of_run),
+        )
+        for run, of_run in zip(result.runs, entries, strict=True)
+        if run.commits or run.first_step
     ]
-    ended = told.end.ranks[rank]
-    how = "had to be ended" if ended.by_launcher else f"ended with code {ended.exit_code}"
-    why = errors[0] if errors else "it gave no reason"
-    log = launch.log_path(logs, told.spec, rank)
-    return f"run {told.spec.name}: rank {rank} {how}: {why} (its output: {log})"
-
-
-def newest_committed(root: Path) -> Path:
-    """The newest directory under `root` that is a committed checkpoint.
-
-    Raises:
-        DemoError: If there is none.
-    """
-    newest = catalog.newest_of(catalog.list_checkpoints(open_storage(root)))
-    if newest is None:
-        raise DemoError(f"{root}: there is no committed checkpoint")
-    return Path(newest.path)
-
-
-def examine_half_written(path: Path) -> HalfWritten:
-    """What the interrupted save left, and how it is refused.
-
-    Raises:
-        DemoError: If it opens as a checkpoint.
-    """
-    try:
-        Checkpoint(path)
-    except CheckpointNotFoundError as error:
-        sizes = _file_sizes(path)
-        return HalfWritten(
-            path=path,
-            num_files=len(sizes),
-            num_bytes=sum(sizes),
-            refusal=f"{type(error).__name__}: {error}",
+    curves = [
+        picture.Curve(
+            f"run {run.run.name}: {run.run.purpose}, {layout_of(run.run)}",
+            run.run.name.lower(),
+            run.losses,
         )
-    raise DemoError(f"{path}: the save was interrupted, yet this opens as a checkpoint")
-
-
-def examine_stored(path: Path, step: int) -> StoredResult:
-    """Counts of the checkpoint to resume from.
-
-    Raises:
-        DemoError: If it is not that of the given step.
-    """
-    if path.name != step_name(step):
-        raise DemoError(f"{path}: the newest committed checkpoint should be that of step {step}")
-    index = Checkpoint(path).index
-    return StoredResult(
-        path=path,
-        step=step,
-        num_tensors=len(index),
-        num_bytes=sum(index[name].num_bytes for name in index),
-        num_file_bytes=sum(_file_sizes(path)),
+        for run in result.runs
+    ]
+    explained = "Some parameters, to scale. Striped: every rank holds the whole."
+    num_ranks = max(run.run.num_ranks for run in result.runs)
+    words = [*closing_words(result), f"{verdict_text(result)}."]
+    return picture.page(
+        "One training state in three layouts",
+        [
+            ("", [picture.paragraph(text) for text in words]),
+            (
+                "Which rank holds what",
+                [
+                    picture.paragraph(explained),
+                    picture.rank_legend(num_ranks),
+                    picture.layout_svg(columns),
+                ],
+            ),
+            (
+                "The losses",
+                [picture.curve_legend(curves), picture.loss_svg(curves, _marks(result))],
+            ),
+            ("The runs", [picture.table(RUN_HEADINGS, [run_row(run) for run in result.runs])]),
+        ],
     )
 
 
-def _file_sizes(path: Path) -> list[int]:
-    return [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-
-
-# ---------------------------------------------------------------------------------------------
-# From messages to results
-# ---------------------------------------------------------------------------------------------
-
-
-def losses_of(told: Told) -> dict[int, float]:
-    """Loss of each step, by the number of steps done with it; every rank says the same."""
+def _placed(entries: Sequence[Entry]) -> dict[str, picture.PlacedTensor]:
+    """The drawn parameters of one run."""
+    held = {entry["rank"]: entry["held"] for entry in entries if "held" in entry}
     return {
-        message.num_steps_done: message.loss
-        for rank, message in told.messages
-        if rank == 0 and isinstance(message, StepDone)
+        name: picture.PlacedTensor(
+            tuple(held[0][name][0]),
+            tuple(
+                (rank, Box(tuple(offset), tuple(shape)))
+                for rank in sorted(held)
+                for offset, shape in held[rank][name][1]
+            ),
+        )
+        for name in DRAWN
     }
 
 
-def held_by_rank(told: Told) -> dict[int, Ready]:
-    """What each rank said when it was ready."""
-    return {rank: message for rank, message in told.messages if isinstance(message, Ready)}
-
-
-def summarise(told: Told, reference: dict[int, float]) -> RunResult:
-    """A run in numbers, its losses compared to those of the reference."""
-    losses = losses_of(told)
-    ready = held_by_rank(told)
-    num_compared, max_difference = compare(losses, reference)
-    load_times = [r.load_seconds for r in ready.values() if r.load_seconds is not None]
-    first_step = ready[0].num_steps_done
-    return RunResult(
-        name=told.spec.name,
-        purpose=told.spec.purpose,
-        layout=str(told.spec.layout),
-        num_ranks=told.spec.layout.num_ranks,
-        first_step=first_step,
-        last_step=max(losses, default=first_step),
-        losses=losses,
-        commits=tuple(
-            message.num_steps_done
-            for rank, message in told.messages
-            if rank == 0 and isinstance(message, SaveDone)
-        ),
-        kill=_kill_result(told),
-        num_compared=num_compared,
-        max_difference=max_difference,
-        load_seconds=max(load_times, default=None),
-        seconds=told.end.seconds,
-    )
-
-
-def _kill_result(told: Told) -> KillResult | None:
-    deaths = [(rank, m) for rank, m in told.messages if isinstance(m, AboutToDie)]
-    if not deaths:
-        return None
-    victim, death = deaths[0]
-    others = [ended for rank, ended in enumerate(told.end.ranks) if rank != victim]
-    return KillResult(
-        rank=victim,
-        step=death.num_steps_done,
-        point=death.point,
-        exit_code=told.end.ranks[victim].exit_code,
-        num_noticed=sum(not ended.by_launcher for ended in others),
-        num_ended_by_launcher=sum(ended.by_launcher for ended in others),
-        errors=tuple(_errors(told.messages)),
-    )
-
-
-def _errors(messages: Sequence[tuple[int, Message]]) -> list[str]:
-    return [f"rank {rank}: {m.error}" for rank, m in messages if isinstance(m, Failed)]
+def _marks(result: DemoResult) -> list[picture.Mark]:
+    resumed = " and ".join(run.run.name for run in result.runs if run.first_step)
+    marks = []
+    for run in result.runs:
+        for step in run.commits:
+            here = step == result.resumed_step
+            text = f"saved; {resumed} resume here" if here else "saved"
+            marks.append(picture.Mark(step, text, "resume" if here else "save"))
+        if run.death is not None:
+            how = "while saving" if run.run.dies_in_save else "the others go on"
+            text = f"{run.run.name}: rank {run.death.rank} killed, {how}"
+            marks.append(picture.Mark(run.death.step, text, "kill"))
+    return marks
