@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import remesh
-from remesh.cli.layout import columns_of
+from remesh.cli.drawing import columns_of
 from remesh.cli.meshes import parse_mesh
 from remesh.demo import picture
 from remesh.demo.model import ModelConfig

@@ -1,4 +1,4 @@
-"""`diff`, `stats`, `du`, `plan`, `layout` and `report`, on our own format and on Hugging Face's."""
+"""`diff`, statistics and usage of `ls`, `plan` and `report`, on our format and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import remesh
+from remesh.cli.meshes import boxes_of_rank, parse_mesh
 
 from .conftest import Run, data_files
 
@@ -97,38 +98,35 @@ def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
     assert [(t["name"], t["num_different"]) for t in found["tensors"]] == [("a", None), ("b", 0)]
 
 
-# ----- stats -----
+# ----- ls --stats, ls --usage -----
 
 
 @pytest.mark.parametrize("place", ["ours", "theirs"])
 def test_statistics(run: Run, run_json: Any, request: pytest.FixtureRequest, place: str) -> None:
     path: Path = request.getfixturevalue(place)
-    (row,) = run_json("stats", path, f"*{QUERY}")["tensors"]
+    (row,) = run_json("ls", path, f"*{QUERY}", "--stats")["tensors"]
     numbers = weights(change=0.0 if place == "ours" else 0.5)[QUERY]
 
     assert row["statistics"]["mean"] == pytest.approx(numbers.mean())
-    counts, edges = np.histogram(numbers, 16)
-    assert row["histogram"] == {"edges": pytest.approx(edges.tolist()), "counts": counts.tolist()}
-    shown = run("stats", path, "*").stdout
-    assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0", "0"]
-    assert "####" in run("stats", path, f"*{QUERY}").stdout
-    assert run("stats", path, "nothing*").exit_code == 2
-
-
-# ----- du, plan -----
+    shown = run("ls", path, "*norm", f"*{OUTPUT}", "--stats").stdout.rpartition("dtype")[2]
+    assert [line.split()[-2] for line in shown.splitlines()[1:]] == ["0", "0"]
+    assert run("ls", path, "nothing*", "--stats").exit_code == 2
 
 
 def test_where_the_bytes_are(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
-    found = run_json("du", ours)
+    found = run_json("ls", ours, "--usage")
     assert [(part["prefix"], part["num_bytes"]) for part in found["parts"]] == [
         ("model.layers.*", 512),
         ("model.norm", 16),
     ]
-    assert found["num_file_bytes"] > found["num_tensor_bytes"] == 528
-    assert run_json("du", theirs)["num_tensor_bytes"] == 528
-    assert "528 B of tensors" in run("du", ours).stdout
-    names = {one["name"] for one in run_json("du", ours.parent)["checkpoints"]}
-    assert names == {"ours", "theirs"}
+    assert [part["prefix"] for part in run_json("ls", ours, "--usage", "--depth", 1)["parts"]] == [
+        "model.*"
+    ]
+    assert len(run_json("ls", theirs, "--usage")["parts"]) == 2
+    assert "97.0 %" in run("ls", ours, "--usage").stdout
+
+
+# ----- plan -----
 
 
 def test_a_plan_without_processes(run: Run, run_json: Any, ours: Path, theirs: Path) -> None:
@@ -167,13 +165,17 @@ def test_a_plan_of_layers_experts_and_a_transformation(run_json: Any, tmp_path: 
         assert all(rank["bytes_read"] >= rank["state_bytes"] for rank in stages)
 
 
-def test_boxes_of_a_layout_are_those_of_the_stored_tensors(run_json: Any, ours: Path) -> None:
-    options = ("--layout", "tp=2,fsdp=2", "--json")
-    columns = run_json("layout", ours, *options[:-1])["columns"]
-    by_name = {tensor["name"]: tensor["boxes"] for tensor in columns[1]["tensors"]}
+def test_boxes_of_a_layout_are_those_of_the_stored_tensors(ours: Path) -> None:
+    index = remesh.Checkpoint(ours).index
+    mesh = parse_mesh("tp=2,fsdp=2")
+    held = [boxes_of_rank(mesh, rank, index.tensors) for rank in range(4)]
+    offsets: dict[str, list[tuple[int, ...]]] = {name: [] for name in index.tensors.names}
+    for boxes in held:
+        for row, tensor in enumerate(boxes.tensor.tolist()):
+            offsets[boxes.tensors.names[tensor]].append(boxes.box(row).offset)
 
-    assert [box["offset"] for box in by_name[f"model.{QUERY}"]] == [[0, 0], [2, 0], [4, 0], [6, 0]]
-    assert [box["offset"] for box in by_name[f"model.{OUTPUT}"]] == [[0, 0], [4, 0], [0, 4], [4, 4]]
+    assert offsets[f"model.{QUERY}"] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert offsets[f"model.{OUTPUT}"] == [(0, 0), (4, 0), (0, 4), (4, 4)]
 
 
 # ----- pages -----
@@ -184,8 +186,9 @@ def test_pages_are_whole_and_need_nothing_else(
     run: Run, request: pytest.FixtureRequest, tmp_path: Path, place: str
 ) -> None:
     path: Path = request.getfixturevalue(place)
-    for command in (["report", path], ["layout", path, "--layout", "dp=64,tp=2,fsdp=4"]):
-        result = run(*command, "-o", tmp_path / "page.html")
+    mesh = ("--layout", "dp=64,tp=2,fsdp=4")
+    for command in (["report", path, "-o"], ["plan", path, *mesh, "--draw"]):
+        result = run(*command, tmp_path / "page.html")
         assert result.exit_code == 0, result.output
         text = (tmp_path / "page.html").read_text()
         page = ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
@@ -220,10 +223,8 @@ def test_nothing_needs_torch(ours: Path, theirs: Path, tmp_path: Path) -> None:
         for path in (ours, theirs)
         for command, rest in {
             "diff": f"|{path}",
-            "stats": "|*",
-            "du": "",
-            "plan": "|--layout|fsdp=2",
-            "layout": f"|-o|{tmp_path / 'page'}",
+            "ls": "|--stats",
+            "plan": f"|--layout|fsdp=2|--draw|{tmp_path / 'page'}",
             "report": f"|-o|{tmp_path / 'page'}",
         }.items()
     ]

@@ -53,7 +53,7 @@ def demo(*, out: Path, as_json: bool) -> None:
         )
         context.invoke(
             ls, path=str(path), patterns=patterns, with_values=False, with_pieces=False,
-            as_json=False,
+            with_statistics=False, with_usage=False, as_json=False,
         )  # fmt: skip
 
     try:

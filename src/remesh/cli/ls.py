@@ -13,8 +13,15 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
+from remesh.cli.measures import (
+    Usage,
+    print_statistics,
+    print_usages,
+    statistics_of,
+    usages_of,
+)
 from remesh.cli.pieces import piece_document, piece_lines
-from remesh.cli.summary import elements_by_part
+from remesh.cli.summary import Statistics, elements_by_part
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.formats import native
 from remesh.integrity import repair_advice
@@ -22,12 +29,27 @@ from remesh.storage import open_storage, shown_url
 
 
 @click.command(
-    epilog=output.example("remesh ls runs", "remesh ls runs/step_00001000 'model.*' --pieces")
+    epilog=output.example(
+        "remesh ls runs",
+        "remesh ls runs/step_00001000 'model.*' --pieces",
+        "remesh ls model.safetensors '*.weight' --stats",
+        "remesh ls runs/step_00001000 --usage --depth 3",
+    )
 )
 @click.argument("path")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--values", "with_values", is_flag=True, help="List plain values and objects too.")
 @click.option("--pieces", "with_pieces", is_flag=True, help="List the pieces of each tensor.")
+@click.option("--stats", "with_statistics", is_flag=True, help="Read the tensors for statistics.")
+@click.option("--usage", "with_usage", is_flag=True, help="Show which parts take how many bytes.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="With --usage: unite tensors whose names have these first parts in common.",
+)
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -37,6 +59,9 @@ def ls(
     patterns: tuple[str, ...],
     with_values: bool,
     with_pieces: bool,
+    with_statistics: bool,
+    with_usage: bool,
+    depth: int,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -47,11 +72,16 @@ def ls(
     Of a directory of checkpoints, each is listed with its status: committed (the newest has a *),
     unfinished (no commit record), damaged (files are missing or have another size), or unreadable.
     Only `remesh verify` reads everything.
+
+    With --stats, minimum, maximum, mean, deviation, NaN and infinities are shown of the chosen
+    tensors, which are read in chunks. Complex tensors have no statistics. With --usage, the parts
+    of a state are shown by their bytes, the largest first; tied tensors count once.
     """
     storage = open_storage(path)
     if places.is_checkpoint(path):
-        listing = native.begin_anew(lambda: _Listing.of(path, patterns))
-        _list_checkpoint(listing, with_values, with_pieces, show_all, as_json)
+        shown = _Shown(with_values, with_pieces, with_statistics, depth if with_usage else None)
+        listing = native.begin_anew(lambda: _Listing.of(path, patterns, shown))
+        _list_checkpoint(listing, show_all, as_json)
         return
     steps = catalog.scan(storage)
     if not steps:
@@ -113,6 +143,16 @@ def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
     return "".join(marks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What is asked for beside names, types and shapes."""
+
+    values: bool
+    pieces: bool
+    statistics: bool
+    depth: int | None  # of the parts whose bytes are shown
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listing:
     """A checkpoint, and the names in it that were asked for.
@@ -120,25 +160,31 @@ class _Listing:
     Attributes:
         path: What the user called it.
         patterns: What chose the names; empty if all are chosen.
+        shown: What is asked for.
         checkpoint: The checkpoint.
         findings: Files that are missing or have another size.
         totals: Counts over the whole checkpoint, whatever was chosen.
         tensors: Chosen names of tensors, ties included.
+        statistics: Theirs, without ties; empty if not asked for.
+        usages: Of the whole checkpoint; empty if not asked for.
         values: Chosen values, lists of names included.
         objects: Chosen elements of sharded objects.
     """
 
     path: str
     patterns: tuple[str, ...]
+    shown: _Shown
     checkpoint: Checkpoint
     findings: list[catalog.Finding]
     totals: dict[str, int]
     tensors: list[str]
+    statistics: dict[str, Statistics | None]
+    usages: list[Usage]
     values: dict[str, object]
     objects: dict[str, object]
 
     @classmethod
-    def of(cls, path: str, patterns: tuple[str, ...]) -> _Listing:
+    def of(cls, path: str, patterns: tuple[str, ...], shown: _Shown) -> _Listing:
         """Open a checkpoint and choose.
 
         Raises:
@@ -147,13 +193,19 @@ class _Listing:
         """
         checkpoint = Checkpoint(places.source(path))
         values, objects = {**checkpoint.values, **checkpoint.lists}, checkpoint.objects
+        index = checkpoint.index
+        tensors = _chosen(index, patterns)
+        own = [name for name in tensors if shown.statistics and name not in index.aliases]
         listing = cls(
             shown_url(path),
             patterns,
+            shown,
             checkpoint,
             places.findings_of(open_storage(path), checkpoint),
             _totals(checkpoint, values, objects),
-            _chosen(checkpoint.index, patterns),
+            tensors,
+            statistics_of(path, checkpoint, own),
+            [] if shown.depth is None else usages_of(index, shown.depth),
             {name: values[name] for name in _chosen(values, patterns)},
             {name: objects[name] for name in _chosen(objects, patterns)},
         )
@@ -186,22 +238,27 @@ def _chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return sorted((name for name in names if _matches(name, patterns)), key=catalog.natural_key)
 
 
-def _list_checkpoint(
-    listing: _Listing, with_values: bool, with_pieces: bool, show_all: bool, as_json: bool
-) -> None:
+def _list_checkpoint(listing: _Listing, show_all: bool, as_json: bool) -> None:
     """Print a checkpoint.
 
     Raises:
         CorruptCheckpointError: After printing, if files are missing or have another size.
     """
     if as_json:
-        output.print_json(_listing_document(listing, with_values, with_pieces))
+        output.print_json(_listing_document(listing))
     else:
         console = output.stdout_console()
         # What a pattern chose is shown; by default there may be too many.
-        shows_values = with_values or bool(listing.patterns)
+        shows_values = listing.shown.values or bool(listing.patterns)
         _print_head(console, listing, shows_values)
-        _print_tensors(console, listing, with_pieces, show_all)
+        if listing.usages:
+            console.out("")
+            print_usages(console, listing.usages, show_all=show_all)
+        elif listing.statistics:
+            console.out("")
+            print_statistics(console, listing.statistics, listing.checkpoint.index)
+        else:
+            _print_tensors(console, listing, listing.shown.pieces, show_all)
         if shows_values:
             _print_values(console, "value", listing.values, show_all)
             _print_values(console, "object", listing.objects, show_all)
@@ -212,7 +269,7 @@ def _list_checkpoint(
         )
 
 
-def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -> dict[str, object]:
+def _listing_document(listing: _Listing) -> dict[str, object]:
     index = listing.checkpoint.index
     tensors = []
     for name in listing.tensors:
@@ -225,14 +282,17 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
             "num_pieces": stored.num_pieces,
             "num_bytes": stored.num_bytes,
         }
-        if with_pieces:
+        if name in listing.statistics:
+            found = listing.statistics[name]
+            entry["statistics"] = None if found is None else asdict(found)
+        if listing.shown.pieces:
             entry["pieces"] = [piece_document(piece) for piece in index.pieces(name)]
         tensors.append(entry)
 
     def listed(values: Mapping[str, object]) -> list[dict[str, object]]:
         return [
             {"name": name, "type": output.type_name(value)}
-            | ({"value": value} if with_values else {})
+            | ({"value": value} if listing.shown.values else {})
             for name, value in values.items()
         ]
 
@@ -244,6 +304,7 @@ def _listing_document(listing: _Listing, with_values: bool, with_pieces: bool) -
         "format": listing.checkpoint.format,
         **_record_document(listing.checkpoint),
         "totals": listing.totals,
+        **({"parts": [asdict(usage) for usage in listing.usages]} if listing.usages else {}),
         "tensors": tensors,
         "values": listed(listing.values),
         "objects": listed(listing.objects),

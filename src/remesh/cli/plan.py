@@ -1,9 +1,10 @@
-"""`remesh plan`: whether a checkpoint loads in a layout, and what each rank reads."""
+"""`remesh plan`: whether a checkpoint loads in a layout, and what each rank reads and holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 
 import click
 import numpy as np
@@ -11,28 +12,19 @@ from rich.console import Console
 
 from remesh._repr import format_bytes
 from remesh.cli import output, places
+from remesh.cli.drawing import columns_of, drawing, largest, write_page
 from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
 from remesh.cli.transforms import transform_option
-from remesh.errors import CoverageError
+from remesh.demo import picture
+from remesh.errors import CoverageError, StateError
 from remesh.index import Index
 from remesh.planner import LoadPlan, ReadLimits, plan_load
 from remesh.storage import shown_url
 from remesh.tables import BoxTable, TensorTable
 from remesh.transform import Resolved, Transform
 
-layout_option = click.option(
-    "--layout",
-    "layout_text",
-    metavar="AXES",
-    help="Axes and sizes of the mesh, such as fsdp=4 or dp=2,tp=2.",
-)
-rules_option = click.option(
-    "--shard",
-    "rules",
-    multiple=True,
-    metavar="PATTERN=DIM",
-    help="The dim of tensors that tp cuts; - for none. May be given several times.",
-)
+MAX_DRAWN = 12
+"""Tensors that are drawn if no names are given: the largest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +54,31 @@ class RankPlan:
         "remesh plan runs/step_00001000 --layout fsdp=4",
         "remesh plan runs/step_00001000 --layout tp=2,fsdp=2 --shard '*.gate.weight=-'",
         "remesh plan downloaded --layout pp=2,ep=4 --transform to_megatron.txt",
+        "remesh plan hf_model 'model.layers.0.*' --layout tp=2,fsdp=2 --draw layout.html",
     )
 )
 @click.argument("path", metavar="CKPT")
-@layout_option
-@rules_option
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option(
+    "--layout",
+    "layout_text",
+    metavar="AXES",
+    help="Axes and sizes of the mesh, such as fsdp=4 or dp=2,tp=2.",
+)
+@click.option(
+    "--shard",
+    "rules",
+    multiple=True,
+    metavar="PATTERN=DIM",
+    help="The dim of tensors that tp cuts; - for none. May be given several times.",
+)
 @click.option(
     "--like",
     metavar="OTHER",
     help="A checkpoint with the names and shapes of the job that loads; by default CKPT.",
 )
 @transform_option("The transformation of the load")
+@click.option("--draw", metavar="FILE", help="Draw who holds what, as an HTML page in one file.")
 @output.all_option
 @places.format_option()
 @output.json_option
@@ -81,10 +87,12 @@ def plan(
     ctx: click.Context,
     *,
     path: str,
+    patterns: tuple[str, ...],
     layout_text: str | None,
     rules: tuple[str, ...],
     like: str | None,
     transform: Transform | None,
+    draw: str | None,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -95,6 +103,9 @@ def plan(
     cut, such as o_proj), ep (share experts) and pp (share layers). What ranks read is without the
     sharing between replicas, which reads less. The exit code is 0 if it loads, 1 if names are
     missing or shapes differ.
+
+    With --draw, the tensors that PATTERNs choose (by default the 12 largest) are drawn as they are
+    stored, each file as one holder, and beside them as the ranks of the layout hold them.
     """
     mesh = parse_mesh(layout_text or "dp=1", rules)
     checkpoint = places.open_checkpoint(path)
@@ -138,8 +149,23 @@ def plan(
         _print_ranks(console, ranks, mesh, show_all=show_all)
         verdict = "it loads" if not problems else f"it does not load: {'; '.join(problems)}"
         console.out(output.printable(verdict), style="bold", highlight=False)
+    if draw is not None:
+        columns = columns_of(stored, _drawn(path, stored, patterns), mesh if layout_text else None)
+        page = picture.page(f"Layout of {shown_url(path)}", [("", drawing(columns))])
+        write_page(page, draw)
     if problems:
         ctx.exit(output.EXIT_DIFFERENT)
+
+
+def _drawn(path: str, index: Index, patterns: Sequence[str]) -> list[str]:
+    tensors = index.tensors
+    names = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
+    if not patterns:
+        return largest(index, names, MAX_DRAWN)
+    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
+    return chosen
 
 
 def plan_ranks(index: Index, mesh: Mesh, resolved: Resolved, limits: ReadLimits) -> list[RankPlan]:

@@ -12,14 +12,11 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
-from remesh.cli.du import Usage, usages_of
-from remesh.cli.layout import columns_of, drawing, largest, target_option, write_page
-from remesh.cli.stats import format_number
+from remesh.cli.drawing import columns_of, drawing, largest, write_page
+from remesh.cli.measures import Usage, statistics_cells, statistics_of, usages_of
 from remesh.demo import picture
 from remesh.formats import native
-from remesh.geometry import Box
 from remesh.index import Index
-from remesh.progress import progress
 from remesh.storage import open_storage, shown_url
 
 MAX_DRAWN = 8
@@ -59,7 +56,9 @@ class Report:
     show_default=True,
     help="Read all tensors for their statistics.",
 )
-@target_option
+@click.option(
+    "-o", "--output", "target", metavar="FILE", help="Write the page here instead of to stdout."
+)
 @places.format_option()
 @output.json_option
 def report(*, path: str, with_statistics: bool, target: str | None, as_json: bool) -> None:
@@ -81,20 +80,13 @@ def report(*, path: str, with_statistics: bool, target: str | None, as_json: boo
 
 def _collect(path: str, checkpoint: Checkpoint, *, with_statistics: bool) -> Report:
     index = checkpoint.index
-    statistics: dict[str, summary.Statistics | None] = {}
-    if with_statistics:
-        statistics = dict.fromkeys(index.tensors.names)
-        counted = [name for name in statistics if summary.is_summarised(index[name].dtype)]
-        boxes = [(name, Box.whole(index[name].shape)) for name in counted]
-        with progress(f"reading {path}", index.num_bytes) as on_read:
-            found = summary.statistics_of_each(checkpoint, boxes, on_read)
-        statistics |= zip(counted, found, strict=True)
+    names = index.tensors.names if with_statistics else ()
     values = {**checkpoint.values, **checkpoint.lists, **checkpoint.objects}
     return Report(
         shown_url(path),
         tuple(_facts(path, checkpoint, len(values))),
         tuple(usages_of(index, 2)),
-        statistics,
+        statistics_of(path, checkpoint, names),
         tuple(_files(checkpoint)),
         tuple(_provenance(path, checkpoint)),
         tuple(
@@ -203,15 +195,8 @@ def _usage_table(usages: Sequence[Usage]) -> str:
 
 
 def _statistics_table(statistics: Mapping[str, summary.Statistics | None]) -> str:
-    rows = []
-    for name in sorted(statistics, key=catalog.natural_key):
-        found = statistics[name]
-        if found is None:
-            rows.append((name, *["-"] * 7))
-            continue
-        numbers = (found.minimum, found.maximum, found.mean, found.std)
-        counts = (found.num_zero, found.num_nan, found.num_inf)
-        rows.append((name, *map(format_number, numbers), *map(str, counts)))
+    names = sorted(statistics, key=catalog.natural_key)
+    rows = [(name, *statistics_cells(statistics[name])) for name in names]
     return picture.table(("name", "min", "max", "mean", "std", "zeros", "NaN", "inf"), rows)
 
 

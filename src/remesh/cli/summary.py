@@ -139,45 +139,6 @@ def _fold(
         on_read(elements.nbytes)
 
 
-def histogram_of(
-    checkpoint: Checkpoint,
-    name: str,
-    box: Box,
-    found: Statistics,
-    num_bins: int,
-    on_read: Callable[[int], None],
-) -> dict[str, list[float]] | None:
-    """How many finite elements lie in equal bins from minimum to maximum; reads the tensor again.
-
-    Args:
-        checkpoint: Where it is stored.
-        name: Stored name of a tensor whose type is summarised.
-        box: Which elements, in global coordinates.
-        found: Their statistics.
-        num_bins: Number of bins.
-        on_read: Called with the size of each chunk in bytes.
-
-    Returns:
-        `edges`, one more than bins, and `counts`; None if there is no range to cut into bins.
-    """
-    if found.minimum is None or found.maximum is None or not found.minimum < found.maximum:
-        return None
-    low, high = float(found.minimum), float(found.maximum)
-    if not math.isfinite(high - low):
-        return None
-    dtype = checkpoint.tensor(name).dtype
-    counts = np.zeros(num_bins, np.int64)
-    edges = np.linspace(low, high, num_bins + 1)
-    for chunk in chunks_of(box, CHUNK_BYTES // BY_NAME[dtype].itemsize):
-        elements = checkpoint.read_array(name, chunk).reshape(-1)
-        for start in range(0, elements.size, _FOLD_ELEMENTS):
-            values = true_values(elements[start : start + _FOLD_ELEMENTS], dtype)
-            values = values.astype(np.float64)
-            counts += np.histogram(values[np.isfinite(values)], edges)[0]
-        on_read(elements.nbytes)
-    return {"edges": edges.tolist(), "counts": counts.tolist()}
-
-
 def chunks_of(box: Box, max_elements: int) -> Iterator[Box]:
     """Cut a non-empty box into boxes of so many elements at most, in row-major order."""
     if box.size <= max_elements:

@@ -1,74 +1,21 @@
-"""`remesh layout`: a drawing of which rank holds which part of each tensor."""
+"""Drawings of which rank or file holds which part of each tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 
-from remesh.cli import output, places
-from remesh.cli.meshes import Mesh, boxes_of_rank, parse_mesh
-from remesh.cli.plan import layout_option, rules_option
+from remesh.cli import output
+from remesh.cli.meshes import Mesh, boxes_of_rank
 from remesh.demo import picture
 from remesh.demo.picture import Column, PlacedTensor
-from remesh.errors import StateError
 from remesh.geometry import Box
 from remesh.index import Index
-from remesh.storage import shown_url
 
-MAX_DRAWN = 12
-"""Tensors that are drawn if no names are given: the largest ones."""
 MAX_LEGEND = 16
-
-target_option = click.option(
-    "-o", "--output", "target", metavar="FILE", help="Write the page here instead of to stdout."
-)
-
-
-@click.command(
-    epilog=output.example(
-        "remesh layout runs/step_00001000 -o layout.html",
-        "remesh layout hf_model 'model.layers.0.*' --layout tp=2,fsdp=2 -o layout.html",
-    )
-)
-@click.argument("path", metavar="CKPT")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@layout_option
-@rules_option
-@target_option
-@places.format_option()
-@output.json_option
-def layout(
-    *,
-    path: str,
-    patterns: tuple[str, ...],
-    layout_text: str | None,
-    rules: tuple[str, ...],
-    target: str | None,
-    as_json: bool,
-) -> None:
-    """Draw who holds what: an HTML page with a drawing in SVG, in one file.
-
-    As stored, each file is drawn as one holder; with --layout (see `remesh plan`), the ranks of
-    that layout stand beside it. PATTERNs choose tensors, by default the 12 largest.
-    """
-    index = places.open_checkpoint(path).index
-    names = _chosen(index, patterns)
-    if not names:
-        raise StateError(f"no tensor in {shown_url(path)} matches {' '.join(patterns)}")
-    columns = columns_of(
-        index, names, None if layout_text is None else parse_mesh(layout_text, rules)
-    )
-    if as_json:
-        output.print_json(
-            {"kind": "layout", "path": shown_url(path), "columns": _document(columns)}
-        )
-        return
-    text = picture.page(f"Layout of {shown_url(path)}", [("", drawing(columns))])
-    write_page(text, target)
 
 
 def write_page(text: str, target: str | None) -> None:
@@ -80,15 +27,7 @@ def write_page(text: str, target: str | None) -> None:
         click.echo(f"written to {output.printable(target)}", err=True)
 
 
-def _chosen(index: Index, patterns: Sequence[str]) -> list[str]:
-    tensors = index.tensors
-    drawn = [name for name, ndim in zip(tensors.names, tensors.ndims, strict=True) if ndim > 0]
-    if patterns:
-        return [n for n in drawn if any(fnmatchcase(n, pattern) for pattern in patterns)]
-    return largest(index, drawn)
-
-
-def largest(index: Index, names: Sequence[str], count: int = MAX_DRAWN) -> list[str]:
+def largest(index: Index, names: Sequence[str], count: int) -> list[str]:
     """The largest tensors of some, in the order given."""
     chosen = set(sorted(names, key=lambda name: -index[name].num_bytes)[:count])
     return [name for name in names if name in chosen]
@@ -152,23 +91,3 @@ def drawing(columns: Sequence[Column]) -> list[str]:
     if len(ranks) > MAX_LEGEND:
         pieces.append(picture.paragraph("Colours repeat; point at a box to see who holds it."))
     return pieces
-
-
-def _document(columns: Sequence[Column]) -> list[dict[str, object]]:
-    return [
-        {
-            "title": column.title,
-            "tensors": [
-                {
-                    "name": name,
-                    "shape": placed.shape,
-                    "boxes": [
-                        {"holder": rank, "offset": box.offset, "shape": box.shape}
-                        for rank, box in placed.boxes
-                    ],
-                }
-                for name, placed in column.tensors.items()
-            ],
-        }
-        for column in columns
-    ]
