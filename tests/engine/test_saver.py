@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
@@ -199,6 +201,46 @@ def test_a_rank_that_is_new_to_the_job_makes_a_new_plan(new: int) -> None:
     assert run_ranks(WORLD_SIZE, train) == [1] * WORLD_SIZE
     for number, storage in enumerate(storages):
         assert stored_value(storage) == number
+
+
+class Seat:
+    """The exchange of a process, whose place in the job may become another one."""
+
+    inner: Exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+@pytest.mark.parametrize(
+    "seats", [(0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1), (0, 1, 3)], ids=lambda seats: f"{seats}"
+)
+def test_a_process_with_another_rank_makes_a_new_plan(
+    seats: tuple[int, ...], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have the same tensors, so their layouts do not tell the ranks from each other."""
+    monkeypatch.setattr(unchanged, "MIN_BYTES", 1)  # files of tensors that stay are kept
+    savers = [(remesh.Saver(group=seat), seat) for seat in (Seat() for _ in range(6))]
+
+    def train(exchange: Exchange, seats: Sequence[int], turn: int) -> bool:
+        saver, seat = savers[seats[exchange.rank]]
+        seat.inner, reused = exchange, saver.num_plans_reused
+        state = {name: np.full(99, value) for name, value in values_of(turn).items()}
+        getattr(saver, how)(state, tmp_path / str(turn))
+        saver.wait()
+        return saver.num_plans_reused > reused
+
+    def values_of(turn: int) -> dict[str, float]:
+        return {f"w{row}": row if row < 4 else 100.0 * turn + row for row in range(8)}
+
+    # Two jobs save; then one of them goes on, in part with other processes.
+    for turn, processes in enumerate([(4, 5, 3), (0, 1, 2), (0, 1, 2), seats, seats]):
+        reused = run_ranks(len(processes), train, processes, turn)
+        assert reused == [turn in (2, 4)] * len(processes)
+        checkpoint = remesh.Checkpoint(tmp_path / str(turn))
+        for name, value in values_of(turn).items():
+            assert (checkpoint.read_array(name) == value).all(), name
 
 
 def save_twice(

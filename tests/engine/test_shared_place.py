@@ -209,14 +209,18 @@ def test_ranks_meet_before_the_first_background_save_to_a_directory_only(tmp_pat
 
     def save(exchange: Exchange) -> list[bool]:
         met = []
-        with remesh.Saver(group=exchange) as saver:
-            for name in ("run/1", "run/2", "other/1"):
-                storage = Disk(tmp_path / name)
-                saver.save_async(state_of(exchange.rank), storage).result()
-                met.append(any(path.endswith("/meeting") for path in storage.names))
+        saver = remesh.Saver(group=exchange)
+        for name in ("run/1", "run/2", "other/1", "other/2"):
+            if name == "other/2" and exchange.rank == 2:
+                saver.close()
+                saver = remesh.Saver(group=exchange)  # as another process, on another node
+            storage = Disk(tmp_path / name)
+            saver.save_async(state_of(exchange.rank), storage).result()
+            met.append(any(path.endswith("/meeting") for path in storage.names))
+        saver.close()
         return met
 
-    assert run_ranks(3, save) == [[True, False, True], [False] * 3, [False] * 3]
+    assert run_ranks(3, save) == [[True, False, True, True], [False] * 4, [False] * 4]
     assert not [path for path in files_below(tmp_path) if path.name == "meeting"]
 
 

@@ -4,10 +4,13 @@ Every rank describes what it holds. Rank 0 unites the descriptions, checks that 
 held exactly once and that there is room, decides who writes what, and sends each rank its write
 assignment.
 
-A job saves the same layout again and again. Who saves through a `Saver` keeps a `PlanCache`: then
-the ranks first exchange fingerprints of their layouts, 16 bytes each, and if all are what they were
-the last time, the plan of the last time is used and no layout crosses the network. Values differ
-from save to save; rank 0's copy is taken if the fingerprints say that all ranks have the same.
+A job saves the same layout again and again, so a `Saver` keeps a `PlanCache`. The ranks first
+exchange fingerprints of their layouts, 16 bytes each. If all are what they were the last time, the
+plan of the last time is used and no layout crosses the network. A process keeps the part of one
+rank of one group: if any process has another rank now, or was not there when the plan was made, the
+ranks plan anew. Each save, rank 0 sends a digest of what a rank is to write, and the rank checks
+that it writes that. Values differ from save to save; rank 0's copy is taken if the fingerprints say
+that all ranks have the same.
 """
 
 from __future__ import annotations
@@ -195,12 +198,17 @@ class RankSavePlan:
         return self.history.after(storage, self.files, parts, num_bytes)
 
 
+_NO_KEY = bytes(16)
+
+
 @dataclass(slots=True)
 class PlanCache:
     """The plan of the last save of a layout, kept by a `Saver`.
 
     Attributes:
-        key: The fingerprints of all ranks for which it holds; empty if there is none.
+        plan_id: Names the plan: the save that it was made for.
+        key: Names it with the layouts of all ranks and the rank whose part this is (`_plan_keys`);
+            zeros if there is no plan.
         rows: Rows of this rank's boxes that it writes.
         shared: Rows of this rank's boxes that other ranks hold as well.
         local_boxes: On rank 0, what each rank holds.
@@ -213,7 +221,8 @@ class PlanCache:
         history: What this rank knows of the last save that was committed.
     """
 
-    key: bytes = b""
+    plan_id: str = ""
+    key: bytes = _NO_KEY
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     shared: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     local_boxes: list[LocalBoxes] = field(default_factory=list)
@@ -244,6 +253,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
         save_id: Names the save.
         rows: Those that the rank writes, in file order; None if the rank knows them.
         shared: Those that other ranks hold as well; None if the rank knows them.
+        digest: A digest of both, whether the rank knows them or not.
         looks: Whether the layout is new, so that copies of frameworks are looked at.
         compares: Whether there is anything to compare.
         meets: Whether the ranks find out whether they share the place.
@@ -254,6 +264,7 @@ class _WriteAssignment(msgspec.Struct, frozen=True):
     save_id: str
     rows: bytes | None
     shared: bytes | None
+    digest: bytes
     looks: bool
     compares: bool
     meets: bool
@@ -398,16 +409,17 @@ class _Rank:
         self.document = document_of(description, self.tensors.aliases).encode()
         self.emit("save.described")
         layout, shared = self.local_boxes.layout, self.local_boxes.digest
-        return b"".join((layout, *map(raw_digest, (self.document, self.cache.key)), shared))
+        return b"".join((layout, raw_digest(self.document), self.cache.key, shared))
 
     def compare(self, fingerprints: Sequence[bytes]) -> None:
         """Do all ranks hold what they held the last time, and have the same values?"""
-        # A rank that is new to the job has kept nothing; then no rank uses what it has kept.
-        key = raw_digest(_layout_key(fingerprints))
-        self.is_known = all(fingerprint[32:48] == key for fingerprint in fingerprints)
+        # A process that is new to the job, or has another rank, sends another key; then no rank
+        # uses what it has kept.
+        cache, kept = self.cache, [fingerprint[32:48] for fingerprint in fingerprints]
+        self.is_known = kept == _plan_keys(cache.plan_id, fingerprints)
         if not self.is_known:
             # On all ranks, so that none believes in the old plan if this save fails.
-            self.cache.key = b""
+            cache.key, cache.plan, cache.local_boxes, cache.met_in = _NO_KEY, None, [], None
         shared = [fingerprint[48:] for fingerprint in fingerprints]
         self.shares_first = shared.index(self.local_boxes.digest) == self.exchange.rank
         self.same_document = len({fingerprint[16:32] for fingerprint in fingerprints}) == 1
@@ -454,11 +466,10 @@ class _Rank:
         check_same_options([one.options for one in described])
         if not self.is_known:
             cache.local_boxes = decode_local_boxes([one.local_boxes for one in described])
-            cache.plan = None
-        if cache.plan is None:
             cache.plan = plan_save(cache.local_boxes)
             cache.assignments = cache.plan.assignments(world_size)
         plan = cache.plan
+        assert plan is not None
         told = [(one.document, one.replicas) for one in described]
         document = document_of_all(told, plan.cuts.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in described]
@@ -488,21 +499,22 @@ class _Rank:
             self.options.buffers == "mean"
             or any(comparison.levels(held.roles).any() for held in cache.local_boxes)
         )
-        return [
-            msgspec.msgpack.encode(
-                _WriteAssignment(
-                    save_id,
-                    None if self.is_known else plan.row[rows].tobytes(),
-                    None if self.is_known else plan.copies.row[shared].tobytes(),
-                    not self.is_known,
-                    compares,
-                    meets,
-                    grid,
-                    holders,
-                )
+        assignments = []
+        by_rank = zip(cache.assignments, plan.copies.by_rank(world_size), strict=True)
+        for rows, shared in ((plan.row[one], plan.copies.row[two]) for one, two in by_rank):
+            assignment = _WriteAssignment(
+                save_id,
+                None if self.is_known else rows.tobytes(),
+                None if self.is_known else shared.tobytes(),
+                _assignment_digest(rows, shared),
+                not self.is_known,
+                compares,
+                meets,
+                grid,
+                holders,
             )
-            for rows, shared in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True)
-        ]
+            assignments.append(msgspec.msgpack.encode(assignment))
+        return assignments
 
     def comparison(self, looks: bool) -> Comparison:
         """What is compared; of options, those of rank 0 and of the others are the same."""
@@ -527,15 +539,20 @@ class _Rank:
 
     def accept(self, assignment: _WriteAssignment, fingerprints: Sequence[bytes]) -> RankSavePlan:
         """Lay out my file."""
+        cache = self.cache
         if assignment.rows is None:
-            self.cache.hits += 1
+            cache.hits += 1
         else:
-            self.cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
-            self.cache.key = _layout_key(fingerprints)
+            cache.rows = np.frombuffer(assignment.rows, dtype=np.int64)
+            cache.plan_id = assignment.save_id
+            cache.key = _plan_keys(cache.plan_id, fingerprints)[self.exchange.rank]
+        assert _assignment_digest(cache.rows, cache.shared) == assignment.digest, (
+            f"rank {self.exchange.rank} would write other boxes than rank 0 has assigned to it"
+        )
         assert self.tensors is not None
         # All of them: a live reshard reads also what other ranks' files hold.
         finish_device_work(self.tensors.memories)
-        writer, rows = writer_of(self.options.format), self.cache.rows
+        writer, rows = writer_of(self.options.format), cache.rows
         if self.options.keeps and writer.has_digests:
             return self.accept_files(writer, assignment)
         save_id = assignment.save_id
@@ -596,5 +613,14 @@ def _parent(url: str) -> str:
     return url.rpartition("/")[0]
 
 
-def _layout_key(fingerprints: Sequence[bytes]) -> bytes:
-    return b"".join(fingerprint[:16] for fingerprint in fingerprints)
+def _plan_keys(plan_id: str, fingerprints: Sequence[bytes]) -> list[bytes]:
+    """What each rank's part of a plan is named, in rank order."""
+    layouts = raw_digest(b"".join(fingerprint[:16] for fingerprint in fingerprints))
+    return [
+        raw_digest(f"{plan_id} {rank} ".encode() + layouts) for rank in range(len(fingerprints))
+    ]
+
+
+def _assignment_digest(rows: IntArray, shared: IntArray) -> bytes:
+    """A digest of the rows that a rank writes, and of those that others hold as well."""
+    return raw_digest(raw_digest(rows.tobytes()) + raw_digest(shared.tobytes()))

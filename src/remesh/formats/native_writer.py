@@ -87,14 +87,18 @@ def build_index(
     position = np.zeros(len(cuts), dtype=np.int64)
     files: list[StoredFile] = []
     found: list[WrittenFile] = []
-    written = [(rows, part) for rows, own in zip(assignments, parts, strict=True) for part in own]
-    for all_rows, part in written:
-        numbers = None if part.numbers is None else np.frombuffer(part.numbers, dtype=np.int64)
-        rows = all_rows if numbers is None else all_rows[numbers]
-        file[rows] = len(files)
-        position[rows] = np.frombuffer(part.positions, dtype=np.int64)
-        files.append(StoredFile(part.path, part.num_bytes))
-        found.append(part.written)
+    written = [part for own in parts for part in own]
+    for rank, (all_rows, own) in enumerate(zip(assignments, parts, strict=True)):
+        in_file = [_numbers_of(part, len(all_rows)) for part in own]
+        sent = np.sort(np.concatenate([np.zeros(0, np.int64), *in_file]))
+        assert np.array_equal(sent, np.arange(len(all_rows))), (
+            f"rank {rank} says that it wrote other boxes than those assigned to it"
+        )
+        for numbers, part in zip(in_file, own, strict=True):
+            file[all_rows[numbers]] = len(files)
+            position[all_rows[numbers]] = np.frombuffer(part.positions, dtype=np.int64)
+            files.append(StoredFile(part.path, part.num_bytes))
+            found.append(part.written)
     digests = [np.zeros((0, 2), dtype=np.uint64), *(one.digests for one in found)]
     compressed: tuple[IntArray, ...] = ()
     if any(one.stored_begin is not None for one in found):
@@ -102,7 +106,7 @@ def build_index(
             np.full(len(one.digests), -1) if one.stored_begin is None else one.stored_begin
             for one in found
         ]
-        sizes = [part.stored_size for _, part in written]
+        sizes = [part.stored_size for part in written]
         compressed = (np.concatenate(begins), np.array(sizes, dtype=np.int64))
     return Index.of_cuts(
         cuts,
@@ -115,6 +119,13 @@ def build_index(
         np.cumsum([len(one) for one in digests], dtype=np.int64),
         *compressed,
     )
+
+
+def _numbers_of(part: Part, num_assigned: int) -> IntArray:
+    """Numbers of a file's boxes in its rank's assignment."""
+    if part.numbers is None:
+        return np.arange(num_assigned)
+    return np.frombuffer(part.numbers, dtype=np.int64)
 
 
 def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, _grid: Grid) -> list[Frame]:
