@@ -4,6 +4,9 @@ A data file is cut into blocks of `BLOCK_SIZE` bytes, the last one shorter, and 
 xxh3-128 digest, taken while the bytes were on their way to storage. The digests are in the index,
 the index's own digest is in the commit record, and the record carries a digest of itself, so one
 chain leads from the record to every byte. xxh3 finds damage, not forgery.
+
+A small file that a save itself reads has a digest of its own (`seal`). Bytes that are not what was
+written may be right where they lie and wrong on the way, so such a file is read again.
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from remesh.errors import StorageError
 from remesh.geometry import IntArray
 from remesh.index import Index
+from remesh.storage import Storage
 
 BLOCK_SIZE = 1 << 20
+
+NUM_READINGS = 3
+"""How often a small file is read before its bytes count as damaged."""
 
 Digests = npt.NDArray[np.uint64]
 """(blocks, 2): the high and low 64 bits of each digest."""
@@ -49,6 +57,29 @@ def hex_digest(data: bytes) -> str:
 def raw_digest(data: bytes | memoryview) -> bytes:
     """The xxh3-128 digest of bytes, as 16 bytes."""
     return xxhash.xxh3_128_digest(data)
+
+
+def seal(data: bytes) -> bytes:
+    """The content of a small file that `read_sealed` reads."""
+    return raw_digest(data) + data
+
+
+def read_sealed(storage: Storage, path: str) -> bytes:
+    """What `seal` was given for a file.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        StorageError: If the storage fails, or its bytes are not what was written.
+    """
+    for _ in range(NUM_READINGS):
+        found = storage.read(path)
+        if found[:16] == raw_digest(found[16:]):
+            return found[16:]
+    raise StorageError(
+        f"{path}: its bytes are not what was written, in each of {NUM_READINGS} readings\n"
+        f"It was read from {storage.url}. Look for errors of the disk, the network or the memory "
+        "there, and save again; the previous checkpoint is untouched."
+    )
 
 
 def block_digests(data: npt.NDArray[np.uint8], block_size: int = BLOCK_SIZE) -> Digests:

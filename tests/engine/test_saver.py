@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.background.status_files import StatusFiles
 from remesh.checkpoint import unchanged
 from remesh.errors import ExchangeError, RankFailedError
 from remesh.events import Event
@@ -32,6 +33,7 @@ from remesh.testing import (
     run_ranks,
     run_ranks_outcomes,
 )
+from tests.flipped_reads import first_readings, flip_reads
 from tests.waiting import wait_until
 
 WORLD_SIZE = 3
@@ -288,6 +290,52 @@ def test_a_failure_in_the_background_reaches_all_and_keeps_the_old(rank: int, po
     expected[rank] = InjectedError.__name__
     assert ends == [f"{name} 1.0" for name in expected]
     assert stored_value(storage) == 3.0
+
+
+@pytest.mark.parametrize("num_flips", [2, -1])
+@pytest.mark.parametrize("name", ["part-00001", "failed-00001", "failed"])
+def test_a_bit_that_flips_while_ranks_read_of_each_other(
+    name: str, num_flips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, fails = MemoryStorage(), "failed" in name
+    flipped: list[str] = []
+    choose = first_readings(f"*/{name}.msgpack", num_flips, flipped)
+    flip_reads(monkeypatch, MemoryStorage, choose)
+
+    def save(exchange: Exchange) -> BaseException | None:
+        faults = FaultInjector().fail_at(1, "save.chunk_written") if fails else FaultInjector()
+        saver = remesh.Saver(group=exchange, deadline=240, on_event=faults)
+        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
+        return handle.exception(timeout=240)
+
+    errors = run_ranks(WORLD_SIZE, save)
+    assert len(flipped) == num_flips or (num_flips < 0 and flipped)
+    if not fails and num_flips > 0:
+        assert errors == [None] * WORLD_SIZE
+        assert stored_value(storage) == 1.0
+        return
+    assert not isinstance(errors[0], InjectedError)
+    for rank, error in enumerate(errors):
+        if num_flips > 0:
+            assert "InjectedError" in f"{type(error)} {error}"
+        elif not isinstance(error, InjectedError):
+            wrong = isinstance(error, remesh.StorageError) and "what was written" in str(error)
+            # Rank 0 can still read why rank 1 has failed.
+            assert wrong or (name == "failed" and rank == 0), error
+    with pytest.raises(remesh.CheckpointNotFoundError):
+        remesh.Checkpoint(storage)
+
+
+def test_a_bit_that_flips_while_rank_0_asks_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    flip_reads(monkeypatch, MemoryStorage, first_readings("*/progress-00001.msgpack", -1, []))
+    status = [StatusFiles(storage, "remesh", "0" * 12, rank) for rank in range(3)]
+    for rank, one in enumerate(status):
+        one.put_progress(10 * rank, 100)
+    told = status[0].describe_progress([1, 2])
+    assert told == (
+        "slowest is rank 2 with 0.0 of 0.0 MB written; ranks [1] have not said how far they are"
+    )
 
 
 def parts_of(storage: Storage) -> set[str]:

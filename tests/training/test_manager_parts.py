@@ -21,6 +21,7 @@ from remesh.storage import LocalStorage, MemoryStorage, open_storage
 from remesh.testing import run_ranks
 from remesh.training import rng
 from remesh.training.provenance import digest_of, git_revision
+from tests.flipped_reads import first_readings, flip_reads
 
 # ---------------------------------------------------------------------------------------------
 # The catalog
@@ -79,6 +80,23 @@ def test_removing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     assert catalog.remove(storage, "step_1", now=0.0)
     assert [file.name for file in path.rglob("*")] == ["notes.txt"]
     assert not catalog.remove(storage, "step_1", now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_flips"), [("*/in-use-*", 2), ("*/in-use-*", -1), ("*/remesh.json", 2)]
+)
+def test_bits_that_flip_while_a_checkpoint_in_use_is_to_be_removed(
+    pattern: str, num_flips: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, storage = save(tmp_path, "step_1"), LocalStorage(tmp_path)
+    record = (path / "remesh.json").read_bytes()
+    flipped: list[str] = []
+    with catalog.lease(path, now=0.0, seconds=100.0), monkeypatch.context() as patch:
+        flip_reads(patch, LocalStorage, first_readings(pattern, num_flips, flipped))
+        assert not catalog.remove(storage, "step_1", now=50.0)
+    assert flipped
+    assert (path / "remesh.json").read_bytes() == record
+    assert remesh.Checkpoint(path).verify().ok
 
 
 def test_in_memory_as_on_disk() -> None:

@@ -1,5 +1,8 @@
 """Status files of a background save, in the folder of its data files.
 
+Each has a digest of its content (`remesh.integrity.seal`). A file whose bytes are not what was
+written is read again; if they stay wrong, the save fails.
+
 In the background there are no collectives: the ranks of a save learn of each other through the
 storage that they write to, which every rank reaches, even when the process group is gone.
 
@@ -18,6 +21,7 @@ are of. There rank 0 puts one more file:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -27,6 +31,7 @@ from remesh.formats.building import exists
 from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
+from remesh.integrity import read_sealed, seal
 from remesh.storage import Requests, Storage, delete_files
 
 
@@ -69,19 +74,15 @@ class StatusFiles:
 
     def put_parts(self, parts: Sequence[Part], requests: Requests) -> None:
         """Say that this rank's files are durable, or that it is done without any."""
-        path = self._path("part", self._rank)
-        data = msgspec.msgpack.encode(_Written(list(parts), requests))
-        self._storage.put(path, data, overwrite=True)
+        self._put("part", msgspec.msgpack.encode(_Written(list(parts), requests)))
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
-        data = msgspec.msgpack.encode(_WrittenBytes(written_bytes, num_bytes))
-        self._storage.put(self._path("progress", self._rank), data, overwrite=True)
+        self._put("progress", msgspec.msgpack.encode(_WrittenBytes(written_bytes, num_bytes)))
 
     def put_failure(self, error: BaseException) -> None:
         """Say that this rank has failed; a failure of rank 0 is that of the whole save."""
-        path = self._path("failed", self._rank)
-        self._storage.put(path, encode_failure(self._rank, error), overwrite=True)
+        self._put("failed", encode_failure(self._rank, error))
 
     def report(self, error: BaseException) -> BaseException:
         """`put_failure`; the error, with a note if the storage refuses."""
@@ -113,7 +114,7 @@ class StatusFiles:
     def failure_of_save(self) -> RemeshError | None:
         """Why rank 0 gave the save up, if it did."""
         try:
-            return decode_failure(self._storage.read(self.end_path))
+            return decode_failure(read_sealed(self._storage, self.end_path))
         except CheckpointNotFoundError:
             return None
 
@@ -126,11 +127,11 @@ class StatusFiles:
         found = set(self._storage.list(f"{self._folder}/"))
         failures = [path for path in found if path.startswith(f"{self._folder}/failed-")]
         if failures:
-            raise decode_failure(self._storage.read(min(failures)))
+            raise decode_failure(read_sealed(self._storage, min(failures)))
         missing = []
         for rank in ranks:
             if self._path("part", rank) in found:
-                data = self._storage.read(self._path("part", rank))
+                data = read_sealed(self._storage, self._path("part", rank))
                 self._written[rank] = msgspec.msgpack.decode(data, type=_Written)
             else:
                 missing.append(rank)
@@ -150,8 +151,11 @@ class StatusFiles:
         found = set(self._storage.list(f"{self._folder}/progress-"))
         told, silent = [], []
         for rank in ranks:
+            data = b""
             if self._path("progress", rank) in found:
-                data = self._storage.read(self._path("progress", rank))
+                with suppress(StorageError):  # it is for messages alone
+                    data = read_sealed(self._storage, self._path("progress", rank))
+            if data:
                 told.append((rank, msgspec.msgpack.decode(data, type=_WrittenBytes)))
             else:
                 silent.append(rank)
@@ -181,6 +185,9 @@ class StatusFiles:
         found = self._storage.list(f"{self._folder}/")
         if not any(path.startswith(f"{self._folder}/part-") for path in found):
             delete_files(self._storage, found)
+
+    def _put(self, kind: str, data: bytes) -> None:
+        self._storage.put(self._path(kind, self._rank), seal(data), overwrite=True)
 
     def _path(self, kind: str, rank: int) -> str:
         of_save = kind == "committed" or (kind == "failed" and rank == 0)

@@ -9,6 +9,9 @@ bucket. What a manager knows when it saves is in the commit record, as metadata 
 * `failures.json`: how often it could not be loaded, and why. `note_failure`.
 * `removing.json`: it is being removed. `remove`.
 
+Those with content have a digest of it, and are read again if it does not fit. A reader's mark that
+stays wrong counts for ever.
+
 Removing takes the commit record away first and the files afterwards, so that there is never half a
 checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
 A reader puts its mark before it reads the record; a remover looks for marks once more when
@@ -25,7 +28,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -34,12 +37,14 @@ import msgspec
 
 from remesh._repr import short_repr
 from remesh.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
     StorageError,
 )
 from remesh.formats import native
+from remesh.integrity import NUM_READINGS, hex_digest
 from remesh.storage import Storage, delete_files, open_storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -178,14 +183,21 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     __repr__ = short_repr
 
 
-class _Failures(msgspec.Struct, frozen=True):
+class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str = ""  # of all else; older marks have none
+
+
+class _Failures(_Mark, frozen=True):
     count: int
     reason: str
 
 
-class _InUse(msgspec.Struct, frozen=True):
+class _InUse(_Mark, frozen=True):
     until: float
     run: str = ""
+
+
+_AnyMark = TypeVar("_AnyMark", bound=_Mark)
 
 
 def step_name(step: int) -> str:
@@ -275,7 +287,7 @@ def _directories(storage: Storage) -> dict[str, set[str]]:
 
 def _info(storage: Storage, name: str, number: int, files: set[str]) -> CheckpointInfo:
     path = f"{storage.url}/{name}"
-    failures = _failures(storage, name) if _FAILURES in files else _Failures(0, "")
+    failures = _failures(storage, name) if _FAILURES in files else _Failures(count=0, reason="")
     facts = CheckpointInfo(
         name=name,
         path=path,
@@ -286,7 +298,7 @@ def _info(storage: Storage, name: str, number: int, files: set[str]) -> Checkpoi
         problem=failures.reason,
     )
     try:
-        record = native.decode_record(storage.read(f"{name}/{native.RECORD_NAME}"), path)
+        record = native.read_record_at(storage, f"{name}/{native.RECORD_NAME}")
         note = note_of(record, path)
     except (CorruptCheckpointError, FormatVersionError) as error:
         return msgspec.structs.replace(facts, problem=facts.problem or str(error))
@@ -346,11 +358,10 @@ def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
 
 def _failures(storage: Storage, name: str) -> _Failures:
     try:
-        return msgspec.json.decode(storage.read(f"{name}/{_FAILURES}"), type=_Failures)
+        found = _read_mark(storage, f"{name}/{_FAILURES}", _Failures)
     except CheckpointNotFoundError:
-        return _Failures(0, "")
-    except msgspec.MsgspecError:
-        return _Failures(1, f"{_FAILURES} cannot be read")
+        return _Failures(count=0, reason="")
+    return found or _Failures(count=1, reason=f"{_FAILURES} cannot be read")
 
 
 def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
@@ -358,17 +369,25 @@ def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
     latest = 0.0
     for file in files:
         if _IN_USE.fullmatch(file):
-            mark = _read_mark(storage, f"{name}/{file}")
-            latest = latest if mark is None else max(latest, mark.until)
+            with suppress(CheckpointNotFoundError):  # the reader has just finished
+                mark = _read_mark(storage, f"{name}/{file}", _InUse)
+                latest = max(latest, math.inf if mark is None else mark.until)
     return latest
 
 
-def _read_mark(storage: Storage, path: str) -> _InUse | None:
-    """A reader's mark; None if the reader has just finished, or it is none of ours."""
-    try:
-        return msgspec.json.decode(storage.read(path), type=_InUse)
-    except (CheckpointNotFoundError, msgspec.MsgspecError):
-        return None
+def _read_mark(storage: Storage, path: str, kind: type[_AnyMark]) -> _AnyMark | None:
+    """A mark, read again if it is not what was written; None if it stays wrong."""
+    for _ in range(NUM_READINGS):
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            mark = msgspec.json.decode(storage.read(path), type=kind)
+            if mark.digest in {"", _with_digest(mark).digest}:
+                return mark
+    return None
+
+
+def _with_digest(mark: _AnyMark) -> _AnyMark:
+    text = msgspec.json.encode(msgspec.structs.replace(mark, digest=""))
+    return msgspec.structs.replace(mark, digest=hex_digest(text))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -426,7 +445,8 @@ def lease(
     mark = f"in-use-{secrets.token_hex(6)}.json"
     with best_effort(f"marking {storage.url} as in use"):
         until = (time.time() if now is None else now) + seconds
-        storage.put(mark, msgspec.json.encode(_InUse(until, run)), overwrite=True)
+        data = msgspec.json.encode(_with_digest(_InUse(until=until, run=run)))
+        storage.put(mark, data, overwrite=True)
     try:
         # Checked after the mark is there; `remove` checks in the opposite order.
         storage.size(native.RECORD_NAME)
@@ -457,15 +477,16 @@ def release(storage: Storage, info: CheckpointInfo) -> None:
     Only for who begins to resume that run: its former processes are gone by then.
     """
     for path in storage.list(f"{info.name}/in-use-"):
-        mark = _read_mark(storage, path)
-        if mark is not None and mark.run and mark.run == info.run:
-            storage.delete(path)
+        with suppress(CheckpointNotFoundError):
+            mark = _read_mark(storage, path, _InUse)
+            if mark is not None and mark.run and mark.run == info.run:
+                storage.delete(path)
 
 
 def note_failure(storage: Storage, name: str, reason: str) -> int:
     """Record that a checkpoint could not be loaded; returns how often that has been so."""
     count = _failures(storage, name).count + 1
-    data = msgspec.json.encode(_Failures(count, reason))
+    data = msgspec.json.encode(_with_digest(_Failures(count=count, reason=reason)))
     storage.put(f"{name}/{_FAILURES}", data, overwrite=True)
     return count
 
@@ -496,7 +517,7 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
     """
     record_path = f"{name}/{native.RECORD_NAME}"
     try:
-        record = storage.read(record_path)
+        record = _record_text(storage, record_path)
     except CheckpointNotFoundError:
         return False
     storage.put(f"{name}/{_REMOVING}", b"{}\n", overwrite=True)
@@ -510,6 +531,16 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
         return False
     _remove_files(storage, name, sorted(files))
     return True
+
+
+def _record_text(storage: Storage, path: str) -> bytes:
+    """The text of a commit record, to be put again; as it is if it is damaged where it lies."""
+    for _ in range(NUM_READINGS):
+        text = storage.read(path)
+        with suppress(CheckpointError):
+            native.decode_record(text, path)
+            break
+    return text
 
 
 def finish_removals(storage: Storage) -> list[str]:

@@ -195,7 +195,7 @@ def _record_and_sizes(root: Storage, name: str) -> tuple[native.CommitRecord, li
     path = f"{root.url}/{name}"
 
     def read() -> native.CommitRecord:
-        return native.decode_record(root.read(f"{name}/{native.RECORD_NAME}"), path)
+        return native.read_record_at(root, f"{name}/{native.RECORD_NAME}")
 
     record = read()
     sizes: dict[str, int] = {}

@@ -46,6 +46,7 @@ from remesh.errors import (
 )
 from remesh.index import Index
 from remesh.integrity import (
+    NUM_READINGS,
     Damage,
     digest_of_digests,
     hex_digest,
@@ -323,14 +324,21 @@ def read_record(storage: Storage) -> CommitRecord:
         CorruptCheckpointError: If it was damaged.
         FormatVersionError: If it is of a newer version.
     """
-    where = f"{storage.url}/{RECORD_NAME}"
     try:
-        text = storage.read(RECORD_NAME)
+        return read_record_at(storage, RECORD_NAME)
     except CheckpointNotFoundError:
         raise CheckpointNotFoundError(
             f"{storage.url}: no checkpoint there (no {RECORD_NAME})"
         ) from None
-    return decode_record(text, where)
+
+
+def read_record_at(storage: Storage, path: str) -> CommitRecord:
+    """Read the commit record at a path below the root. Raises what `read_record` raises."""
+    where = f"{storage.url}/{path}"
+    for _ in range(NUM_READINGS - 1):
+        with suppress(CorruptCheckpointError):
+            return decode_record(storage.read(path), where)
+    return decode_record(storage.read(path), where)
 
 
 def read_small_files(storage: Storage) -> NativeFiles:

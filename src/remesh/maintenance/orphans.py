@@ -236,9 +236,8 @@ def _scan_folder(folder: Path, status: os.stat_result) -> Iterator[ScannedEntry]
 
 def _read_record(storage: Storage, path: str) -> tuple[RecordState, frozenset[str]]:
     """The state of a directory's record, and the folders that it refers to."""
-    name = _joined(path, native.RECORD_NAME)
     try:
-        record = native.decode_record(storage.read(name), _joined(storage.url, name))
+        record = native.read_record_at(storage, _joined(path, native.RECORD_NAME))
     except CheckpointNotFoundError:
         return "missing", frozenset()
     except (CheckpointError, StorageError):
