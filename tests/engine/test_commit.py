@@ -10,6 +10,7 @@ import pytest
 from obstore.store import MemoryStore
 
 import remesh
+from remesh import catalog
 from remesh.errors import RankFailedError, RemeshError
 from remesh.events import SAVE_POINTS, Event
 from remesh.exchange import Exchange
@@ -163,6 +164,24 @@ def test_overwriting_removes_the_replaced_files(tmp_path: Path) -> None:
     remesh.save({"a": np.ones(3)}, tmp_path, overwrite=True)
     assert not first & set(tmp_path.rglob("*.safetensors"))
     assert remesh.Checkpoint(tmp_path).read_array("a", Box((0,), (3,))).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_what_was_said_of_the_replaced_one_is_not_said_of_the_new_one(
+    how: str, is_damaged: bool, tmp_path: Path
+) -> None:
+    place, root = tmp_path / "step_1", LocalStorage(tmp_path)
+    remesh.save({"a": 1}, place)
+    catalog.note_failure(root, "step_1", "its values are damaged")
+    catalog.pin(place)
+    if is_damaged:
+        (place / "remesh.json").write_text("{}")
+    with remesh.Saver() as saver:
+        getattr(saver, how)({"a": 2}, place, overwrite=True)
+    [info] = catalog.list_checkpoints(root)
+    assert (info.problem, info.num_failures, info.is_pinned) == ("", 0, False)
+    assert sorted(path.name for path in place.glob("*.json")) == ["remesh.json"]
 
 
 def test_a_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) -> None:

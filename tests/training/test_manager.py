@@ -195,11 +195,13 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
         manager.step(2, state)
         manager.save(2, state)
         first = save_id()
+        catalog.pin(tmp_path / "step_00000002")
         manager.save(2, state, metrics={"accuracy": 0.9})
         manager.wait()
         assert save_id() != first
         assert manager.latest is not None
         assert manager.latest.metrics == {"accuracy": 0.9}
+        assert manager.latest.is_pinned
         for change in (
             lambda: state.update(value=2),
             lambda: array.fill(1),

@@ -23,6 +23,8 @@ from remesh.catalog.checkpoints import committed_names as committed_names
 from remesh.catalog.checkpoints import finish_removals as finish_removals
 from remesh.catalog.checkpoints import finite as finite
 from remesh.catalog.checkpoints import forget_failures as forget_failures
+from remesh.catalog.checkpoints import forget_replaced as forget_replaced
+from remesh.catalog.checkpoints import is_pinned as is_pinned
 from remesh.catalog.checkpoints import list_checkpoints as list_checkpoints
 from remesh.catalog.checkpoints import newest_of as newest_of
 from remesh.catalog.checkpoints import note_failure as note_failure

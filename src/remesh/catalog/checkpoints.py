@@ -9,6 +9,8 @@ bucket. What a manager knows when it saves is in the commit record, as metadata 
 * `failures.json`: how often it could not be loaded, and why. `note_failure`.
 * `removing.json`: it is being removed. `remove`.
 
+A save that replaces a checkpoint removes its pin and its failures.
+
 Those with content have a digest of it, and are read again if it does not fit. A reader's mark that
 stays wrong counts for ever.
 
@@ -44,6 +46,8 @@ from remesh.errors import (
     StorageError,
 )
 from remesh.formats import native
+from remesh.formats.building import exists
+from remesh.formats.checks import MALFORMED
 from remesh.integrity import NUM_READINGS, hex_digest
 from remesh.storage import Storage, delete_files, open_storage
 
@@ -378,7 +382,7 @@ def _in_use_until(storage: Storage, name: str, files: set[str]) -> float:
 def _read_mark(storage: Storage, path: str, kind: type[_AnyMark]) -> _AnyMark | None:
     """A mark, read again if it is not what was written; None if it stays wrong."""
     for _ in range(NUM_READINGS):
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with suppress(*MALFORMED):
             mark = msgspec.json.decode(storage.read(path), type=kind)
             if mark.digest in {"", _with_digest(mark).digest}:
                 return mark
@@ -492,8 +496,18 @@ def note_failure(storage: Storage, name: str, reason: str) -> int:
 
 
 def forget_failures(storage: Storage, name: str) -> None:
-    """Forget them, since it was loaded or saved anew."""
+    """Forget them, since it was loaded."""
     storage.delete(f"{name}/{_FAILURES}")
+
+
+def forget_replaced(storage: Storage) -> None:
+    """Remove the pin and the failures of a checkpoint that another one has replaced."""
+    delete_files(storage, [_PINNED, _FAILURES])
+
+
+def is_pinned(storage: Storage, name: str) -> bool:
+    """Whether a checkpoint has a pin."""
+    return exists(storage, f"{name}/{_PINNED}")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from remesh import catalog
 from remesh.checkpoint.save_plan import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.errors import CheckpointError, StorageError
@@ -192,6 +193,9 @@ def finish(
     kept = {part.path for own in parts for part in own} | {*small.put, *save.options.without}
     kept |= _commit(storage, small, overwrite)
     emit("save.committed")
+    if overwrite and writer.has_folder:
+        with suppress(StorageError):  # the checkpoint is there
+            catalog.forget_replaced(storage)
     _remove_replaced(storage, replaced, kept)
 
 

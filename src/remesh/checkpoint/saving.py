@@ -86,9 +86,9 @@ def save(  # noqa: PLR0913 - each option stands for itself
             and `torch_dist`, `separation_hint`: tensors whose names begin with it are written to
             files of their own, whose names begin with it.
         overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
-            the new one is committed; its files are removed afterwards. Small files with fixed names
-            in formats of other systems are replaced one after the other, so a reader may see some
-            of each.
+            the new one is committed; its files and its pin are removed afterwards. Small files with
+            fixed names in formats of other systems are replaced one after the other, so a reader
+            may see some of each.
         metadata: A JSON object to record beside the state, taken from rank 0. For
             `huggingface` it is the model's `config.json`; other formats of other systems cannot
             store it.

@@ -112,6 +112,7 @@ class Manager:
     _handle: SaveHandle | None = None
     _saving_step: int | None = None
     _saved_step: int | None = None
+    _is_pinned = False  # the checkpoint of `_saving_step` that is replaced, on rank 0
     _saved_state = ""  # fingerprint of the state of `_saving_step` or `_saved_step`
     _last: LastStep | None = None  # if no save of it was begun
     _retention_error: Exception | None = None
@@ -331,10 +332,13 @@ class Manager:
         full = Joined(state)
         what: dict[str, object] = dict(metadata or {})
         now: list[str] = []
+        name = catalog.step_name(step)
 
         def prepare() -> bytes:
             self._watch.check_agent()
             self._end_save()
+            may_be_pinned = step == self._saved_step and self._exchange.rank == 0
+            self._is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
             now.append(fingerprint(state))
             return self._recorder.describe(step, full, metrics, what)
 
@@ -348,7 +352,7 @@ class Manager:
             return
         if self._exchange.rank == 0:
             _LOGGER.info("saving step %d: %s", step, reason)
-        place = catalog.place_of(self._root, catalog.step_name(step))
+        place = catalog.place_of(self._root, name)
         overwrite = is_same or step in self._superseded
         self._saving_step, self._saved_state = step, state_now
         self._last_save = time.monotonic()
@@ -382,9 +386,9 @@ class Manager:
                 self._retention_error = error
 
     def _tidy_up(self) -> None:
-        """Rank 0, after a commit: forget old failures of this place, remove what is not kept."""
-        if self._saving_step in self._superseded:
-            catalog.forget_failures(self._storage, catalog.step_name(self._saving_step))
+        """Rank 0, after a commit: pin a step that is saved again, remove what is not kept."""
+        if self._is_pinned and self._saving_step is not None:
+            catalog.pin(catalog.place_of(self._root, catalog.step_name(self._saving_step)))
         retention.remove_unkept(self._storage, self.retention_decisions(), now=time.time())
 
     # Whether to save ------------------------------------------------------------------------------
