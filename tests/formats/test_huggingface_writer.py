@@ -260,6 +260,14 @@ def test_a_single_file_in_an_object_store(
     assert path not in storage.list()
 
 
+@pytest.mark.parametrize("index", [b'{"weight_map": {"w": "\xa2"}}', b"{", b"[" * 10**5])
+def test_an_index_that_cannot_be_read_is_replaced(index: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    remesh.save({"w": torch.ones(2)}, tmp_path, format="huggingface", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors"]
+    assert remesh.Checkpoint(tmp_path).read_array("w").tolist() == [1, 1]
+
+
 def test_the_file_of_another_writer_stays() -> None:
     """A save that finds, too late, that another one was first."""
 

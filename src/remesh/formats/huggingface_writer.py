@@ -20,6 +20,7 @@ import numpy as np
 from remesh.errors import CheckpointNotFoundError, StateError
 from remesh.formats import whole_tensors
 from remesh.formats.building import exists
+from remesh.formats.checks import MALFORMED
 from remesh.formats.framing import Existing, Grid, Rename, Saved, SmallFile, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.weight_files import (
@@ -185,7 +186,7 @@ def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | Non
         return None
     try:
         names = sorted(set(msgspec.json.decode(text, type=_Index).weight_map.values()))
-    except msgspec.MsgspecError:
+    except MALFORMED:
         names = []  # which files belong to it is unknown, and they stay
     own = [name for name in names if name.startswith(_STEM) and name.endswith(SUFFIX)]
     return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
