@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import remesh
+from remesh.checkpoint.unchanged import History
 from remesh.errors import DivergedReplicaError
 from remesh.events import Event
 from remesh.exchange import Exchange
@@ -41,6 +42,38 @@ def test_futures_are_waited_for_as_others(writer: Writer, tmp_path: Path) -> Non
         assert not handle.cancelled()
         assert not handle.cancel()
     assert ended == handles[:1]
+
+
+@both
+def test_a_saver_that_fails_after_the_commit_ends_the_save(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> History:
+        raise InjectedError("cannot remember")
+
+    monkeypatch.setattr(History, "after", fail)
+    saver = remesh.Saver(writer=writer)
+    for number in range(2):  # the writer process goes on
+        handle = saver.save_async(STATE, tmp_path / str(number))
+        with pytest.raises(InjectedError, match="cannot remember"):
+            handle.result(LIMIT)
+        with pytest.raises(InjectedError):
+            saver.wait()
+        assert remesh.Checkpoint(tmp_path / str(number)).verify().ok
+    saver.close()
+
+
+def test_a_save_that_cannot_even_be_given_up_ends() -> None:
+    class Broken(MemoryStorage):
+        def list(self, prefix: str = "") -> list[str]:
+            if prefix.startswith("data-"):
+                raise RuntimeError("a bug of the storage")
+            return super().list(prefix)
+
+    faults = FaultInjector().fail_at(0, "save.chunk_written")
+    handle = remesh.Saver(on_event=faults).save_async(STATE, Broken())
+    with pytest.raises(RuntimeError, match="a bug of the storage"):
+        handle.result(LIMIT)
 
 
 def test_a_save_under_way_is_a_running_future(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 import remesh
 from remesh.errors import CheckpointNotFoundError, StorageError
+from remesh.exchange import Exchange
 from remesh.formats import native
 from remesh.maintenance import orphans
 from remesh.maintenance.orphans import Orphan, RecordState, ScannedDirectory, ScannedEntry
-from remesh.storage import LocalStorage, MemoryStorage
+from remesh.storage import FileSystemSpace, LocalStorage, MemoryStorage
+from remesh.testing import FaultInjector, FaultyStorage, run_ranks
 
 NOW = 1_000_000.0
 HOUR = 3600.0
@@ -55,6 +58,49 @@ def test_the_decision(
         and not (record == "missing" and "index.safetensors" in one.files)
     )
     assert (leftover.kept == "") == may_go
+
+
+class Unsure(FaultyStorage):
+    """A place of which the ranks do not know whether they share it; it notes what is written."""
+
+    def space(self) -> FileSystemSpace | None:
+        return None
+
+
+@pytest.mark.parametrize("file_format", ["remesh", "huggingface"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_file_of_a_save_is_known(file_format: str, fails: bool, tmp_path: Path) -> None:
+    """Whichever of them are left when the save is killed."""
+    place = Unsure(LocalStorage(tmp_path / "place"), [])
+
+    def save(exchange: Exchange) -> None:
+        faults = FaultInjector()
+        if fails:
+            faults.fail_at(1, "save.staged")
+        # Its progress is noted after each chunk.
+        saver = remesh.Saver(
+            group=exchange, format=file_format, report_seconds=0.0, on_event=faults
+        )
+        wait([saver.save_async({"w": np.arange(1000.0)}, place)])
+
+    run_ranks(3, save)
+    written = [path for operation, path in place.calls if operation in ("put", "create")]
+    names = {path.rpartition("/")[2] for path in written if path.startswith("data-")}
+    assert "meeting" in names
+    assert {"failed.msgpack", "failed-00001.msgpack"} <= names or not fails
+    assert {"progress-00000.msgpack", "part-00001.msgpack"} <= names or fails
+    assert ("committed.msgpack" in names) == (not fails and file_format != "remesh")
+    leave(tmp_path / "dead", DEAD, *sorted(names - {"index.safetensors"}))
+    assert [one.kept for one in find(tmp_path / "dead").values()] == [""]
+
+
+@pytest.mark.parametrize("index", ["index.safetensors", "index-0123456789ab.safetensors"])
+def test_what_lacks_only_its_record_is_kept(index: str, tmp_path: Path) -> None:
+    folder = leave(tmp_path, DEAD, "00000.safetensors", index)
+    assert "remesh repair" in find(tmp_path)[DEAD].kept
+    remesh.save({"w": np.ones(3)}, tmp_path)
+    age(folder, 2 * HOUR)
+    assert find(tmp_path)[DEAD].kept == ""
 
 
 def age(path: Path, seconds: float) -> None:

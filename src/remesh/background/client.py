@@ -141,11 +141,7 @@ class SaveClient:
             case Happened(point, num_bytes):
                 self._see(point, num_bytes)
             case Ended(error, parts, requests):
-                if error is None:
-                    self._on_commit(parts)
-                    with self._lock:
-                        self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
-                self._end(error, requests)
+                self._end(error, parts, requests)
 
     def _run(self) -> None:
         self._may_run.wait()
@@ -180,10 +176,18 @@ class SaveClient:
         self._stager.cancel()
         self._server.receive(Cancel(None))
 
-    def _end(self, error: BaseException | None, requests: Requests | None = None) -> None:
-        """The save has ended, unless its last listener fails."""
+    def _end(
+        self,
+        error: BaseException | None,
+        parts: Sequence[Part] = (),
+        requests: Requests | None = None,
+    ) -> None:
+        """The save has ended; it fails after all if the saver or its last listener does."""
         if error is None:
             try:
+                self._on_commit(parts)
+                with self._lock:
+                    self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
                 self._emit("save.done")
                 if requests is not None:
                     log_requests("all ranks", requests, self.handle.url)

@@ -126,7 +126,10 @@ class SaveServer:
 
     def run(self) -> None:
         """See the save through to its end, and tell the client of it."""
-        error = self.save()
+        try:
+            error = self.save()
+        except BaseException as also:  # noqa: BLE001 - giving it up has failed; raised by the handle
+            error = also
         parts = () if error is not None else self._parts
         self._send(Ended(error, parts, self._requests_of_all))
 

@@ -48,11 +48,11 @@ DEFAULT_AGE = 3600.0
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 _HIDDEN = re.compile(r"\.remesh-put-.+", re.DOTALL)
 _OURS = re.compile(
-    r"\d{5,}(-\d+)?\.safetensors|index\.safetensors|values\.msgpack|(part|progress)-\d{5,}\.msgpack"
-    r"|failed(-\d{5,})?\.msgpack|\.remesh-put-.+",
+    r"\d{5,}(-\d+)?\.safetensors|index(-[0-9a-f]{12})?\.safetensors|values\.msgpack|meeting"
+    r"|(part|progress)-\d{5,}\.msgpack|failed(-\d{5,})?\.msgpack|committed\.msgpack"
+    r"|\.remesh-put-.+",
     re.DOTALL,
 )
-_INDEX = "index.safetensors"
 
 RecordState = Literal["readable", "unreadable", "missing"]
 
@@ -150,7 +150,7 @@ def _reason_to_keep(
         return "changed not long ago; a save may be running"
     if seen.strange:
         return f"holds something that no save writes: {seen.strange}"
-    if place.record == "missing" and _INDEX in seen.files:
+    if place.record == "missing" and any(file.startswith("index") for file in seen.files):
         return f"complete but for {native.RECORD_NAME}; `remesh repair` can save it"
     return ""
 
