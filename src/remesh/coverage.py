@@ -30,8 +30,6 @@ from remesh.geometry import (
 )
 from remesh.tables import BoxTable
 
-MAX_CUT = 512
-"""Boxes of a tensor, some of which overlap, that are cut out of it to find holes."""
 MAX_SHOWN = 4
 """How many boxes of a faulty tensor an error message lists."""
 
@@ -80,28 +78,6 @@ def faulty_tensors(boxes: BoxTable) -> list[int]:
         if not exact or not (_is_grid(offsets, extents) or not _overlaps(offsets, extents)):
             faulty.append(row)
     return faulty
-
-
-def tensors_with_holes(boxes: BoxTable) -> list[str]:
-    """The names of the tensors of which some elements lie in no box.
-
-    Args:
-        boxes: Non-empty boxes, sorted by tensor, all inside their tensors. They may overlap, as
-            the copies in checkpoints of other systems do.
-    """
-    bounds, holes = _bounds(boxes), []
-    for row in faulty_tensors(boxes):
-        whole = Box.whole(boxes.tensors.shape(row))
-        first, last = int(bounds[row]), int(bounds[row + 1])
-        held = sum(boxes.box(piece).size for piece in range(first, last))
-        # Cutting every box out of the rest takes long for many; then overlaps count as holes.
-        if (
-            held < whole.size
-            or last - first > MAX_CUT
-            or uncovered(whole, [boxes.box(piece) for piece in range(first, last)])
-        ):
-            holes.append(boxes.tensors.names[row])
-    return holes
 
 
 def _bounds(boxes: BoxTable) -> IntArray:

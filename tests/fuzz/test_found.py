@@ -6,6 +6,7 @@ take memory or time that its size does not account for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import random
@@ -304,6 +305,26 @@ def test_a_checkpoint_with_a_hole_does_not_verify() -> None:
     assert report.damages == ()
     with pytest.raises(CoverageError):
         remesh.Checkpoint(in_memory(files)).read("b")
+
+
+def test_a_checkpoint_with_overlapping_boxes_does_not_verify() -> None:
+    def overlap(metadata: Any) -> None:
+        """Four elements in two boxes of three."""
+        entry, places = metadata.state_dict_metadata["b"], metadata.storage_data
+        [first] = [one for one in places if one.fqn == "b"]
+        second = dataclasses.replace(first, offset=torch.Size((1,)), index=1)
+        places[second] = places[first]
+        entry.size = torch.Size((4,))
+        entry.chunks.append(ChunkStorageMetadata(second.offset, torch.Size((3,))))
+
+    files = make_checkpoint("torch_dcp")
+    in_metadata(overlap)(files)
+    checkpoint = remesh.Checkpoint(in_memory(files))
+    report = checkpoint.verify()
+    assert not report.ok
+    assert report.incomplete == ("b",)
+    with pytest.raises(CoverageError):
+        checkpoint.read("b")
 
 
 def test_a_hole_takes_no_memory() -> None:

@@ -16,7 +16,7 @@ from remesh import values
 from remesh._repr import short_repr
 from remesh.catalog import explained_absence
 from remesh.checkpoint.stored import StoredState, limits_of_ranks, read_boxes
-from remesh.coverage import tensors_with_holes
+from remesh.coverage import faulty_tensors
 from remesh.dtypes import BY_NAME
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.formats import native
@@ -45,10 +45,11 @@ class VerifyReport:
         num_bytes: Their bytes.
         damages: Everything that is not as it was written; empty for a sound checkpoint.
         has_digests: Whether there were digests. If not, `ok` only says that all
-            files could be read, have their sizes, and hold all elements of all tensors.
+            files could be read, have their sizes, and hold each element of all tensors once.
         unchecked: Names of tensors and values that a repair has taken over without a digest that
             proves them. They are what the repair found, and may not be what was saved.
-        incomplete: Names of tensors of which some elements are stored nowhere.
+        incomplete: Names of tensors of which some elements are stored nowhere, or more than once in
+            boxes that differ. They cannot be read.
     """
 
     num_files: int
@@ -389,9 +390,9 @@ class Checkpoint:
     def verify(self, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with its digest.
 
-        Tensors of which some elements are stored nowhere are found too. Checkpoints of other
-        systems have no digests: then this finds files that cannot be read or have another size
-        than when the checkpoint was opened, and nothing else.
+        Tensors of which some elements are not stored exactly once are found too. Checkpoints of
+        other systems have no digests: then this finds files that cannot be read or have another
+        size than when the checkpoint was opened, and nothing else.
 
         Args:
             on_progress: Called with the number of bytes that were checked, from several threads.
@@ -437,7 +438,7 @@ class Checkpoint:
             tuple(in_order),
             bool(index.block_size),
             self._stored.document.unchecked_names,
-            tuple(tensors_with_holes(index.boxes)),
+            tuple(index.tensors.names[row] for row in faulty_tensors(index.boxes)),
         )
 
     def _check_sizes(self) -> list[Damage]:

@@ -42,7 +42,7 @@ class Verdict:
         has_digests: Whether bytes could be compared with anything; other systems record none, and
             `sound` then only says that everything could be read.
         unchecked: Names that a repair has taken over without a digest that proves them.
-        incomplete: Names of tensors of which some elements are stored nowhere.
+        incomplete: Names of tensors of which some elements are not stored exactly once.
         advice: The command that shows what can be saved of a damaged checkpoint of remesh.
     """
 

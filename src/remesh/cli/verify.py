@@ -92,7 +92,7 @@ def _print_verdict(console: Console, verdict: Verdict, *, show_all: bool) -> Non
     texts = []
     if verdict.incomplete:
         names = output.listed(verdict.incomplete, show_all=show_all)
-        texts.append(f"incomplete: elements of these tensors are stored nowhere: {names}")
+        texts.append(f"incomplete: elements of these tensors are not stored exactly once: {names}")
     # An error may say the same.
     advice = "" if "remesh repair" in verdict.error else verdict.advice
     for text in [*texts, *filter(None, [verdict.error, advice])]:
