@@ -52,6 +52,10 @@ class Point(NamedTuple):
     y: object
 
 
+class Marked(torch.Tensor):
+    """A tensor that may mean something else than its elements."""
+
+
 class Outer:
     class Inner(enum.Enum):
         MEMBER = "m"
@@ -586,3 +590,13 @@ def test_tensors_that_torch_does_not_copy_are_encoded_by_their_bytes(name: str) 
         assert (found.dtype, found.shape) == (source.dtype, source.shape)
         same_size = torch.uint8 if source.itemsize == 1 else torch.uint16
         assert torch.equal(found.view(same_size), source.view(same_size))
+
+
+def test_tensors_in_objects_are_what_they_show_or_refused() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    for view in (numbers.conj(), numbers.conj().imag):
+        found = decode(encode_object({"x": view}))
+        assert isinstance(found, dict)
+        assert torch.equal(found["x"], view)
+    with pytest.raises(UnsupportedValueError, match=r"x: a value of type .*\.Marked"):
+        encode_object(torch.ones(2).as_subclass(Marked), "x")

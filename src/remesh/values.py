@@ -7,7 +7,9 @@ mistaken for such a map is itself written as `{"$": "dict", "v": [[key, value], 
 Decoding never imports a module and never calls what the file names. An enum member or the type of
 a namedtuple is looked up in modules that the program has imported already, and torch's own values
 need a program that has imported torch. What cannot be resolved comes back as an `UnresolvedValue`,
-so that a checkpoint can always be inspected.
+so that a checkpoint can always be inspected. It is stored again as it was, except where it stands
+for what a reader of foreign pickles did not read (kind `pickle`): its content is not there, so
+`encode` refuses it. Only readers keep such a stand-in, by `encode_read`.
 
 Arrays are not plain: in a state they are tensors with names of their own. Only inside an opaque
 object (`remesh.sharding.ShardedObject`, or what another system pickled) do they travel as values;
@@ -47,7 +49,7 @@ class UnresolvedValue:
     Attributes:
         kind: What sort of value it is (`enum`, `torch.dtype`, ...).
         type_name: Qualified name of its type where it was saved.
-        payload: Its stored content.
+        payload: Its stored content; of kind `pickle` the reason why it was not read.
     """
 
     kind: str
@@ -72,8 +74,20 @@ def encode(value: object, where: str = "value") -> bytes:
         where: The path of the value in the state, for the error message.
 
     Raises:
-        UnsupportedValueError: If the value, or one inside it, has no safe encoding.
+        UnsupportedValueError: If the value, or one inside it, has no safe encoding, or stands for
+            what was not read.
     """
+    encoded = _pack(value, where)
+    # Stand-ins are rare, and their encoding is found faster than all parts of a value are visited.
+    missing = next(unread(value), None) if _UNREAD in encoded else None
+    if missing is not None:
+        raise UnsupportedValueError(
+            f"{where}: its content was not read, so it cannot be stored\n{missing.payload}"
+        )
+    return encoded
+
+
+def _pack(value: object, where: str) -> bytes:
     try:
         return msgspec.msgpack.encode(_encode(value, where))
     except UnicodeEncodeError as error:
@@ -94,6 +108,11 @@ def encode_object(value: object, where: str = "value") -> bytes:
     return encode(with_arrays(value), where)
 
 
+def encode_read(value: object, where: str) -> bytes:
+    """Encode an opaque object for the readers: what could not be read keeps its stand-in."""
+    return _pack(with_arrays(value), where)
+
+
 def with_arrays(value: object, depth: int = 0) -> object:
     """The value with arrays in the form in which they are stored."""
     if depth > _MAX_DEPTH:
@@ -103,10 +122,12 @@ def with_arrays(value: object, depth: int = 0) -> object:
             "numpy.ndarray", "numpy.ndarray", [value.dtype.name, [*value.shape], value.tobytes()]
         )
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    # A subclass may have content that its elements do not tell.
+    if torch is not None and type(value) in {torch.Tensor, torch.nn.Parameter}:
+        assert isinstance(value, torch.Tensor)
         name = str(value.dtype).removeprefix("torch.")
         if name in BY_NAME and value.layout == torch.strided:
-            tensor = value.detach()
+            tensor = value.detach().resolve_conj().resolve_neg()
             if BY_NAME[name].is_opaque:
                 tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16)
             flat = tensor.cpu().contiguous().reshape(-1)
@@ -162,6 +183,11 @@ def unresolved(value: object) -> Iterator[UnresolvedValue]:
             yield from unresolved(item)
     elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
         yield from unresolved(vars(value))
+
+
+def unread(value: object) -> Iterator[UnresolvedValue]:
+    """The stand-ins inside a value for what was not read."""
+    return (one for one in unresolved(value) if one.kind == "pickle")
 
 
 def _tagged(kind: str, payload: object) -> dict[str, object]:
@@ -306,6 +332,9 @@ _ENCODERS: dict[type, Callable[[object, str], object]] = {
     argparse.Namespace: _encode_namespace("argparse.Namespace"),
     types.SimpleNamespace: _encode_namespace("types.SimpleNamespace"),
 }
+
+_UNREAD = msgspec.msgpack.encode(_tagged("pickle", []))[:-1]
+"""What the encoding of each stand-in of kind `pickle` begins with."""
 
 _TORCH_KINDS: dict[str, Callable[[object], object]] = {
     "dtype": lambda value: _tagged("torch.dtype", str(value)),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fractions
+import io
+from collections.abc import Callable
+
 import pytest
+import torch
 
 import remesh
 from remesh.exchange import Exchange
@@ -26,19 +31,27 @@ def test_an_object_without_a_main_replica_is_refused() -> None:
 
 def test_an_object_that_this_program_cannot_have_is_refused() -> None:
     place = MemoryStorage()
-    advice = "a pickled a.B is not read; allow it"
-    refused = {
-        "pickle": UnresolvedValue("pickle", "a.B", advice),
-        "enum": [UnresolvedValue("enum", "a.Color", "RED")],
-    }
-    remesh.save({kind: shard(kind, value) for kind, value in refused.items()}, place)
-    state = {kind: shard(kind, None) for kind in refused}
+    remesh.save({"enum": shard("enum", [UnresolvedValue("enum", "a.Color", "RED")])}, place)
+    state = {"enum": shard("enum", None)}
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(state, place)
-    known, unknown = caught.value.conflicts
-    assert known == f"pickle/shard_0_1: {advice}"
+    (unknown,) = caught.value.conflicts
     assert unknown.startswith("enum/shard_0_1: the stored value is a a.Color")
-    assert all(element.data is None for element in state.values())
+    assert state["enum"].data is None
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: shard("x", value)])
+def test_what_a_reader_did_not_read_is_not_saved(wrap: Callable[[object], object]) -> None:
+    torch.save({"x": fractions.Fraction(1, 3)}, file := io.BytesIO())
+    source = MemoryStorage()
+    source.put("a.pt", file.getvalue(), overwrite=False)
+    found = remesh.Checkpoint(source).values["x"]
+    place = MemoryStorage()
+    with pytest.raises(
+        remesh.errors.UnsupportedValueError, match=r"^x(\.0)?: its content was not read"
+    ):
+        remesh.save({"x": wrap([found])}, place)
+    assert not place.list("")
 
 
 def shard(name: str, value: object) -> remesh.sharding.ShardedObject:

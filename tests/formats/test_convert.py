@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import fractions
 import json
 import os
 import signal
@@ -210,6 +212,54 @@ def test_what_a_conversion_refuses(native: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError):
         convert(native, tmp_path / "there", format="remesh")
     convert(native, tmp_path / "there", format="remesh", overwrite=True)
+
+
+def unreadable() -> dict[str, object]:
+    """Values of a file of torch.save that its reader does not read, by what they are."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    return {
+        "subclass": OptimState8bit.zeros((16, 16)),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "conjugate": numbers.conj(),
+        "parameter": torch.nn.Parameter(numbers.conj()),
+        "negative": numbers.conj().imag,
+        "object": fractions.Fraction(1, 3),
+        "inside": argparse.Namespace(step=1, parts=[{"a": fractions.Fraction(1, 3)}]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["subclass", "sparse", "quantized", "conjugate", "parameter", "negative", "object", "inside"],
+)
+def test_what_was_not_read_is_not_left_out(name: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "a.pt", tmp_path / "new"
+    torch.save({"w": torch.ones(2), name: unreadable()[name]}, source)
+    for chosen in ("remesh", "torch_dcp", "torch_file"):
+        with pytest.raises(StateError, match=f"^{name}: was not read, so it cannot be converted"):
+            convert(source, target, format=chosen)
+        assert not target.exists() or not any(target.iterdir())
+    arguments = ["convert", str(source), str(target), "--format", "remesh"]
+    told = CliRunner().invoke(cli, arguments)
+    assert told.exit_code == 2
+    remedy = told.output.strip().rpartition(": ")[2]  # the last line says how to leave it out
+    assert remedy == f"{name} -> _"
+    assert CliRunner().invoke(cli, [*arguments, "--transform", remedy]).exit_code == 0
+    assert [*remesh.Checkpoint(target)] == ["w"]
+    assert not remesh.Checkpoint(target).values
+
+
+def test_what_was_not_read_is_not_equal(tmp_path: Path) -> None:
+    for number in (1, 2):
+        torch.save({"x": fractions.Fraction(number, 3)}, tmp_path / "a.pt")
+        (tmp_path / "a.pt").replace(tmp_path / f"{number}.pt")
+    same = CliRunner().invoke(cli, ["diff", str(tmp_path / "1.pt"), str(tmp_path / "1.pt")])
+    assert same.exit_code == 1
+    assert "values that differ: 1" in same.output
 
 
 def test_one_that_is_cut_short_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import msgspec
@@ -138,8 +139,8 @@ def convert(  # noqa: PLR0913 - each option stands for itself
 
     Raises:
         CheckpointNotFoundError: If there is no checkpoint at the source.
-        StateError: If the format does not take what the checkpoint holds, or source and
-            destination are one place.
+        StateError: If the format does not take what the checkpoint holds, a value of it cannot be
+            read, or source and destination are one place.
         TransformError: If the transformation does not fit.
         CheckpointExistsError: If there is a checkpoint and `overwrite` is false.
         CorruptCheckpointError: If the source is damaged, or the new checkpoint is not what was
@@ -170,6 +171,7 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         decoded(place.storage, contents.index), contents.index, identity, resolved
     )
     description = describe_stored(contents, stored, None if program is None else program.owners)
+    _refuse_unread(description)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
         _warn_of_unchecked(description, place.storage.url, format)
@@ -239,6 +241,23 @@ def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[In
             "damage\nThe source is as it was: convert it again, or to another disk."
         )
     return written.index, report
+
+
+def _refuse_unread(description: Description) -> None:
+    """Refuse what the reader of the source did not read, since its content would be lost.
+
+    Raises:
+        StateError: If there is such a value.
+    """
+    plain = description.values | {one.unique_name: one.data for one in description.objects}
+    unread = {name: one for name, value in plain.items() for one in islice(values.unread(value), 1)}
+    if unread:
+        first = min(unread)
+        raise StateError(
+            f"{first}: was not read, so it cannot be converted\n{unread[first].payload}\n"
+            f"Not read: {listed(sorted(unread))}\n"
+            f"To leave it out, delete it in the transformation: {first} -> _"
+        )
 
 
 def _warn_of_unchecked(description: Description, url: str, format_name: str) -> None:

@@ -213,7 +213,7 @@ def _match_fixed(name: str, wanted: object, names: Names, found: Findings) -> No
     tensor = name.removesuffix(f".{TENSOR_RECORD}")
     if names.has_value(name):
         known = names.value(name)
-        if values.encode(known) == values.encode(wanted):
+        if values.encode_read(known, name) == values.encode_read(wanted, name):
             found.restored.append(name)
         else:
             found.is_another(tensor, mismatch.difference(known, wanted))

@@ -129,7 +129,8 @@ def difference(stored: object, wanted: object) -> str:
         return "what is stored of how it is made of other tensors cannot be read"
     # As they are encoded: 1 is not True.
     known, own = (
-        {key: values.encode(item) for key, item in record.items()} for record in (stored, wanted)
+        {key: values.encode_read(item, str(key)) for key, item in record.items()}
+        for record in (stored, wanted)
     )
     keys = [key for key in {**wanted, **stored} if known.get(key) != own.get(key)]
     if "class" in keys:

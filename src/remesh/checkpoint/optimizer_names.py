@@ -386,7 +386,10 @@ class _Renaming:
             for name, value in old.values.items()
             if name not in self.dropped
         }
-        raw |= {name: msgspec.Raw(values.encode(value)) for name, (_, value) in self.made.items()}
+        raw |= {
+            name: msgspec.Raw(values.encode_read(value, name))
+            for name, (_, value) in self.made.items()
+        }
         document = msgspec.structs.replace(
             old,
             values=raw,

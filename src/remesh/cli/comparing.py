@@ -21,6 +21,7 @@ from remesh.dtypes import BY_NAME
 from remesh.geometry import Box
 from remesh.index import Index
 from remesh.transform import Region, Resolved, Transform, arranged
+from remesh.values import unread
 
 _Array = summary.Array
 
@@ -60,7 +61,7 @@ class Comparison:
         num_equal: Tensors that do not.
         only_first_values: Names of plain values and objects that only the first has.
         only_second_values: Those that only the second has.
-        values: Name → text of both values, of values that differ.
+        values: Name → text of both values, of values that differ or cannot be read.
     """
 
     only_first: tuple[str, ...]
@@ -271,12 +272,19 @@ def _difference(left: _Array, right: _Array, tolerance: Tolerance) -> tuple[int,
 def _compare_plain(
     first: Checkpoint, second: Checkpoint
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, str]]]:
-    """Names of values that only one has, and the values that differ, as text."""
+    """Names of values that only one has, and the values that differ, as text.
+
+    What could not be read is not known to be equal, so it differs.
+    """
     left = {**first.values, **first.lists, **first.objects}
     right = {**second.values, **second.lists, **second.objects}
     texts = {name: (repr(left[name]), repr(right[name])) for name in left if name in right}
     return (
         tuple(sorted(left.keys() - right.keys())),
         tuple(sorted(right.keys() - left.keys())),
-        {name: pair for name, pair in texts.items() if pair[0] != pair[1]},
+        {
+            name: pair
+            for name, pair in texts.items()
+            if pair[0] != pair[1] or any(unread(left[name]))
+        },
     )

@@ -524,11 +524,11 @@ def _is_name(item: object) -> bool:
 def encoded(value: object, where: str) -> bytes:
     """An opaque value, or in its place why it cannot be had."""
     try:
-        return values.encode_object(value, where)
+        return values.encode_read(value, where)
     except (UnsupportedValueError, TypeError) as error:
         # The message may quote text that is not Unicode.
         why = str(error).encode("utf8", "backslashreplace").decode()
-        return values.encode(refused(type(value).__qualname__, why))
+        return values.encode_read(refused(type(value).__qualname__, why), where)
 
 
 def refused(type_name: str, why: str) -> UnresolvedValue:

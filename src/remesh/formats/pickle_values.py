@@ -356,11 +356,21 @@ def _layout(record: Record) -> object:
     return _of_torch("torch.layout", name)
 
 
-def _tensor(record: Record) -> ArchivedTensor:
-    """What torch rebuilds a tensor from; the dtype is told where the storage is of bytes."""
+def _tensor(record: Record) -> ArchivedTensor | UnresolvedValue:
+    """What torch rebuilds a tensor from; the dtype is told where the storage is of bytes.
+
+    A last argument may say that the elements are the conjugates or negatives of those stored.
+    """
     storage, offset, shape, strides, *more = record.args
     if not isinstance(storage, ArchivedStorage):
         raise TypeError("a tensor without a storage")
+    for metadata in more[2:]:
+        if isinstance(metadata, dict) and any(metadata.values()):
+            why = (
+                f"a tensor whose elements are stored without their sign ({', '.join(metadata)})\n"
+                "Save it after resolve_conj() and resolve_neg()."
+            )
+            return UnresolvedValue("pickle", "torch.Tensor", why)
     dtype = storage.dtype or _dtype_name(more[2] if len(more) > 2 else None)
     return ArchivedTensor(storage.key, dtype, _extent(offset), numbers(shape), numbers(strides))
 
@@ -375,7 +385,7 @@ def _dtype_name(dtype: object) -> str:
     return name
 
 
-def _from_type(record: Record) -> ArchivedTensor:
+def _from_type(record: Record) -> ArchivedTensor | UnresolvedValue:
     """A tensor with attributes of its own, or of a type derived from it: only the tensor."""
     function, _kind, args, *_state = record.args
     name = function.type_name if isinstance(function, UnresolvedValue) else ""
@@ -384,8 +394,8 @@ def _from_type(record: Record) -> ArchivedTensor:
     return _tensor(Record(name, args))
 
 
-def _parameter(record: Record) -> ArchivedTensor:
-    if not isinstance(record.args[0], ArchivedTensor):
+def _parameter(record: Record) -> ArchivedTensor | UnresolvedValue:
+    if not isinstance(record.args[0], ArchivedTensor | UnresolvedValue):
         raise PickleRefusedError("a parameter of another kind", "torch.nn.parameter.Parameter")
     return record.args[0]
 

@@ -49,6 +49,7 @@ MIN_PARTS = 1 << 16
 PARTS_PER_BYTE = 8
 _TEXT_PART = 16
 """Characters that count as one part."""
+_REBUILDS = "torch._utils._rebuild_"
 _CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
 
 
@@ -120,10 +121,17 @@ def max_parts(num_bytes: int) -> int:
 
 def refusal(type_name: str, where: str) -> PickleRefusedError:
     """What to tell the user about a name that is not allowed."""
+    remedy = (
+        "If you trust this checkpoint as much as your own code, allow it: "
+        f"remesh.formats.Source(path, allow=[{type_name[:200]!r}])."
+    )
+    if type_name.startswith(_REBUILDS):  # with that name alone it would lack its class and parts
+        remedy = (
+            "It makes a tensor of another kind (quantized, sparse, of a subclass). Load the file "
+            "by torch.load into the objects that it was saved from, and save those by remesh.save."
+        )
     return PickleRefusedError(
-        f"{where}: a pickled {type_name[:80]} is not read. If you trust this checkpoint as much as "
-        f"your own code, allow it: remesh.formats.Source(path, allow=[{type_name[:200]!r}]).",
-        type_name,
+        f"{where}: a pickled {type_name[:80]} is not read. {remedy}", type_name
     )
 
 
