@@ -119,8 +119,9 @@ def export_weights(
 
     Raises:
         ValueError: If there is no such format.
-        StateError: If there are no such weights, two get one name, or a value is too large for the
-            dtype. In a file system, earlier files are still there then.
+        StateError: If there are no such weights, two get one name, peft has wrapped layers of the
+            model (and `names` is None), or a value is too large for the dtype. In a file system,
+            earlier files are still there then.
         UnsupportedValueError: If the format has no name for an element type.
         StorageError: If the storage fails.
         ExchangeError: If a rank died.
@@ -289,7 +290,7 @@ def _choose(
     """The tensors that are exported, with their names in the files; the state has these entries.
 
     Raises:
-        StateError: If there are none, or two have one name.
+        StateError: If there are none, two have one name, or peft has wrapped the layer of one.
     """
     if dtype is not None and not torch_dtype(dtype).is_floating_point:
         raise StateError(f"weights cannot be exported as {dtype}; choose a floating-point dtype")
@@ -301,6 +302,8 @@ def _choose(
             if entry is not None and (path[0] != entry or len(path) == 1):
                 continue
             own = ".".join(map(str, path[0 if entry is None else 1 :]))
+            if names is None:
+                _refuse_adapter(own)
             new = own if names is None else names(own)
             if new is not None:
                 called.append(new)
@@ -329,6 +332,21 @@ def _choose(
             f"{', '.join(entries[:10]) or 'no entries'}\nName the one that holds them: entry=..."
         )
     return tensors
+
+
+def _refuse_adapter(name: str) -> None:
+    """Refuse a weight whose layer peft has wrapped: `from_pretrained` ignores such names.
+
+    Raises:
+        StateError: If it is one.
+    """
+    if any(key == "base_layer" or key.startswith("lora_") for key in name.split(".")):
+        raise StateError(
+            f"{name}: a weight of a peft model, whose names from_pretrained ignores\n"
+            "Export model.merge_and_unload(), or save the adapter alone by peft's "
+            "model.save_pretrained(directory). If these names are wanted, say so: "
+            "names=lambda name: name"
+        )
 
 
 # ---------------------------------------------------------------------------------------------
