@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 import remesh
-from remesh.errors import StateError
+from remesh.checkpoint import convert
+from remesh.errors import MismatchError, StateError
 from remesh.storage import MemoryStorage
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -69,6 +70,89 @@ def test_no_way_of_loading_loses_the_moments(kind: str, missing: Any, tmp_path: 
     model, optimizer = job(1)
     remesh.load({"model": model, "opt": optimizer}, place, missing=missing, unexpected="error")
     check_trained(model, optimizer)
+
+
+class Factored(torch.optim.SGD):
+    """An optimizer that keeps lists and tuples, as LBFGS, SOAP and Shampoo do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state, shape = self.state[parameter], parameter.shape
+            rows = [torch.full((extent, extent), 2.0) for extent in shape]
+            state.setdefault("factors", rows)[0].mul_(3)
+            state.setdefault("pairs", [(torch.ones(2), None), (torch.ones(1), 5)])[1][0].mul_(2)
+            state.setdefault("order", [*range(len(shape))])
+            assert type(state["factors"]) is type(state["order"]) is list
+        return super().step(closure)
+
+
+def factored() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    return model, Factored(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "converted", "numbered", "native"])
+def test_lists_in_a_state_stay_lists(kind: str, tmp_path: Path) -> None:
+    model, optimizer = factored()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": model.state_dict(), "opt": optimizer.state_dict()}
+    place = str(tmp_path / kind)
+    if kind == "native":
+        remesh.save({"model": model, "opt": optimizer}, place)
+    elif kind == "numbered":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            dcp.save(state, checkpoint_id=place)  # type: ignore[attr-defined]
+    else:
+        torch.save(state, tmp_path / "a.pt")
+        if kind == "converted":
+            convert(tmp_path / "a.pt", place, format="remesh")
+        else:
+            place = str(tmp_path / "a.pt")
+    fresh, again = factored()
+    remesh.load({"model": fresh, "opt": again}, place, unexpected="error")
+    assert str(again.state_dict()) == str(optimizer.state_dict())
+    fresh(torch.ones(3)).sum().backward()
+    again.step()
+
+
+def schedulers() -> list[Any]:
+    _, optimizer = job(0)
+    kinds = torch.optim.lr_scheduler
+    return [kinds.StepLR(optimizer, 3), kinds.MultiStepLR(optimizer, [2, 5]), {"a": [1]}, None]
+
+
+@pytest.mark.parametrize("transform", [None, {"model.": "net."}])
+@pytest.mark.parametrize("kind", ["torch.save", "native"])
+def test_objects_in_a_list_load_items_of_a_plain_one(
+    kind: str, transform: Any, tmp_path: Path
+) -> None:
+    step, several, *_ = schedulers()
+    several.last_epoch = step.last_epoch = 4
+    model = torch.nn.Linear(3, 2)
+    plain = [step.state_dict(), several.state_dict(), {"a": [7, 8]}, 9]
+    state = {"model": model.state_dict(), "all": plain, "pair": ([step.state_dict()], 1)}
+    place = tmp_path / "a.pt"
+    if kind == "native":
+        remesh.save(state, place)
+    else:
+        torch.save(state, place)
+    target: dict[str, Any] = {"all": schedulers(), "pair": (schedulers()[:1], 0)}
+    target["model" if transform is None else "net"] = torch.nn.Linear(3, 2)
+    loaded = remesh.load(target, place, transform=transform, unexpected="error")
+    first, second, *rest = loaded["all"]
+    assert (first.state_dict(), second.state_dict()) == (plain[0], plain[1])
+    assert rest == [{"a": [7, 8]}, 9]
+    assert loaded["pair"][0][0].state_dict() == plain[0]
+    assert loaded["pair"][1] == 1
+    # What no object of the state takes is told.
+    with pytest.raises(MismatchError) as caught:
+        remesh.load({"all": schedulers()[:1]}, place, unexpected="error")
+    assert set(caught.value.unexpected) >= {"all", "pair"}
+    with pytest.raises(MismatchError, match=r"all\.4\.step_size"):
+        remesh.load({"all": [*schedulers(), schedulers()[0]]}, place)
 
 
 @pytest.mark.parametrize("kind", ["torch.save", "flattened"])

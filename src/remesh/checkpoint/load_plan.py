@@ -381,6 +381,7 @@ def _asked_bits(description: Description, names: Names, stored: StoredState) -> 
     asked.update(element.unique_name for element in description.objects)
     if isinstance(names, TransformedState):
         asked.update(names.read_for(asked))
+    asked.update(stored.holders(asked))
     index = stored.index
     rows = {index.row(name) for name in asked if name in index}
     bits = [name in asked or (name in index and index.row(name) in rows) for name in stored.names()]

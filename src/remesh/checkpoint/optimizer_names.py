@@ -26,6 +26,7 @@ import msgspec
 
 from remesh import values
 from remesh.checkpoint.local import describe_local
+from remesh.checkpoint.renamed import renamed_sequences
 from remesh.checkpoint.stored import StoredState
 from remesh.errors import MismatchError
 from remesh.exchange import Exchange, run_on_all
@@ -201,6 +202,7 @@ class _Renaming:
         made: New values, by name and path.
         dropped: Values that stand in others.
         lists: New lists, by name and path.
+        sequences: Lists and tuples in the states, under their new paths.
     """
 
     stored: StoredState
@@ -211,6 +213,7 @@ class _Renaming:
     made: dict[str, tuple[Path, object]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     lists: dict[str, tuple[Path, list[str]]] = field(default_factory=dict)
+    sequences: dict[Path, str] = field(default_factory=dict)
 
     def result(self) -> StoredState:
         """What is stored, by the names of the state."""
@@ -366,14 +369,19 @@ class _Renaming:
     def _name_states(self, names: Mapping[str, str]) -> None:
         """Give each entry of the state the name of its parameter, as one key of its path."""
         known = {name: name for group in self.live.groups for name in group} | dict(names)
+        moved: dict[Path, Path] = {}
         for full, rest in self._below("state"):
-            keys = rest.split(".")
+            keys, old = rest.split("."), self.stored.document.path_of(full)
             for end in range(len(keys) - 1, 0, -1):
                 name = known.get(".".join(keys[:end]))
                 if name is not None:
-                    place = (*self._path, "state", name, *keys[end:])
+                    tail = old[end - len(keys) :]  # where items of lists have numbers
+                    is_same = name_of(tail) == ".".join(keys[end:])
+                    place = (*self._path, "state", name, *(tail if is_same else keys[end:]))
                     self.renamed[full] = (name_of(place), place)
+                    moved[old] = place
                     break
+        self.sequences = renamed_sequences(moved, self.stored.sequences.items())
 
     # -- result -----------------------------------------------------------------------------
 
@@ -395,7 +403,11 @@ class _Renaming:
             values=raw,
             lists=old.lists | {name: names for name, (_, names) in self.lists.items()},
             paths={n: p for n, p in old.paths.items() if n not in self.renamed | self.made},
-            sequences=[*old.sequences, ([*self._path, _GROUPS], "list")],
+            sequences=[
+                *old.sequences,
+                *((list(path), kind) for path, kind in self.sequences.items()),
+                ([*self._path, _GROUPS], "list"),
+            ],
             unchecked=[renamed.get(name, name) for name in old.unchecked_names] or msgspec.UNSET,
         )
         places = [*self.renamed.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,7 @@ class StoredState:
     sequences: Mapping[Path, str] = field(init=False)
     _children: dict[Path, list[tuple[Path, str]]] | None = field(default=None, init=False)
     _containers: dict[str, Path] | None = field(default=None, init=False)
+    _items: dict[str, tuple[str, object]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.sequences = {tuple(path): kind for path, kind in self.document.sequences}
@@ -73,7 +74,8 @@ class StoredState:
         return self._is_value(name) or self._parts_of(name) is not None
 
     def _is_value(self, name: str) -> bool:
-        return name in self.document.values or name in self.document.lists
+        known = (self.document.values, self.document.lists, self._items)
+        return any(name in names for names in known)
 
     def value(self, name: str) -> object:
         """A plain value."""
@@ -82,6 +84,8 @@ class StoredState:
             return values.decode(bytes(raw))
         if name in self.document.lists:
             return list(self.document.lists[name])
+        if name in self._items:
+            return self._items[name][1]
         parts = self._parts_of(name)
         if parts is None:
             raise KeyError(name)
@@ -109,14 +113,74 @@ class StoredState:
         return self.document.lists.get(name)
 
     def under(self, path: Path) -> list[tuple[Path, str]]:
-        """Path and name of every stored tensor, value and list whose path begins with `path`."""
+        """Path and name of every stored tensor, value and list whose path begins with `path`.
+
+        A list of plain values is stored whole, but a state may have objects in it, such as
+        schedulers: below one of its items are the leaves of that item.
+        """
         if self._children is None:
             self._children = {}
             for name in (*self.index, *self.document.values, *self.document.lists):
                 full = self.document.path_of(name)
                 for length in range(len(full) + 1):
                     self._children.setdefault(full[:length], []).append((full, name))
-        return self._children.get(path, [])
+        return self._children.get(path) or self._under_item(path, self._children)
+
+    def _under_item(
+        self, path: Path, children: Mapping[Path, list[tuple[Path, str]]]
+    ) -> list[tuple[Path, str]]:
+        for end in range(1, len(path)):
+            root = path[:end]
+            leaf = children.get(root, [])
+            if len(leaf) != 1 or leaf[0][0] != root or leaf[0][1] not in self.document.values:
+                continue
+            node = self.value(leaf[0][1])
+            if not isinstance(node, list | tuple):
+                return []
+            for key in path[end:]:
+                node = dict(_children_of(node)).get(key)
+            found = [] if node is None else list(_leaves_of(node, path))
+            self._items.update({name_of(at): (leaf[0][1], item) for at, item in found})
+            return [(at, name_of(at)) for at, _ in found]
+        return []
+
+    def holder_of(self, name: str) -> str:
+        """The name under which a value is stored: its own, or that of a list that it is in."""
+        return self._items[name][0] if name in self._items else name
+
+    def holders(self, names: Collection[str]) -> list[str]:
+        """The lists that are stored whole and of which some names are all that is in them."""
+        roots = {holder for holder, _ in self._items.values()}
+        return [
+            root
+            for root in roots
+            if _is_covered(self.value(root), self.document.path_of(root), names)
+        ]
+
+
+def _children_of(node: object) -> list[tuple[str | int, object]]:
+    """What is in a list, a tuple or a dict; nothing if its keys are no names."""
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, dict) and all(isinstance(key, str | int) for key in node):
+        return list(node.items())
+    return []
+
+
+def _leaves_of(node: object, path: Path) -> Iterator[tuple[Path, object]]:
+    """The leaves of a plain value, of which dicts alone are taken apart."""
+    children = _children_of(node) if isinstance(node, dict) else []
+    for key, child in children:
+        yield from _leaves_of(child, (*path, key))
+    if not children:
+        yield path, node
+
+
+def _is_covered(node: object, path: Path, names: Collection[str]) -> bool:
+    """Whether some names are those of a plain value, or of all that is in it."""
+    children = _children_of(node)
+    inner = (_is_covered(child, (*path, key), names) for key, child in children)
+    return name_of(path) in names or (bool(children) and all(inner))
 
 
 def limits_of_ranks(index: Index, latency: float | None, num_ranks: int) -> ReadLimits:

@@ -99,6 +99,9 @@ class TransformedState:
 
     def has_value(self, name: str) -> bool:
         """See `Stored.has_value`."""
+        holder = self.stored.holder_of(name)
+        if holder != name:
+            return holder in self.outputs.untouched
         is_value = name in self.outputs.targets and self.outputs.targets[name] is None
         return is_value or name in self.stored.document.lists
 
@@ -170,7 +173,8 @@ class TransformedState:
         found = [
             (full, name)
             for full, name in self.stored.under(path)
-            if name in self.outputs.untouched or self._lists.get(name) == name
+            if self.stored.holder_of(name) in self.outputs.untouched
+            or self._lists.get(name) == name
         ]
         found += [
             (_renamed_path(self.stored.document.path_of(name), new), new)
