@@ -20,7 +20,27 @@ from tests.adapters.fake_checkpoint import FakeCheckpoint, Restored, capture, re
 
 Make = Callable[[Any], Optimizer]
 
+
+class Packing(torch.optim.AdamW):
+    """Its state dict has moments in a dict of their own, as that of bitsandbytes has them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        states = {}
+        for number, entries in packed["state"].items():
+            moments = {key: entries[key] for key in ("exp_avg", "exp_avg_sq")}
+            states[number] = {"step": entries["step"], "moments": moments}
+        return {**packed, "state": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {}
+        for number, entries in state_dict["state"].items():
+            states[number] = {"step": entries["step"], **entries["moments"]}
+        super().load_state_dict({**state_dict, "state": states})
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "packing": Packing,
     "adamw": torch.optim.AdamW,
     "adamw_foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, fused=True),
@@ -82,6 +102,27 @@ def test_training_goes_on_as_if_it_had_not_stopped(name: str, stepped_before: bo
     assert result.missing == result.unexpected == set()
     assert result.state["opt"] is fresh
     assert sorted(map(str, flat_state(fresh))) == sorted(map(str, flat_state(optimizer)))
+    train(source, optimizer)
+    train(target, fresh)
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_quantised_state_of_bitsandbytes_goes_on(stepped_before: bool) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def job() -> tuple[nn.Module, Optimizer]:
+        module = model()
+        return module, bitsandbytes.optim.AdamW8bit(module.parameters(), min_8bit_size=8)
+
+    (source, optimizer), (target, fresh) = job(), job()
+    train(source, optimizer)
+    if stepped_before:
+        train(target, fresh, steps=1)
+    result = transfer({"model": source, "opt": optimizer}, {"opt": fresh, "model": target})
+    assert result.missing == result.unexpected == set()
+    assert fresh.state[next(target.parameters())]["state1"].dtype == torch.uint8
     train(source, optimizer)
     train(target, fresh)
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):

@@ -124,19 +124,25 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     }
     rebuild_states = describe_states(walk, (*path, "state"), parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters)
+    packs = _packs_states(optimizer, parameters)
 
     def rebuild(loaded: Loaded) -> Optimizer | DescribedOptimizer:
+        packed_states: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, make in rebuild_states:
             entries: dict[str, Any] = make(loaded)
             if parameter.own_key is not None:
                 del entries[parameter.own_key]  # the tensor itself, which is filled in place
-            optimizer.state[parameter.tensor].update(entries)
+            if packs:
+                packed_states[parameter.tensor] = entries
+            else:
+                optimizer.state[parameter.tensor].update(entries)
         for key, make in rebuild_other.items():
             optimizer.state[key] = make(loaded)
         for group, make in rebuild_groups:
             _set_options(group, make(loaded))
-        if rebuild_extras:
-            _load_extras(optimizer, {key: make(loaded) for key, make in rebuild_extras.items()})
+        if rebuild_extras or packed_states:
+            extras = {key: make(loaded) for key, make in rebuild_extras.items()}
+            _load_by_itself(optimizer, packed_states, extras)
         # The step with which torch ends a load: it brings state of older versions up to date.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
         return leaf
@@ -369,17 +375,47 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[option] = copy.deepcopy(value)
 
 
-def _load_extras(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
-    """Hand an optimizer what its `state_dict` has beyond torch's two entries.
+def _packs_states(optimizer: Optimizer, parameters: Sequence[OptimizedTensor]) -> bool:
+    """Whether the states in its `state_dict` may have another form than those it steps with.
 
-    Only its own `load_state_dict` knows what to do with that, but torch's part of that method
+    That of bitsandbytes puts quantised state into a dict of its own. Without a state to look at, a
+    class that overrides both methods may do so.
+    """
+    kind = type(optimizer)
+    is_torchs = (
+        kind.state_dict is Optimizer.state_dict or kind.load_state_dict is Optimizer.load_state_dict
+    )
+    known = [one for one in parameters if optimizer.state.get(one.tensor)]
+    is_same = all(one.packed_state.keys() == optimizer.state[one.tensor].keys() for one in known)
+    return not is_torchs and not (known and is_same)
+
+
+def _load_by_itself(
+    optimizer: Optimizer,
+    packed_states: Mapping[torch.Tensor, Mapping[str, Any]],
+    extras: Mapping[str, Any],
+) -> None:
+    """Hand an optimizer packed states, and what its `state_dict` has beyond torch's two entries.
+
+    Only its own `load_state_dict` knows what to do with them, but torch's part of that method
     makes new groups and casts the state to the dtype of the parameters, which is undone here.
     """
     groups, members = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     state = {tensor: dict(entries) for tensor, entries in optimizer.state.items()}
-    optimizer.load_state_dict({**optimizer.state_dict(), **extras})
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    packed = optimizer.state_dict()
+    states = {
+        number: dict(packed_states[tensor])
+        for number, tensor in enumerate(tensors)
+        if tensor in packed_states
+    }
+    optimizer.load_state_dict({**packed, "state": packed["state"] | states, **extras})
     for group, options in zip(groups, members, strict=True):
         group.update(options)
     optimizer.param_groups = groups
     for tensor, entries in state.items():
-        optimizer.state[tensor] = entries
+        if tensor not in packed_states:
+            optimizer.state[tensor] = entries
+    for tensor, loaded in packed_states.items():
+        entries = optimizer.state[tensor]
+        entries.update({key: loaded[key] for key in entries.keys() & loaded.keys()})
