@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import remesh
 from remesh.errors import StateError
 from remesh.exchange import Exchange
+from remesh.formats import paddle_writer
 from remesh.testing import run_ranks
 
 WHOLE = {
@@ -114,6 +115,24 @@ def test_what_ranks_write_is_what_paddle_reads(in_background: bool, tmp_path: Pa
     for name, tensor in WHOLE.items():
         assert torch.equal(found[name], tensor)
         assert torch.equal(checkpoint[name], tensor)
+
+
+def test_data_files_may_be_called_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "0_0.safetensors"
+    monkeypatch.setattr(paddle_writer, "_file_name", lambda _rank, _turn: name)
+    remesh.save({"w": torch.arange(3)}, tmp_path, format="paddle_safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"0.metadata", name}
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.format == "paddle"
+    assert checkpoint["w"].tolist() == [0, 1, 2]
+    # One that is not of the checkpoint is another one.
+    for other in ("0_1.safetensors", "weights.safetensors"):
+        save_file({"w": torch.ones(2)}, tmp_path / other)
+        with pytest.raises(StateError, match="Say which to read, safetensors or paddle"):
+            remesh.Checkpoint(tmp_path)
+        (tmp_path / other).unlink()
 
 
 def test_values_have_no_place(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ LOOKS_FOR = "a file <number>.metadata (Paddle's Flex Checkpoint)"
 METADATA_NAME = re.compile(r"(\d+)\.metadata")
 """Name of a metadata file; the group is the checkpoint's number."""
 
+_DATA_NAME = re.compile(r"\d+(?:_\d+)?_(\d+)\.(?:distcp|safetensors)")
+"""Name of a data file; the group is the checkpoint's number."""
+
 _HOMES = (
     "paddle.distributed.flex_checkpoint.dcp.metadata",
     "paddle.distributed.checkpoint.metadata",
@@ -390,6 +393,13 @@ def metadata_name(number: int) -> str:
 def recognise(paths: Iterable[str]) -> bool:
     """Whether a directory with these files holds checkpoints of Paddle."""
     return bool(checkpoint_numbers(paths))
+
+
+def other_files(paths: Collection[str]) -> list[str]:
+    """The files of a directory without the data files of Paddle's checkpoints, `<rank>_<id>.*`."""
+    numbers = set(checkpoint_numbers(paths))
+    names = {path: _DATA_NAME.fullmatch(path) for path in paths}
+    return [path for path, name in names.items() if name is None or int(name[1]) not in numbers]
 
 
 def read(

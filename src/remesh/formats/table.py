@@ -173,7 +173,8 @@ FORMATS: tuple[Format, ...] = (
         lambda place: (
             place.file.endswith(safetensors.SUFFIX)
             if place.file
-            else safetensors.recognise(place.listing) and not huggingface.recognise(place.listing)
+            else safetensors.recognise(paddle.other_files(place.listing))
+            and not huggingface.recognise(place.listing)
         ),
         lambda place: safetensors.read(place.storage, place.listing_beside, place.file),
         lists=True,
