@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import remesh
 from remesh.checkpoint import convert
-from remesh.errors import TransformError
+from remesh.errors import MismatchError, TransformError
 from remesh.exchange import Exchange
 from remesh.recipes import hub, huggingface_to_module, module_to_huggingface
 from remesh.testing import run_processes
@@ -79,6 +79,43 @@ def test_logits_are_those_of_the_model_that_was_saved(
     kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     run_processes(2, go_around, tmp_path, kinds)
+
+
+def vision_model() -> Any:
+    import transformers
+
+    return transformers.ViTModel(
+        transformers.ViTConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            image_size=8, patch_size=4,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"net": {"m": model}}])
+@pytest.mark.parametrize("kind", ["Mixtral", "vision"])
+def test_a_plain_load_of_other_tensors_tells_the_recipe(
+    kind: str, wrap: Any, tmp_path: Path
+) -> None:
+    saved, model = (vision_model() if kind == "vision" else make(kind, seed) for seed in (0, 1))
+    saved.save_pretrained(tmp_path)
+    state = wrap(model)
+    with pytest.raises(MismatchError, match="has other tensors than its files") as caught:
+        remesh.load(state, tmp_path)
+    assert caught.value.missing
+    call = str(caught.value).rpartition("transform=")[2].removesuffix(")")
+    where = {"huggingface_to_module": huggingface_to_module, "state": state, "model": model}
+    remesh.load(state, tmp_path, transform=eval(call, where))
+    found = model.state_dict()
+    assert all(torch.equal(found[name], one) for name, one in saved.state_dict().items())
+
+
+def test_no_recipe_is_told_that_would_not_help(tmp_path: Path) -> None:
+    make("Mixtral", 0).save_pretrained(tmp_path / "Mixtral")
+    make("Llama", 0).save_pretrained(tmp_path / "Llama")
+    for kind, folder in (("Mixtral", "Llama"), ("Qwen3-MoE", "Mixtral"), ("GPT-NeoX", "Llama")):
+        with pytest.raises(MismatchError, match=r"^the state does not fit the checkpoint"):
+            remesh.load(make(kind, 1), tmp_path / folder)
 
 
 def test_each_operation_of_the_table_is_a_statement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from remesh.checkpoint.local import (
     exchange_of,
     finish_device_work,
 )
-from remesh.checkpoint.mismatch import counted, listed, refuse
+from remesh.checkpoint.mismatch import counted, listed, refuse, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.resizing import Policy, check_patterns, check_policies
@@ -284,7 +284,10 @@ def _match_on_all(
                 description = _describe_target(state, stored)
             else:
                 description, names = target, made.among(tables, cast=cast, resizes=resizes)
-            plans.append(match(description, names, options, reserved))
+            try:
+                plans.append(match(description, names, options, reserved))
+            except MismatchError as error:
+                raise error if transform else with_recipe(error, state, stored) from None
         return msgspec.msgpack.encode((bool(plans[0].checks), plans[0].asked, plans[0].fitting))
 
     replies = [

@@ -9,6 +9,7 @@ from remesh import values
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import StoredState
 from remesh.errors import MismatchError
+from remesh.recipes.hub import suggested_call
 
 MAX_LISTED = 10
 """How many names of a kind an error message lists; the exception carries all."""
@@ -184,3 +185,24 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
             'fills the rest with zeros ("keep" and "mean": docs/how-to/load-a-part.md).'
         )
     raise MismatchError("\n".join(lines), missing=missing, conflicts=conflicts)
+
+
+def with_recipe(error: MismatchError, state: object, stored: StoredState) -> MismatchError:
+    """The error, in other words if a model of transformers has other tensors than its files."""
+    found = suggested_call(state, stored.index, error.missing)
+    if found is None:
+        return error
+    kind, call = found
+    shown = ", ".join(error.missing[:MAX_EXAMPLES])
+    lines = [
+        f"{kind} has other tensors than its files (nothing was changed)",
+        f"checkpoint: {stored.url}",
+        f"{counted(len(error.missing), 'is', 'are')} not stored, such as {shown}",
+    ]
+    lines += [f"  {conflict}" for conflict in error.conflicts[:MAX_LISTED]]
+    lines += [
+        "Make them of what is stored, as transformers does:",
+        "  from remesh.recipes import huggingface_to_module",
+        f"  remesh.load(..., transform={call})",
+    ]
+    return MismatchError("\n".join(lines), missing=error.missing, conflicts=error.conflicts)

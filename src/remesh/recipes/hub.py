@@ -9,11 +9,15 @@ tensors that it joins, and a load reads those alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from remesh.errors import TransformError
+from remesh.index import Index
+from remesh.state import Path, name_of
 from remesh.transform import Transform
 
 Shape = tuple[int, ...]
@@ -44,6 +48,51 @@ def module_to_huggingface(model: Any, *, prefix: str = "") -> Transform:
         TransformError: See `huggingface_to_module`.
     """
     return huggingface_to_module(model, prefix=prefix).reversed()
+
+
+def suggested_call(state: Any, stored: Index, missing: Collection[str]) -> tuple[str, str] | None:
+    """The call of `huggingface_to_module` that makes missing names of a state of what is stored.
+
+    Args:
+        state: The state that is loaded into: a model, or a dict with models in it.
+        stored: The tensors that are stored.
+        missing: Names of the state that are not stored.
+
+    Returns:
+        The class of the model, and the call as text; None if no model of transformers in the state
+        has a recipe that makes all that is missing of it.
+    """
+    root = "state" if isinstance(state, Mapping) else "model"
+    for path, said, model in _models_in(state, (), root):
+        prefix = name_of((*path, ""))
+        own = {name for name in missing if name.startswith(prefix)}
+        # transformers' own code runs here, and what it raises must not hide what is told.
+        with suppress(Exception):
+            if own and _statements(model, ""):
+                made = huggingface_to_module(model, prefix=prefix).resolve(stored).targets
+                if own.issubset(made):
+                    argument = f', prefix="{prefix}"' if prefix else ""
+                    return type(model).__name__, f"huggingface_to_module({said}{argument})"
+    return None
+
+
+_INNER = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""Where a module that wraps another one, under its names, has it."""
+
+
+def _models_in(node: Any, path: Path, said: str) -> Iterator[tuple[Path, str, Any]]:
+    """The models of transformers in a state: place, how a program says it, model."""
+    inner = _INNER.get(type(node).__name__)
+    known = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if known is None:
+        return
+    if inner is not None:
+        yield from _models_in(getattr(node, inner), path, f"{said}.{inner}")
+    elif isinstance(node, known):
+        yield path, said, node
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _models_in(child, (*path, key), f"{said}[{key!r}]")
 
 
 @dataclass(slots=True)
