@@ -33,6 +33,7 @@ from remesh.dtypes import DTYPES
 from remesh.formats.archive import row_major_pieces, scan_head
 from remesh.formats.archive_writer import frame, tensor_pickle
 from remesh.index import Index
+from remesh.sharding import Box, Part
 from remesh.storage import LocalStorage, Storage
 from remesh.testing.state_conformance import Arrays, FormatConformance
 
@@ -348,6 +349,35 @@ def test_tensors_with_a_prefix_lie_in_files_of_their_own(tmp_path: Path) -> None
         remesh.save(
             state, tmp_path / "x", format="torch_dcp", format_options={"separation_hint": "a/b"}
         )
+
+
+def test_flattened_tensors_are_written_with_their_true_shape(tmp_path: Path) -> None:
+    # (4, 6) over a 2 x 1 grid: two parts of 12 elements, each flattened.
+    ranges = torch.arange(24.0).reshape(2, 1, 12)
+    parts = [
+        Part(Box((number, 0, 0), (1, 1, 12)), ranges[number : number + 1]) for number in (0, 1)
+    ]
+    moment = remesh.ShardedTensor("moment", (2, 1, 12), tuple(parts))
+    state = {"moment": moment, "plain": torch.ones(3)}
+    shapes = {"moment": (4, 6)}
+    remesh.save(state, tmp_path, format="torch_dcp", format_options={"flat_shapes": shapes})
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("moment"), torch.arange(24.0).reshape(4, 6))
+    assert checkpoint.read("plain").tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [{"moment": (5, 5)}, {"moment": (4, 6, 1)}, {"absent": (4, 6)}, {"moment": (4, 6)}],
+    ids=["grid", "dims", "absent", "not ranges"],
+)
+def test_flattened_shapes_that_do_not_fit_are_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    state = {"moment": torch.arange(24.0).reshape(2, 1, 12)}
+    with pytest.raises(remesh.errors.StateError, match="is no flattened form"):
+        remesh.save(state, tmp_path, format="torch_dcp", format_options={"flat_shapes": shapes})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:

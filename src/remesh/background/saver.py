@@ -89,7 +89,7 @@ class Saver:
         report_seconds: A save that takes longer is reported in the log of rank 0 each time that
             so many seconds have passed: the ranks that have not finished, and the slowest.
         format: See `remesh.save`.
-        format_options: See `remesh.save`.
+        format_options: See `remesh.save`; a save may add some.
         without: Small files of the format that the caller writes by itself.
         at_exit: What happens to a save in flight if the interpreter ends without `close`: it waits
             for its end, or aborts it.
@@ -130,7 +130,7 @@ class Saver:
             raise OptionError("Saver: writer='process' needs Linux; use writer='thread'.")
         self._group = group
         self._format = writer_of(format).name
-        self._format_options = format_options
+        self._format_options = format_options or {}
         self._without = without
         self._has_process = writer == "process"
         self._max_in_flight = max_in_flight
@@ -205,9 +205,10 @@ class Saver:
         *,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
+        format_options: Mapping[str, object] | None = None,
     ) -> None:
         """Like `remesh.save`, with the plan of earlier saves. Collective."""
-        options = self._options_of(overwrite, metadata)
+        options = self._options_of(overwrite, metadata, format_options)
         save_agreed(
             state,
             path,
@@ -225,6 +226,7 @@ class Saver:
         *,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
+        format_options: Mapping[str, object] | None = None,
     ) -> SaveHandle:
         """Save beside the training. Collective until it returns.
 
@@ -237,11 +239,16 @@ class Saver:
         Raises:
             RemeshError: As `remesh.save`; also why the save that it waited for failed.
         """
-        options = self._options_of(overwrite, metadata, meets=True)
+        options = self._options_of(overwrite, metadata, format_options, meets=True)
         return self._begin(state, path, options, self._on_event)
 
     def _options_of(
-        self, overwrite: bool, metadata: Mapping[str, object] | None, *, meets: bool = False
+        self,
+        overwrite: bool,
+        metadata: Mapping[str, object] | None,
+        format_options: Mapping[str, object] | None,
+        *,
+        meets: bool = False,
     ) -> SaveOptions:
         options = options_of(
             overwrite,
@@ -249,7 +256,7 @@ class Saver:
             self._buffers,
             self._verify_replicas,
             self._format,
-            self._format_options,
+            {**self._format_options, **(format_options or {})},
             compress=self._compress,
             meets=meets,
         )

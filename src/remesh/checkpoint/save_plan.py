@@ -146,6 +146,7 @@ class GlobalSavePlan:
             self.options.metadata,
             len(self.assignments),
             parts,
+            self.options.format_options,
         )
 
 

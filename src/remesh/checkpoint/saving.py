@@ -84,7 +84,8 @@ def save(  # noqa: PLR0913 - each option stands for itself
             `paddle_safetensors`).
         format_options: Options of the format: of `huggingface`, `max_shard_bytes`; of `torch_dcp`
             and `torch_dist`, `separation_hint`: tensors whose names begin with it are written to
-            files of their own, whose names begin with it.
+            files of their own, whose names begin with it; and `flat_shapes`: the true shapes, by
+            name, of tensors that the state holds as Megatron stores flattened ones.
         overwrite: Replace a checkpoint of the format that is there. Readers see the old one until
             the new one is committed; its files and its pin are removed afterwards. Small files with
             fixed names in formats of other systems are replaced one after the other, so a reader

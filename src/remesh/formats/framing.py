@@ -8,7 +8,7 @@ and then writes the small files, of which the last makes the checkpoint exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -144,6 +144,7 @@ class Saved:
         metadata: What is recorded beside the state.
         world_size: Number of ranks.
         parts: The files of each rank, in rank order, when all of them are durable.
+        options: Options of the format.
     """
 
     save_id: str
@@ -154,6 +155,7 @@ class Saved:
     metadata: Mapping[str, object]
     world_size: int
     parts: Sequence[Sequence[Part]] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def boxes(self) -> BoxTable:

@@ -79,6 +79,9 @@ COMMON_NAME = "common.pt"
 LIGHTNING_NAME = "meta.pt"
 COMMON_KEY = "common_state/shard_0_1"
 LOOKS_FOR = f"{METADATA_NAME} (torch.distributed.checkpoint, Megatron torch_dist)"
+FLAT_SHAPES, FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
+"""The attribute of `.metadata` with the true shapes of flattened tensors; the key of each shape."""
+
 HEAD_BYTES = 1024
 """Bytes of an archive that show where its only storage begins, whatever torch wrote it."""
 
@@ -159,6 +162,15 @@ def add_folder(builder: IndexBuilder, base: str, allow: Collection[str]) -> None
         reader.read_archive(name)
 
 
+def is_flattened(size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of a shape may be stored flattened as `size`: a grid, and a part's size."""
+    return (
+        len(size) == len(shape) + 1
+        and all(n and whole % n == 0 for whole, n in zip(shape, size, strict=False))
+        and math.prod(shape) == math.prod(size)
+    )
+
+
 def read_metadata(storage: Storage, base: str = "", rows: Sequence[RowForm] = ()) -> Record:
     """The record of `.metadata`.
 
@@ -220,7 +232,7 @@ class _Reader:
         self.storage = self.builder.storage
         for key, info in self.metadata.field("storage_data").items():
             self._add_places(places_of(key, info, self.where))
-        flat_shapes = self.metadata.field("mcore_data")
+        flat_shapes = self.metadata.field(FLAT_SHAPES)
         self.flat_shapes = flat_shapes if isinstance(flat_shapes, dict) else {}
 
     @property
@@ -365,16 +377,11 @@ class _Reader:
         if name not in self.flat_shapes:
             return size
         data = self.flat_shapes[name]
-        shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
+        shape = data.get(FLAT_SHAPE) if isinstance(data, dict) else None
         if shape is None:
             return size
         shape = integers(size_of(shape), f"{self.where}: {name}", "a shape")
-        grid = size[:-1]
-        if (
-            len(grid) != len(shape)
-            or any(not n or whole % n for whole, n in zip(shape, grid, strict=True))
-            or math.prod(shape) != math.prod(size)
-        ):
+        if not is_flattened(size, shape):
             raise damaged(
                 self.where,
                 f"{name} is stored flattened as {size}, which does not fit its shape {shape}",

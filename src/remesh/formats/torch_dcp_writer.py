@@ -32,8 +32,15 @@ from remesh.formats.framing import (
 )
 from remesh.formats.native import ValuesDocument
 from remesh.formats.pickle_writer import Call, Global, New, dumps
-from remesh.formats.torch_dcp import COMMON_NAME, METADATA_NAME, read
-from remesh.geometry import IntArray
+from remesh.formats.torch_dcp import (
+    COMMON_NAME,
+    FLAT_SHAPE,
+    FLAT_SHAPES,
+    METADATA_NAME,
+    is_flattened,
+    read,
+)
+from remesh.geometry import IntArray, row_products
 from remesh.index import Index
 from remesh.state import Path, assemble, name_of
 from remesh.storage import Storage, list_with_sizes
@@ -50,18 +57,44 @@ def _file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}_{save_id}.distcp"
 
 
-def separation_hint(_cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
+def separation_hint(cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> Grid:
     """The option `separation_hint`: what the names of the tensors begin with that lie apart.
 
     Raises:
-        StateError: If no name of a file can begin with it.
+        StateError: If no name of a file can begin with it, or `flat_shapes` does not fit the state.
     """
+    _check_flat_shapes(cuts, options)
     hint = options.get("separation_hint", "")
     if not isinstance(hint, str) or "/" in hint:
         raise StateError(
             f"separation_hint={hint!r}: names of files begin with it, so it is a text without '/'"
         )
     return hint.encode()
+
+
+def _check_flat_shapes(cuts: Cuts, options: Mapping[str, object]) -> None:
+    shapes = _flat_shapes(options)
+    if not shapes:
+        return
+    boxes, rows = cuts.boxes, {name: row for row, name in enumerate(cuts.tensors.names)}
+    lengths = boxes.extents[np.arange(len(boxes)), cuts.tensors.ndims[boxes.tensor] - 1]
+    cut_otherwise = set(boxes.tensor[row_products(boxes.extents) != lengths].tolist())
+    for name, shape in shapes.items():
+        row = rows.get(name)
+        size = None if row is None else cuts.tensors.shape(row)
+        if size is None or not is_flattened(size, shape) or row in cut_otherwise:
+            raise StateError(
+                f"flat_shapes: {name!r} is no flattened form of a tensor of shape {shape}\n"
+                f"The state holds {'nothing' if size is None else f'shape {size}'} of that name. A "
+                "flattened form has the number of parts in each dim, and the size of a part; a box "
+                "of it is a range of one part."
+            )
+
+
+def _flat_shapes(options: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The option `flat_shapes`: the true shapes of tensors that are stored as flattened ranges."""
+    shapes: Any = options.get("flat_shapes", {})
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def frames(boxes: BoxTable, rows: IntArray, rank: int, save_id: str, grid: Grid) -> list[Frame]:
@@ -203,6 +236,7 @@ def _value_file_and_metadata(
         )
         for hint, (box, place) in enumerate(found):
             storage[_key(name, box.offset, hint)] = _info(place)
+    flat = _flat_shapes(saved.options)
     metadata = New(
         Global(_METADATA, "Metadata"),
         {
@@ -214,6 +248,11 @@ def _value_file_and_metadata(
                 {"checkpoint_id": None, "save_id": saved.save_id, "load_id": None, "modules": []},
             ),
             "version": "1.0.0",
+            **(
+                {FLAT_SHAPES: {name: _flat_entry(flat.get(name)) for name in numbers}}
+                if flat
+                else {}
+            ),
         },
     )
     files = [(path, bytes(data))] if data else []
@@ -257,6 +296,10 @@ def _tensor_entry(dtype: DType, shape: tuple[int, ...], boxes: list[Any]) -> New
     )
 
 
+def _flat_entry(shape: tuple[int, ...] | None) -> dict[str, Call]:
+    return {} if shape is None else {FLAT_SHAPE: _size(shape)}
+
+
 def _size(numbers: tuple[int, ...]) -> Call:
     return Call(_SIZE, (tuple(numbers),))
 
@@ -285,7 +328,7 @@ def _existing(storage: Storage, _options: Mapping[str, object]) -> Existing | No
     return existing_files(storage, METADATA_NAME, index, (COMMON_NAME, CONFIG_NAME))
 
 
-_OPTIONS = ("separation_hint",)
+_OPTIONS = ("separation_hint", "flat_shapes")
 TORCH_DCP = Writer("torch_dcp", separation_hint, frames, dcp_files, _existing, options=_OPTIONS)
 TORCH_DIST = Writer(
     "torch_dist", separation_hint, frames, torch_dist_files, _existing, options=_OPTIONS

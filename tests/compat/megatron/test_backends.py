@@ -98,6 +98,21 @@ def test_flattened_shards_load_in_any_other_cut(
     assert torch.equal(plain["all"], whole.float())
 
 
+def test_flattened_shards_have_their_shape_before_the_save_is_finalized(tmp_path: Path) -> None:
+    whole = torch.arange(12).reshape(2, 6)
+    shards = flat_shards(whole, 2, 3, values=True)
+    request = save(shards, tmp_path, ("torch_dist", 1), async_sharded_save=True)
+    assert request is not None
+    request.preloaded().run()
+    committed = (tmp_path / ".metadata").read_bytes()
+    assert remesh.Checkpoint(tmp_path).read("moment").tolist() == whole.tolist()
+    for finalize in request.finalize_fns:
+        finalize()
+    assert (tmp_path / ".metadata").read_bytes() == committed
+    loaded = load(flat_shards(whole, 3, 2, values=False), tmp_path)
+    assert torch.equal(loaded["0"], flat_shards(whole, 3, 2, values=True)["0"].data)
+
+
 def test_a_flattened_range_reads_only_its_bytes(tmp_path: Path) -> None:
     whole = torch.arange(1 << 22, dtype=torch.float32).reshape(1 << 10, 1 << 12)
     save(flat_shards(whole, 2, 2, values=True), tmp_path)

@@ -99,22 +99,20 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         """How many saves used the plan of an earlier one."""
         return self._saver.num_plans_reused
 
-    def save(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
-    ) -> None:
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """Save; returns when the checkpoint is durable. Collective.
 
         Args:
             sharded_state_dict: What to save.
             checkpoint_dir: The checkpoint.
-            describe: What a shard is to the engine.
 
         Raises:
             CheckpointingException: On every rank, if something cannot be stored.
         """
         with as_checkpointing_exception():
+            describe, options = self._agree(sharded_state_dict)
             state = state_to_save(sharded_state_dict, describe)
-            self._saver.save(state, checkpoint_dir, overwrite=True)
+            self._saver.save(state, checkpoint_dir, overwrite=True, format_options=options)
 
     def close(self) -> None:
         """Wait for the save in flight, and give memory and process back.
@@ -125,9 +123,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         with as_checkpointing_exception():
             self._saver.close()
 
-    def async_save(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
-    ) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Prepare a save: scheduling it stages the state and begins to write. Collective.
 
         Args are those of `save`.
@@ -135,16 +131,27 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: On every rank, if one has nothing to save where it should.
         """
+        describe, options = self._agree(sharded_state_dict)
         state = state_to_save(sharded_state_dict, describe)
 
         def stage() -> Callable[[], None]:
             with as_checkpointing_exception():
-                return self._saver.save_async(state, checkpoint_dir, overwrite=True).result
+                handle = self._saver.save_async(
+                    state, checkpoint_dir, overwrite=True, format_options=options
+                )
+            return handle.result
 
         return AsyncRequest(run_here, (None, None), [], preload_fn=stage)
 
+    def _agree(
+        self,
+        sharded_state_dict: Any,  # noqa: ARG002 - what overrides look at
+    ) -> tuple[Describe, dict[str, object]]:
+        """What shards are to the engine, and options of the format for this save. Collective."""
+        return engine_tensor, {}
 
-def state_to_save(sharded_state_dict: Any, describe: Describe = engine_tensor) -> dict[str, Any]:
+
+def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]:
     """The main replicas of a state dict as a state for the engine. Collective.
 
     Raises:

@@ -42,7 +42,6 @@ from remesh.compat.megatron.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from remesh.compat.megatron.strategies.async_utils import AsyncRequest
 from remesh.compat.megatron.strategies.checkpointable import (
     sharded_tensor_to_torch_sharded_tensor,
 )
@@ -60,10 +59,11 @@ from remesh.compat.megatron.strategies.engine import (
     EngineSaveShardedStrategy,
 )
 from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError
-from remesh.exchange import run_on_all, run_on_one
+from remesh.exchange import run_on_all
 from remesh.formats.checks import integers
 from remesh.formats.pickle_records import Record
 from remesh.formats.torch_dcp import (
+    FLAT_SHAPES,
     METADATA_NAME,
     dtype_of,
     kind_of,
@@ -128,34 +128,12 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         self.cached_global_metadata: Metadata | None = None
         self.validated_loaded_metadata_reuse = False
 
-    def save(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
-    ) -> None:
-        """See `EngineSaveShardedStrategy`."""
-        ranges, describe = self._agree(sharded_state_dict, describe)
-        super().save(sharded_state_dict, checkpoint_dir, describe)
-        _record_flat_shapes(checkpoint_dir, ranges)
+    def _agree(self, sharded_state_dict: Any) -> tuple[Describe, dict[str, object]]:
+        """As the class above. Also finds out whether this save has the layout of the loaded one."""
+        flat_shapes = _flat_shapes(sharded_state_dict)
 
-    def async_save(
-        self, sharded_state_dict: Any, checkpoint_dir: Any, describe: Describe = engine_tensor
-    ) -> AsyncRequest:
-        """See `EngineSaveShardedStrategy`."""
-        ranges, describe = self._agree(sharded_state_dict, describe)
-        request = super().async_save(sharded_state_dict, checkpoint_dir, describe)
-        request.add_finalize_fn(lambda: _record_flat_shapes(checkpoint_dir, ranges))
-        return request
-
-    def _agree(
-        self, sharded_state_dict: Any, describe: Describe
-    ) -> tuple[Mapping[str, tuple[int, ...]], Describe]:
-        """Which tensors are stored as flattened ranges, and what shards are to the engine then.
-
-        Collective. Also finds out whether this save has the layout of the loaded checkpoint.
-        """
-        ranges = _flat_shapes(sharded_state_dict)
-
-        def described(tensor: ShardedTensor) -> EngineTensor:
-            return engine_range(tensor) if tensor.key in ranges else describe(tensor)
+        def describe(tensor: ShardedTensor) -> EngineTensor:
+            return engine_range(tensor) if tensor.key in flat_shapes else engine_tensor(tensor)
 
         if self.use_cached_ckpt_structure:
             exchange = exchange_of(None)
@@ -164,12 +142,12 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
                 (leaf.key, part.box.offset)
                 for leaf in nested_values(sharded_state_dict)
                 if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id)
-                for part in (() if leaf.data is None else described(leaf).parts)
+                for part in (() if leaf.data is None else describe(leaf).parts)
             }
             is_same = plans is not None and written == plans.get(exchange.rank, set())
             replies = run_on_all(exchange, lambda: b"1" if is_same else b"")
             self.validated_loaded_metadata_reuse = all(replies)
-        return ranges, described
+        return describe, {"flat_shapes": flat_shapes}
 
 
 def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
@@ -195,26 +173,6 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
     return {key: shape for key, shape in found.items() if shape is not None and key not in other}
 
 
-def _record_flat_shapes(checkpoint_dir: Any, ranges: Mapping[str, tuple[int, ...]]) -> None:
-    """Put the true shapes of flattened tensors where Megatron looks for them. Collective."""
-
-    def write() -> bytes:
-        storage = storage_of(checkpoint_dir)
-        found = _torch_metadata(storage)
-        vars(found)[_FLAT_SHAPES] = {
-            key: {_FLAT_SHAPE: torch.Size(ranges[key])} if key in ranges else {}
-            for key, entry in found.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        storage.put(METADATA_NAME, pickle.dumps(found), overwrite=True)
-        return b""
-
-    if ranges:
-        with as_checkpointing_exception():
-            run_on_one(exchange_of(None), write)
-
-
-_FLAT_SHAPES, _FLAT_SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 _PLANS = "all_local_plans"
 """Name of the attribute of the metadata that holds what each rank has written."""
 
@@ -294,9 +252,9 @@ class TorchDistLoadShardedStrategy(EngineLoadShardedStrategy):
                 _without(found.planner_data or {}, key_prefix) or None,
                 {i: info for i, info in found.storage_data.items() if _stays(i.fqn, key_prefix)},
             )
-            flat_shapes = getattr(found, _FLAT_SHAPES, None)
+            flat_shapes = getattr(found, FLAT_SHAPES, None)
             if flat_shapes is not None:
-                vars(kept)[_FLAT_SHAPES] = flat_shapes
+                vars(kept)[FLAT_SHAPES] = flat_shapes
             storage.put(METADATA_NAME, pickle.dumps(kept), overwrite=True)
             before, after = (
                 {info.relative_path for info in metadata.storage_data.values()}
@@ -329,9 +287,9 @@ def _torch_metadata(storage: Storage) -> Metadata:
                 for key, info in record.field("storage_data").items()
             },
         )
-        flat_shapes = record.field(_FLAT_SHAPES)
+        flat_shapes = record.field(FLAT_SHAPES)
         if flat_shapes is not None:
-            vars(found)[_FLAT_SHAPES] = {
+            vars(found)[FLAT_SHAPES] = {
                 name: {key: _optional_size(shape) for key, shape in shapes.items()}
                 for name, shapes in flat_shapes.items()
             }
