@@ -17,7 +17,8 @@ names where there is no method to write: a leaf of a state that stands for its m
 
 A description is of memory: its parts are views of the module's tensors. Whatever else has the same
 form as one of these tensors, above all optimizer state, can therefore be described by the same
-views of its own memory (`parts_like`).
+views of its own memory (`parts_like`). What has a method `to_remesh`, as the descriptions of the
+drop-ins have, counts as what that returns.
 """
 
 from __future__ import annotations
@@ -298,14 +299,16 @@ def _checked(
     """What a method said, by key of the root's state dict, once it is known to be sound."""
     where = f"{type(module).__qualname__}.sharded_state_dict({prefix!r})"
     found: dict[str, ShardedTensor] = {}
-    for key, tensor in said.items():
+    for key, described in said.items():
         raw = raw_prefix + key.removeprefix(prefix)
         if raw.endswith(EXTRA_STATE):
             continue
+        tensor = described.to_remesh() if hasattr(described, "to_remesh") else described
         if not isinstance(tensor, ShardedTensor):
             raise StateError(
-                f"{where}: {key!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}; "
-                "each entry must be a remesh.ShardedTensor"
+                f"{where}: {key!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}\n"
+                "Each entry must be a remesh.ShardedTensor, or a ShardedWeight or ShardedTensor of "
+                "remesh.compat."
             )
         entry = tensors.by_key.get(raw)
         if not key.startswith(prefix) or entry is None:
@@ -319,7 +322,7 @@ def _checked(
     if left_out:
         raise StateError(
             f"{where} leaves out {', '.join(left_out)}\nStart from "
-            "remesh.adapters.default_sharded_state_dict, which has every entry"
+            "remesh.sharding.default_sharded_state_dict, which has every entry"
         )
     return found
 

@@ -119,10 +119,8 @@ def test_a_flattened_range_reads_only_its_bytes(tmp_path: Path) -> None:
     part = ShardedTensor.from_rank_offsets_flat(
         "moment", torch.zeros(1000), tuple(whole.shape), flattened_range=slice(5000, 6000)
     )
-    from remesh.compat.megatron.boxes import engine_tensor
-
     reports: list[remesh.checkpoint.RestoreReport] = []
-    remesh.load([engine_tensor(part)], tmp_path, on_report=reports.append)
+    remesh.load([part.to_remesh()], tmp_path, on_report=reports.append)
     assert part.data is not None
     assert torch.equal(part.data, whole.reshape(-1)[5000:6000])
     assert reports[0].bytes_needed == 4000

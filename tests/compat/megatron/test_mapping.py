@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remesh.compat.megatron import CheckpointingException
-from remesh.compat.megatron.boxes import boxes_of
 from remesh.compat.megatron.mapping import (
     LocalNonpersistentObject,
     LocalNonpersitentObject,
@@ -139,7 +138,7 @@ def test_boxes_and_coordinates_of_a_flattened_range_agree(
         "w", torch.zeros(stop - start), shape, (1, 2, 3), flattened_range=slice(start, stop)
     )
     whole = np.arange(np.prod(shard.global_shape)).reshape(shard.global_shape)
-    by_boxes = [whole[box.slices].reshape(-1) for box in boxes_of(shard)]
+    by_boxes = [whole[box.slices].reshape(-1) for box in shard.boxes()]
     assert np.concatenate([np.zeros(0, np.int64), *by_boxes]).tolist() == (
         whole[shard.global_coordinates()].tolist()
     )

@@ -11,6 +11,7 @@ all of its tensor is handed over as the bare tensor, for tied tensors to be reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +22,7 @@ from remesh.coverage import faulty_tensors
 from remesh.errors import CoverageError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, boxes_of_flat_range, uncovered
-from remesh.sharded import Part, ShardedTensor, dtype_name
+from remesh.sharded import ShardedTensor, dtype_name
 from remesh.tables import BoxTable, TensorTable
 
 
@@ -60,25 +61,13 @@ def shard_info_of(weight: ShardedWeight) -> ShardInfo:
     Raises:
         StateError: If it is flattened and its range does not fit.
     """
-    flat = None
-    if weight.is_flattened:
-        size = Box.whole(weight.local_shape).size
-        if weight.flattened_range is None:
-            raise StateError(f"{weight.key}: a flattened weight needs its flattened_range")
-        start, stop, step = weight.flattened_range.indices(size)
-        if step != 1 or tuple(weight.local_tensor.shape) != (max(stop - start, 0),):
-            raise StateError(
-                f"{weight.key}: the range {weight.flattened_range} of a box of {size} elements "
-                f"does not fit a tensor of shape {tuple(weight.local_tensor.shape)}"
-            )
-        flat = (start, max(start, stop))
     return ShardInfo(
         tuple(weight.global_offset),
         tuple(weight.local_shape),
         dtype_name(weight.local_tensor, weight.key),
         tuple(weight.global_shape),
         weight.is_flattened,
-        flat,
+        weight.flat_bounds(),
     )
 
 
@@ -272,11 +261,4 @@ def _as_engine_knows_it(
     if not info.is_flattened and info.local_shape == info.global_shape == tuple(tensor.shape):
         return tensor
     _check_form(weight.key, info)
-    parts, done = [], 0
-    for box in _boxes_of(info):
-        data = tensor
-        if info.is_flattened:
-            data = tensor[done : done + box.size].view(box.shape)
-            done += box.size
-        parts.append(Part(box, data))
-    return ShardedTensor(name, info.global_shape, tuple(parts), replica_id=None)
+    return replace(weight.to_remesh(), name=name)

@@ -16,6 +16,9 @@ import torch
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.flex_checkpoint.slices import get_overlap_region
 from remesh.errors import MismatchError, StateError
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.sharded import Part
+from remesh.sharded import ShardedTensor as EngineTensor
 
 V = TypeVar("V")
 
@@ -60,6 +63,42 @@ class ShardedWeight:
         )
 
     __repr__ = __str__
+
+    def flat_bounds(self) -> tuple[int, int] | None:
+        """First and one past the last element of the range; None if it is not flattened.
+
+        Raises:
+            StateError: If it is flattened and its range does not fit.
+        """
+        if not self.is_flattened:
+            return None
+        size = Box.whole(tuple(self.local_shape)).size
+        if self.flattened_range is None:
+            raise StateError(f"{self.key}: a flattened weight needs its flattened_range")
+        start, stop, step = self.flattened_range.indices(size)
+        if step != 1 or tuple(self.local_tensor.shape) != (max(stop - start, 0),):
+            raise StateError(
+                f"{self.key}: the range {self.flattened_range} of a box of {size} elements "
+                f"does not fit a tensor of shape {tuple(self.local_tensor.shape)}"
+            )
+        return start, max(start, stop)
+
+    def to_remesh(self) -> EngineTensor:
+        """The engine's description of the same memory, whose copies are compared and not counted.
+
+        Raises:
+            StateError: If the numbers do not fit each other.
+        """
+        shape, bounds = tuple(self.local_shape), self.flat_bounds()
+        boxes = [Box.whole(shape)] if bounds is None else boxes_of_flat_range(shape, *bounds)
+        parts, done = [], 0
+        for box in boxes:
+            data = self.local_tensor
+            if bounds is not None:
+                data = data[done : done + box.size].view(box.shape)
+                done += box.size
+            parts.append(Part(box.shift(tuple(self.global_offset)), data))
+        return EngineTensor(self.key, tuple(self.global_shape), tuple(parts), replica_id=None)
 
 
 ShardedTensor = ShardedWeight

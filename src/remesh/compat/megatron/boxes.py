@@ -1,7 +1,6 @@
-"""From the drop-in's descriptions to the engine's, and back from what is stored.
+"""What all ranks hold as the planner takes it, special forms of the engine, and what is stored.
 
-A shard is one box of the global tensor, a flattened range of it a few. That is all that saving,
-loading and checking need; the engine does the rest. Prepended axes are axes of extent 1 here.
+The classes of `mapping` themselves say which boxes they are and what they are to the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import CheckpointingException
 from remesh.compat.megatron.mapping import ShardedObject, ShardedTensor, is_main_replica
 from remesh.formats.torch_dcp import COMMON_NAME
-from remesh.geometry import Box, boxes_of_flat_range
+from remesh.geometry import Box
 from remesh.planner import LocalBoxes
 from remesh.sharded import Part
 from remesh.sharded import ShardedObject as EngineObject
@@ -26,38 +25,6 @@ from remesh.tables import BoxTable, TensorTable
 
 COMMON_KEY = "common_state"
 """Name of the object that holds the common state in a native checkpoint."""
-
-
-def boxes_of(tensor: ShardedTensor) -> list[Box]:
-    """The boxes of the global tensor that a shard is, in the order of its data."""
-    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
-    whole = Box.whole(shape)
-    if tensor.flattened_range is None:
-        boxes = [whole]
-    else:
-        start, stop, _ = tensor.flattened_range.indices(whole.size)
-        boxes = boxes_of_flat_range(shape, start, max(start, stop))
-    return [box.shift(tensor.global_offset) for box in boxes]
-
-
-def engine_tensor(tensor: ShardedTensor) -> EngineTensor:
-    """A shard with data as the engine's description of the same memory."""
-    assert tensor.data is not None
-    data, parts, done = tensor.data.detach(), [], 0
-    for box in boxes_of(tensor):
-        if tensor.flattened_range is None:
-            values = data[(None,) * tensor.prepend_axis_num]
-        else:
-            values = data[done : done + box.size].view(box.shape)
-            done += box.size
-        parts.append(Part(box, values))
-    return EngineTensor(
-        tensor.key,
-        tuple(tensor.global_shape),
-        tuple(parts),
-        tensor.replica_id,
-        tensor.allow_shape_mismatch,
-    )
 
 
 def is_grid_of_ranges(tensor: ShardedTensor) -> bool:
@@ -108,7 +75,7 @@ def local_boxes_of(tensors: Sequence[ShardedTensor]) -> LocalBoxes:
                 "and global shape of a key must be the same everywhere"
             )
         role = Role.MAIN if is_main_replica(tensor.replica_id) else Role.REPLICA
-        for box in boxes_of(tensor):
+        for box in tensor.boxes():
             if not Box.whole(what[2]).contains(box):
                 raise CheckpointingException(f"{tensor.key}: {box} leaves the global tensor {what}")
             boxes.append((row, box))

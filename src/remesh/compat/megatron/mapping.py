@@ -6,7 +6,8 @@ of its own, and a `LocalNonpersistentObject` is not stored at all. Their `key` i
 stored under; the keys of the dicts they stand in are the application's own business.
 
 These classes have the fields and methods of Megatron's, mutable as there, because applications set
-`key`, `data` and `replica_id` of what they are handed. `boxes` turns them into the engine's.
+`key`, `data` and `replica_id` of what they are handed. `to_remesh` turns them into the engine's: a
+shard is one box of the global tensor, a flattened range of it a few.
 
 A flattened range counts the elements of the *local* shard in row-major order. Prepended axes are
 axes of the global tensor that the local one lacks, each of local extent 1.
@@ -25,7 +26,11 @@ import numpy.typing as npt
 import torch
 
 from remesh.compat.megatron.core import CheckpointingException
-from remesh.compat.megatron.dict_utils import dict_list_map_inplace
+from remesh.compat.megatron.dict_utils import dict_list_map_inplace, nested_values
+from remesh.errors import StateError
+from remesh.geometry import Box, boxes_of_flat_range
+from remesh.sharded import Part
+from remesh.sharded import ShardedTensor as EngineTensor
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
@@ -128,6 +133,41 @@ class ShardedTensor(ShardedBase):
             return tuple(self.local_shape)
         start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
         return (max(stop - start, 0),)
+
+    def boxes(self) -> list[Box]:
+        """The boxes of the global tensor that the shard is, in the order of its data."""
+        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        whole = Box.whole(shape)
+        if self.flattened_range is None:
+            boxes = [whole]
+        else:
+            start, stop, _ = self.flattened_range.indices(whole.size)
+            boxes = boxes_of_flat_range(shape, start, max(start, stop))
+        return [box.shift(self.global_offset) for box in boxes]
+
+    def to_remesh(self) -> EngineTensor:
+        """The engine's description of the same memory.
+
+        Raises:
+            StateError: If there is no data.
+        """
+        if self.data is None:
+            raise StateError(f"{self.key}: there is no data; describe a tensor of this rank")
+        data, parts, done = self.data.detach(), [], 0
+        for box in self.boxes():
+            if self.flattened_range is None:
+                values = data[(None,) * self.prepend_axis_num]
+            else:
+                values = data[done : done + box.size].view(box.shape)
+                done += box.size
+            parts.append(Part(box, values))
+        return EngineTensor(
+            self.key,
+            tuple(self.global_shape),
+            tuple(parts),
+            self.replica_id,
+            self.allow_shape_mismatch,
+        )
 
     @property
     def has_regular_grid(self) -> bool:
@@ -466,6 +506,22 @@ class ShardedTensorFactory(ShardedBase):
     def build(self) -> Any:
         """The stored form."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def to_remesh(self) -> EngineTensor:
+        """The stored form as the engine's description, if it is shards of one tensor.
+
+        Raises:
+            StateError: If it is several tensors, or lacks data.
+        """
+        leaves: list[Any] = list(nested_values(self.build()))
+        shards = [leaf.to_remesh() for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        names = sorted({shard.name for shard in shards})
+        if len(shards) < len(leaves) or len(names) != 1:
+            raise StateError(
+                f"{self.key}: its factory stores other things than shards of one tensor\nIt stores "
+                f"{', '.join(names) or 'no tensor'}. Save it with remesh.compat.megatron.save."
+            )
+        return replace(shards[0], parts=tuple(part for shard in shards for part in shard.parts))
 
     def validate_metadata_integrity(self) -> None:
         """Nothing can be checked before it is built."""

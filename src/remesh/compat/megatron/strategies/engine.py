@@ -20,7 +20,6 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.boxes import (
     engine_object,
-    engine_tensor,
     objects_metadata,
     tensors_metadata,
 )
@@ -148,7 +147,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         sharded_state_dict: Any,  # noqa: ARG002 - what overrides look at
     ) -> tuple[Describe, dict[str, object]]:
         """What shards are to the engine, and options of the format for this save. Collective."""
-        return engine_tensor, {}
+        return ShardedTensor.to_remesh, {}
 
 
 def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]:
@@ -170,7 +169,9 @@ def state_to_save(sharded_state_dict: Any, describe: Describe) -> dict[str, Any]
     return _engine_state(leaves, describe)
 
 
-def _engine_state(leaves: Sequence[Any], describe: Describe = engine_tensor) -> dict[str, Any]:
+def _engine_state(
+    leaves: Sequence[Any], describe: Describe = ShardedTensor.to_remesh
+) -> dict[str, Any]:
     """Leaves as a state for the engine; its keys appear in errors only."""
     state: dict[str, Any] = {}
     for number, leaf in enumerate(leaves):

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.megatron.boxes import (
     engine_range,
-    engine_tensor,
     is_grid_of_ranges,
 )
 from remesh.compat.megatron.core import (
@@ -133,7 +132,7 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         flat_shapes = _flat_shapes(sharded_state_dict)
 
         def describe(tensor: ShardedTensor) -> EngineTensor:
-            return engine_range(tensor) if tensor.key in flat_shapes else engine_tensor(tensor)
+            return engine_range(tensor) if tensor.key in flat_shapes else tensor.to_remesh()
 
         if self.use_cached_ckpt_structure:
             exchange = exchange_of(None)
