@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from remesh.errors import (
     StateError,
     StorageError,
 )
-from remesh.exchange import Exchange
+from remesh.exchange import Alone, Exchange
 from remesh.testing import run_ranks
 from tests.compat.flex_layouts import Weights, cut, emptied, flat, numbers
 
@@ -153,6 +155,24 @@ def test_a_failed_asynchronous_save_is_raised_once(tmp_path: Path) -> None:
         _save_in_background(weight_of(2), tmp_path)
     clear_async_save_task_queue()
     assert value_at(tmp_path) == 1
+
+
+class _Group(Alone):
+    """A process group of this process alone, which the test can see go."""
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_nothing_is_kept_of_a_group_whose_queue_is_clear(tmp_path: Path, async_save: bool) -> None:
+    group = _Group()
+    gone = weakref.ref(group)
+    save_state_dict(weight_of(1), tmp_path, group, async_save=async_save)
+    save_state_dict(weight_of(2), tmp_path, group, async_save=async_save)
+    if async_save:
+        clear_async_save_task_queue(group)
+    del group
+    gc.collect()
+    assert gone() is None
+    assert [value_at(tmp_path, number) for number in (0, 1)] == [1, 2]
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ Directories that Paddle itself has written are loaded as they are.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ import msgspec
 
 from remesh import catalog
 from remesh.background import Saver
-from remesh.checkpoint import load
+from remesh.checkpoint import load, save
 from remesh.checkpoint.local import exchange_of
 from remesh.compat.flex_checkpoint.files import compatible_names
 from remesh.compat.flex_checkpoint.options import check_coordinator, transform_of
@@ -60,30 +59,37 @@ def save_state_dict(
     """
     exchange = exchange_of(process_group)
     check_coordinator(exchange, coordinator_rank)
-    saver = _saver_of(process_group)
-    saver.wait()
+    saver = _SAVERS.get(process_group) if async_save else None
+    if saver is None:
+        clear_async_save_task_queue(process_group)
+    else:
+        saver.wait()
     number = _next_number(exchange, path) if unique_id is None else _checked(unique_id)
     state = _state_of(state_dict, {})
-    place = _place(path, number)
+    place, overwrite = _place(path, number), unique_id is not None
     if async_save:
-        saver.save_async(state, place, overwrite=unique_id is not None)
+        saver = saver or _SAVERS.setdefault(process_group, Saver(group=process_group))
+        saver.save_async(state, place, overwrite=overwrite)
     else:
-        saver.save(state, place, overwrite=unique_id is not None)
+        save(state, place, overwrite=overwrite, group=exchange)
+
+
+_SAVERS: dict[Any, Saver] = {}
+"""What asynchronous saves of a group have in common until its queue is cleared: plan, host memory,
+and the save in flight. Flex Checkpoint's functions leave no other place for it."""
 
 
 def clear_async_save_task_queue(process_group: Any = None) -> None:
     """Wait for the asynchronous save of a group, and raise its failure if it failed.
 
+    Gives back the host memory and the group. Clear the queue before you drop a group.
+
     Args:
         process_group: As it was given to `save_state_dict`.
     """
-    _saver_of(process_group).wait()
-
-
-@functools.cache
-def _saver_of(process_group: Any) -> Saver:
-    """What saves of a group have in common: the plan, and the save in flight."""
-    return Saver(group=process_group)
+    saver = _SAVERS.pop(process_group, None)
+    if saver is not None:
+        saver.close()
 
 
 def load_state_dict(
