@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from remesh.compat.megatron.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
+from remesh.compat.megatron.serialization import load, save
 
 
 def tensor(**changes: Any) -> ShardedTensor:
@@ -249,6 +252,61 @@ def test_offset_and_shape_of_an_object_must_fit() -> None:
 def test_local_objects_have_both_spellings() -> None:
     assert LocalNonpersitentObject is LocalNonpersistentObject
     assert LocalNonpersistentObject([1]).unwrap() == [1]
+
+
+@pytest.mark.parametrize("num_ranges", [1, 2, 3, 7])
+def test_ranges_of_a_factory_that_knows_no_ranges(tmp_path: Path, num_ranges: int) -> None:
+    # Two ranks of tensor parallelism, each with its rows of two matrices, as in gated layers.
+    gate, up = torch.arange(24).reshape(4, 6), torch.arange(24, 48).reshape(4, 6)
+    ranks = [torch.cat([gate[:2], up[:2]]), torch.cat([gate[2:], up[2:]])]
+
+    def ranges(*, values: bool) -> dict[str, Any]:
+        found = {}
+        for rank, weight in enumerate(ranks):
+
+            def build(key: str, data: Any, replica_id: Any, _: Any, rank: int = rank) -> Any:
+                return [
+                    ShardedTensor.from_rank_offsets(
+                        key, half, (0, rank + 2 * number, 4), replica_id=replica_id
+                    )
+                    for number, half in enumerate(data.chunk(2))
+                ]
+
+            of_weight = ShardedTensorFactory("weight", weight, build, torch.cat)
+            size = -(-weight.numel() // num_ranges)
+            for start in range(0, weight.numel(), size):
+                part = slice(start, min(start + size, weight.numel()))
+                data = weight.reshape(-1)[part].clone()
+                found[f"{rank} {start}"] = replace(
+                    of_weight,
+                    key="moment",
+                    data=data if values else torch.zeros_like(data),
+                    flattened_range=part,
+                )
+        return found
+
+    save(ranges(values=True), tmp_path)
+    whole = {"all": ShardedTensor.from_rank_offsets("moment", torch.zeros(8, 6, dtype=torch.int64))}
+    assert torch.equal(load(whole, tmp_path)["all"], torch.cat([gate, up]))
+    loaded, expected = load(ranges(values=False), tmp_path), ranges(values=True)
+    assert all(torch.equal(loaded[key], expected[key].data) for key in expected)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data.clone())],
+        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data.t())],
+        lambda key, data, *_: [ShardedTensor.from_rank_offsets(key, data[:1])],
+        lambda key, data, *_: [ShardedObject(key, data, (1,), (0,))],
+    ],
+    ids=["copied", "transposed", "incomplete", "object"],
+)
+def test_a_factory_that_cannot_store_a_range_is_refused(build: Any) -> None:
+    factory = ShardedTensorFactory("weight", torch.ones(2, 3), build, torch.cat)
+    part = replace(factory, data=torch.ones(3), flattened_range=slice(2, 5))
+    with pytest.raises(CheckpointingException, match="cannot store a flattened range"):
+        part.build()
 
 
 def halves(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:

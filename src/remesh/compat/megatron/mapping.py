@@ -494,6 +494,8 @@ class ShardedTensorFactory(ShardedBase):
         merge_fn: Makes the tensor from the loaded dict or list.
         replica_id: Handed to `build_fn`.
         flattened_range: Handed to `build_fn`.
+        local_shape: Shape of the tensor before it was flattened; by default that of `data`. A copy
+            of a factory for flattened data, as `dataclasses.replace` makes it, keeps it.
     """
 
     key: str
@@ -502,10 +504,58 @@ class ShardedTensorFactory(ShardedBase):
     merge_fn: FactoryMergeFn
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
+    local_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.flattened_range is None and isinstance(self.data, torch.Tensor):
+            self.local_shape = tuple(self.data.shape)
 
     def build(self) -> Any:
-        """The stored form."""
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        """The stored form.
+
+        Raises:
+            CheckpointingException: If `build_fn` ignores the flattened range, as those of Megatron
+                do since 0.16, and makes other things than parts of the tensor, one after the other.
+        """
+        built = self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        leaves = nested_values(built)
+        if self.flattened_range is None or all(
+            isinstance(leaf, ShardedTensor) and leaf.flattened_range is not None for leaf in leaves
+        ):
+            return built
+        return self._ranges(self.flattened_range)
+
+    def _ranges(self, flattened: slice) -> list[ShardedTensor]:
+        """What a flattened range has of each part that `build_fn` makes of the whole tensor."""
+        parts, ranges, done = [], [], 0
+        if self.local_shape is not None:
+            whole = torch.empty(self.local_shape, dtype=self.data.dtype, device="meta")
+            parts = self.build_fn(self.key, whole, self.replica_id, None)
+        size = math.prod(self.local_shape or ())
+        start, stop, _ = flattened.indices(size)
+        for part in parts:
+            data = part.data if isinstance(part, ShardedTensor) else None
+            if not (
+                data is not None
+                and data.untyped_storage() is whole.untyped_storage()
+                and data.is_contiguous()
+                and data.storage_offset() == done
+            ):
+                break
+            first, last = max(start, done), min(stop, done + data.numel())
+            if first < last:
+                own = self.data[first - start : last - start]
+                ranges.append(
+                    replace(part, data=own, flattened_range=slice(first - done, last - done))
+                )
+            done += data.numel()
+        if done != size:
+            raise CheckpointingException(
+                f"{self.key}: its factory cannot store a flattened range\nIts build_fn ignores "
+                "flattened_range, and makes no parts that lie one after the other in the tensor; "
+                "choose another format of the optimizer's state"
+            )
+        return ranges
 
     def to_remesh(self) -> EngineTensor:
         """The stored form as the engine's description, if it is shards of one tensor.
