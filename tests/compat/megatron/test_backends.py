@@ -382,11 +382,38 @@ def test_a_directory_that_is_not_empty_is_replaced_with_a_warning(
 ) -> None:
     for number in range(2):
         state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), number))}
-        save({**state, "step": number}, tmp_path)
+        save({**state, "step": number}, tmp_path, ("remesh", 1))
         assert ("is not empty" in caplog.text) == (number > 0)
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
     assert load(wanted, tmp_path)["step"] == 1
     assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+def state_of(step: int) -> dict[str, Any]:
+    weight = ShardedTensor.from_rank_offsets("w", torch.full((2,), float(step)))
+    return {"w": weight, "step": step}
+
+
+def test_old_and_new_state_are_never_one_checkpoint(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path, ("torch_dist", 1))
+    request = save(state_of(2), tmp_path, ("torch_dist", 1), async_sharded_save=True)
+    assert request is not None
+    assert load(state_of(0), tmp_path)["step"] == 1
+    request.preloaded().run()
+    # The tensors are new, and the common state is not.
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    for finalize in request.finalize_fns:
+        finalize()
+    loaded = load(state_of(0), tmp_path)
+    assert (loaded["w"].tolist(), loaded["step"]) == ([2, 2], 2)
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path, ("zarr", 1))
+    with pytest.raises(CheckpointingException, match="cannot be replaced in place"):
+        save(state_of(2), tmp_path, ("zarr", 1))
+    loaded = load(state_of(0), tmp_path)
+    assert (loaded["w"].tolist(), loaded["step"]) == ([1, 1], 1)
 
 
 def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
@@ -509,7 +536,7 @@ def test_the_config_of_newer_megatron_is_understood(tmp_path: Path) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path)
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path, ("remesh", 1))
     (file,) = tmp_path.glob("data-*/00000.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1

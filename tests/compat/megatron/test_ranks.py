@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from remesh.compat import megatron as dist_checkpointing
 from remesh.compat.megatron import (
     CheckpointingException,
     ShardedObject,
@@ -90,7 +91,7 @@ def _share_the_work(exchange: Exchange, folder: Path) -> dict[str, Any]:
     rank = exchange.rank
     found: dict[str, Any] = {}
     # Alone, a strategy writes on main replicas.
-    save({**replicated(rank, values=True), "step": 1}, folder / "plain")
+    save({**replicated(rank, values=True), "step": 1}, folder / "plain", ("remesh", 1))
     found["plain"] = bytes_by_rank(folder / "plain")
     shared = replicated(rank, values=True)
     wrapper = FullyParallelSaveStrategyWrapper(
@@ -132,8 +133,11 @@ def test_wrappers_share_the_work(tmp_path: Path) -> None:
     assert sorted(first["asked"] + second["asked"]) == ["w0", "w1", "w2", "w3"]
 
 
-def _refuse_everywhere(exchange: Exchange, folder: Path) -> list[str]:
-    rank = exchange.rank
+def _refuse_everywhere(exchange: Exchange, folder: Path, backend: str) -> list[str]:
+    rank, save = (
+        exchange.rank,
+        functools.partial(dist_checkpointing.save, sharded_strategy=(backend, 1)),
+    )
     row = torch.full((2,), rank)
     good = {"w": ShardedTensor.from_rank_offsets("w", row, (0, rank, 2))}
     save({**good, "common": rank, "same": 1}, folder)
@@ -162,8 +166,9 @@ def _refuse_everywhere(exchange: Exchange, folder: Path) -> list[str]:
     return messages
 
 
-def test_every_rank_raises(tmp_path: Path) -> None:
-    by_rank = run_processes(2, _refuse_everywhere, tmp_path / "checkpoint")
+@pytest.mark.parametrize("backend", ["remesh", "torch_dist"])
+def test_every_rank_raises(tmp_path: Path, backend: str) -> None:
+    by_rank = run_processes(2, _refuse_everywhere, tmp_path / "checkpoint", backend)
     parts = [
         "no data to save",
         "not a distributed checkpoint",

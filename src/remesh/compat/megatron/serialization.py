@@ -111,7 +111,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise CheckpointingException(f"{sharded} cannot save beside the training")
     exchange = exchange_of(None)
-    _warn_if_not_empty(exchange, checkpoint_dir)
+    replaces = _warn_if_not_empty(exchange, checkpoint_dir)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
     sharded_part, common_part = save_preprocess(
@@ -120,8 +120,11 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     if common.backend == "remesh":
         common_part = common_object(common_part, exchange.rank)
         sharded_part = {"sharded": sharded_part, "common": common_part}
+        write_common = None
     else:
-        common.save_common(common_part, checkpoint_dir)
+        write_common = common.prepare_common(common_part, checkpoint_dir)
+        if not replaces:
+            write_common()
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
         objects, sharded_part = _objects_and_tensors(sharded_part)
@@ -137,6 +140,9 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         return b""
 
     def finalize() -> None:
+        if replaces and write_common is not None:
+            # After the tensors, so that a save that fails leaves the old checkpoint whole.
+            write_common()
         with as_checkpointing_exception():
             run_on_one(exchange, write_config)
 
@@ -149,13 +155,16 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     return None
 
 
-def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> None:
-    def look() -> bytes:
-        if storage_of(checkpoint_dir).list():
-            logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
-        return b""
+def _warn_if_not_empty(exchange: Exchange, checkpoint_dir: Any) -> bool:
+    """Whether something is there."""
 
-    run_on_one(exchange, look)
+    def look() -> bytes:
+        if not storage_of(checkpoint_dir).list():
+            return b""
+        logger.warning("%s is not empty; what lies there is replaced", checkpoint_dir)
+        return b"1"
+
+    return bool(run_on_one(exchange, look))
 
 
 def _save_strategy(action: StrategyAction, given: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -183,6 +184,13 @@ class SaveCommonStrategy(SaveStrategyBase, ABC):
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: Any) -> None:
         """Write it; every rank calls this, rank 0's is written."""
+
+    def prepare_common(
+        self, common_state_dict: StateDict, checkpoint_dir: Any
+    ) -> Callable[[], None]:
+        """What every rank calls later to write what it is now; here it is written at once."""
+        self.save_common(common_state_dict, checkpoint_dir)
+        return lambda: None
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Any

@@ -8,6 +8,7 @@ not ask for is an error that names it, and `remesh.formats.Source(path, allow=..
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from remesh.checkpoint.loading import open_shared
@@ -82,14 +83,31 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         Raises:
             CheckpointingException: On every rank, if something has no safe encoding.
         """
+        self.prepare_common(common_state_dict, checkpoint_dir)()
 
-        def write() -> bytes:
-            data = torch_bytes(common_state_dict, "common state")
-            storage_of(checkpoint_dir).put(COMMON_NAME, data, overwrite=True)
+    def prepare_common(self, common_state_dict: Any, checkpoint_dir: Any) -> Callable[[], None]:
+        """See `SaveCommonStrategy`. Collective, and so is what it returns.
+
+        Raises:
+            CheckpointingException: On every rank, if something has no safe encoding.
+        """
+        exchange, encoded = exchange_of(None), []
+
+        def encode() -> bytes:
+            encoded.append(torch_bytes(common_state_dict, "common state"))
             return b""
 
+        def put() -> bytes:
+            storage_of(checkpoint_dir).put(COMMON_NAME, encoded[0], overwrite=True)
+            return b""
+
+        def write() -> None:
+            with as_checkpointing_exception():
+                run_on_one(exchange, put)
+
         with as_checkpointing_exception():
-            run_on_one(exchange_of(None), write)
+            run_on_one(exchange, encode)
+        return write
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
         """See `SaveCommonStrategy`. Collective.

@@ -39,7 +39,6 @@ from remesh.compat.megatron.strategies.base import (
 )
 from remesh.exchange import Alone, run_on_all
 from remesh.formats.native import FORMAT_NAME
-from remesh.formats.torch_dcp import COMMON_NAME
 from remesh.sharded import ShardedTensor as EngineTensor
 
 Describe = Callable[[ShardedTensor], EngineTensor]
@@ -58,6 +57,7 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         writer: What writes saves beside the training: threads of this process, or a process of its
             own, which neither shares the interpreter with the trainer nor dies with it.
         file_format: What the engine calls the format.
+        without: Small files of the format that are written elsewhere.
         **format_options: Options of the format; see `remesh.save`.
     """
 
@@ -68,16 +68,16 @@ class EngineSaveShardedStrategy(AsyncSaveShardedStrategy):
         *,
         writer: Literal["thread", "process"] = "thread",
         file_format: str = FORMAT_NAME,
+        without: tuple[str, ...] = (),
         **format_options: object,
     ) -> None:
         super().__init__(backend, version)
-        # The common state has a strategy of its own, or is one of the objects.
         self._make_saver = partial(
             Saver,
             writer=writer,
             format=file_format,
             format_options=format_options,
-            without=(COMMON_NAME,),
+            without=without,
         )
         self._saver = self._make_saver()
 

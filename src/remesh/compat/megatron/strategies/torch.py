@@ -118,7 +118,9 @@ class TorchDistSaveShardedStrategy(EngineSaveShardedStrategy):
         writer: Literal["thread", "process"] = "thread",
         **_ignored: Any,
     ) -> None:
-        options = {} if separation_hint is None else {"separation_hint": separation_hint}
+        options: dict[str, Any] = (
+            {} if separation_hint is None else {"separation_hint": separation_hint}
+        )
         super().__init__(backend, version, writer=writer, file_format="torch_dcp", **options)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count

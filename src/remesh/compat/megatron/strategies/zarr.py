@@ -13,6 +13,7 @@ from remesh.compat.megatron.strategies.engine import (
     EngineLoadShardedStrategy,
     EngineSaveShardedStrategy,
 )
+from remesh.formats.torch_dcp import COMMON_NAME
 from remesh.formats.zarr import ARRAY_NAME
 
 
@@ -26,7 +27,9 @@ class ZarrSaveShardedStrategy(EngineSaveShardedStrategy):
         *,
         writer: Literal["thread", "process"] = "thread",
     ) -> None:
-        super().__init__(backend, version, writer=writer, file_format="zarr")
+        super().__init__(
+            backend, version, writer=writer, file_format="zarr", without=(COMMON_NAME,)
+        )
 
 
 class ZarrLoadShardedStrategy(EngineLoadShardedStrategy):
