@@ -85,6 +85,7 @@ def run_rank(rank: int, world_size: int, store: str, options: Options, results: 
             "remesh": lambda: here.save(
                 described(here, source, 0),
                 places["remesh"],  # noqa: B023
+                ("remesh", 1),
             ),
             "remesh, torch_dist": lambda: here.save(
                 described(here, source, 0),

@@ -38,7 +38,10 @@ from remesh.compat.megatron.strategies.native import (
     RemeshLoadShardedStrategy,
     RemeshSaveShardedStrategy,
 )
-from remesh.compat.megatron.strategies.torch import TorchDistSaveShardedStrategy
+from remesh.compat.megatron.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from tests.compat.megatron.layouts import flat_shards, row_shards
 
 BACKENDS = ["remesh", "torch_dist", "zarr"]
@@ -551,8 +554,18 @@ def test_backends_versions_and_strategies_are_checked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="version 7"):
         save({}, tmp_path, ("remesh", 7))
     save({}, tmp_path)
-    with pytest.raises(CheckpointingException, match="reads backend 'torch_dist', not 'remesh'"):
-        load({}, tmp_path, ("torch_dist", 1))
+    with pytest.raises(CheckpointingException, match="reads backend 'remesh', not 'torch_dist'"):
+        load({}, tmp_path, ("remesh", 1))
+
+
+def test_the_default_is_megatrons_format(tmp_path: Path) -> None:
+    save({"step": 3}, tmp_path)
+    loaders = (dist_checkpointing.get_default_load_sharded_strategy(at) for at in (None, tmp_path))
+    assert {type(one) for one in loaders} == {TorchDistLoadShardedStrategy}
+    assert isinstance(
+        dist_checkpointing.get_default_save_sharded_strategy(), TorchDistSaveShardedStrategy
+    )
+    assert (tmp_path / "common.pt").exists()
 
 
 def test_the_fourth_argument_may_be_the_newer_one(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from remesh.compat.megatron.strategies.native import (
     RemeshLoadShardedStrategy,
     RemeshSaveShardedStrategy,
 )
+from remesh.compat.megatron.validation import determine_global_metadata
 from remesh.exchange import Exchange
 from remesh.testing import Raised, Returned, run_processes, run_processes_outcomes
 
@@ -336,6 +337,22 @@ def test_a_background_that_fails_on_one_rank_raises_on_all(
         assert "rank 1: " in outcome.value
         assert "no room" in outcome.value
         assert "no memory" in outcome.value
+
+
+def _alone(exchange: Exchange, folder: Path) -> None:
+    rank = exchange.rank
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2) + rank, (0, rank, 2))}, folder)
+    # Each rank asks for everything, and is all that must fit together.
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    assert determine_global_metadata(wanted, process_group=own)[1] == [[wanted["w"].without_data()]]
+    with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+        load(wanted, folder)
+    assert load(wanted, folder, process_group=own)["w"].tolist() == [1, 1, 2, 2]
+
+
+def test_a_group_of_ranks_may_ask_for_everything(tmp_path: Path) -> None:
+    run_processes(2, _alone, tmp_path / "checkpoint")
 
 
 def _groups(exchange: Exchange, folder: Path) -> None:

@@ -59,8 +59,8 @@ from remesh.formats.building import exists
 logger = logging.getLogger(__name__)
 
 CONTENT_METADATA_KEY = "content_metadata"
-DEFAULT_BACKEND = ("remesh", 1)
-"""What `save` writes by default."""
+DEFAULT_BACKEND = ("torch_dist", 1)
+"""What `save` writes by default, as Megatron does."""
 
 
 def save(  # noqa: PLR0917 - the order is Megatron's
@@ -83,7 +83,7 @@ def save(  # noqa: PLR0917 - the order is Megatron's
         checkpoint_dir: Directory or URL of the checkpoint; made if it is not there. What lies there
             is replaced.
         sharded_strategy: How sharded tensors are written: a strategy, or (backend, version); by
-            default remesh's own format.
+            default `torch_dist`, as Megatron writes it.
         common_strategy: Likewise for the common state; by default what the sharded backend goes
             with.
         validate_access_integrity: Check before writing that main replicas cover everything exactly
@@ -183,6 +183,7 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     validate_access_integrity: bool = True,
     strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = False,
+    process_group: Any = None,
 ) -> Any:
     """Load into a sharded state dict. Collective.
 
@@ -200,6 +201,8 @@ def load(  # noqa: PLR0917 - the order is Megatron's
             exactly once.
         strict: What to do about keys that do not match; see `StrictHandling`.
         verify_integrity: Check all files against `integrity.json` first.
+        process_group: The ranks that together hold everything exactly once; by default all. All
+            ranks take part in the load, each group with a state dict of its own.
 
     Returns:
         The state dict: the stored common state, with local objects and loaded tensors and objects
@@ -238,7 +241,7 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     asked, _ = extract_sharded_base(asked)
     mine = of_all = None
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-        mine, of_all = determine_global_metadata(asked)
+        mine, of_all = determine_global_metadata(asked, process_group)
     asked, missing, unexpected = validate_integrity_and_strict_load(
         asked, handling, validate_access_integrity, mine, of_all, stored
     )
@@ -325,7 +328,7 @@ def remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
 def get_default_save_sharded_strategy(
     backend: str = "torch_dist", version: int = 1
 ) -> SaveShardedStrategy:
-    """The strategy that writes a backend. The default of `save` itself is `remesh`."""
+    """The strategy that writes a backend."""
     strategy: SaveShardedStrategy = get_default_strategy(
         StrategyAction.SAVE_SHARDED, backend, version
     )
@@ -342,7 +345,12 @@ def get_default_save_common_strategy(
     return strategy
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: Any) -> LoadShardedStrategy:
-    """The strategy that reads a checkpoint."""
+def get_default_load_sharded_strategy(checkpoint_dir: Any = None) -> LoadShardedStrategy:
+    """The strategy that reads a checkpoint; without one, that of what `save` writes by default."""
+    if checkpoint_dir is None:
+        default: LoadShardedStrategy = get_default_strategy(
+            StrategyAction.LOAD_SHARDED, *DEFAULT_BACKEND
+        )
+        return default
     strategy: LoadShardedStrategy = verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
     return strategy

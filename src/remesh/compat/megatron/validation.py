@@ -142,16 +142,16 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
 
 
 def determine_global_metadata(
-    sharded_state_dict: Any, group: Any = None
+    sharded_state_dict: Any, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """What this rank and what all ranks describe, without data. Collective.
 
     Args:
         sharded_state_dict: This rank's; without factories.
-        group: The ranks; see `remesh.save`.
+        process_group: The ranks; a process group or an `Exchange`, by default all.
     """
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
-    exchange = exchange_of(group)
+    exchange = exchange_of(process_group)
     encoded = msgspec.msgpack.encode([_describe(leaf) for leaf in local])
     replies = run_on_all(exchange, lambda: encoded)
     described = [msgspec.msgpack.decode(reply, type=list[_Described]) for reply in replies]

@@ -135,9 +135,6 @@ def prepare(package: str) -> None:
         from remesh.compat import megatron
 
         megatron.install()
-        # The tests replace what gives Megatron's default by what gives this.
-        serialization: Any = importlib.import_module("remesh.compat.megatron.serialization")
-        serialization.DEFAULT_BACKEND = ("torch_dist", 1)
         # Some tests want that nothing is logged; the drop-in logs a line for each save and load.
         logging.getLogger("remesh").setLevel(logging.WARNING)
     cuda_on_cpu.without_transformer_engine()
