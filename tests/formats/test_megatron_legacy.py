@@ -50,12 +50,14 @@ def cut(tensor: torch.Tensor, dim: Any, rank: int, count: int) -> torch.Tensor:
     return tensor.chunk(count, dim)[rank].clone()
 
 
-def write(folder: Path, model: Whole, ranks: int, stages: int, chunks: int = 1) -> None:
+def write(
+    folder: Path, model: Whole, ranks: int, stages: int, chunks: int = 1, args: Any = None
+) -> None:
     """Write the folders of all ranks; layers go chunk by chunk over the stages."""
     step = NUM_LAYERS // (stages * chunks)
     for rank in range(ranks):
         for stage in range(stages):
-            state: dict[str, Any] = {"iteration": 10, "args": argparse.Namespace(swiglu=True)}
+            state: dict[str, Any] = {"iteration": 10} | ({} if args is None else {"args": args})
             for chunk in range(chunks):
                 first = (chunk * stages + stage) * step
                 is_first, is_last = first == 0, first + step == NUM_LAYERS
@@ -81,7 +83,8 @@ def write(folder: Path, model: Whole, ranks: int, stages: int, chunks: int = 1) 
 )
 def test_parts_are_joined(ranks: int, stages: int, chunks: int, tmp_path: Path) -> None:
     model = whole_model()
-    write(tmp_path / "iter_0000010", model, ranks, stages, chunks)
+    args = argparse.Namespace(swiglu=True)
+    write(tmp_path / "iter_0000010", model, ranks, stages, chunks, args)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     found = remesh.Checkpoint(tmp_path)
     assert found.format == "megatron_legacy"
@@ -106,9 +109,53 @@ def test_parts_without_a_rule_have_names_of_their_own(
     write(tmp_path, model, 2, 1)
     with caplog.at_level(logging.WARNING, "remesh"):
         found = remesh.Checkpoint(tmp_path)
-    assert "no rule says how model.decoder.layers.1.adapter.weight was cut" in caplog.text
+    assert "no rule says how 'model.decoder.layers.1.adapter.weight' was cut" in caplog.text
     name = "mp_rank_01.model.decoder.layers.1.adapter.weight"
     assert torch.equal(found[name], model["decoder.layers.1.adapter.weight"][0][2:])
+
+
+class _OtherArgs(argparse.Namespace):
+    """Arguments of a class that no reader knows."""
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(
+    "args",
+    [
+        None,
+        {"swiglu": True},
+        argparse.Namespace(swiglu=False, quick_geglu=True),
+        argparse.Namespace(swiglu=False),
+        _OtherArgs(swiglu=True),
+    ],
+    ids=["none", "dict", "quick_geglu", "no flag", "unknown class"],
+)
+def test_the_first_layer_of_an_mlp_is_joined_whatever_the_arguments_say(
+    args: Any, is_gated: bool, tmp_path: Path
+) -> None:
+    model = whole_model()
+    if not is_gated:
+        for layer in range(NUM_LAYERS):
+            name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+            model[name] = (torch.randn(FFN, HIDDEN), 0)
+            model[name.replace("weight", "bias")] = (torch.randn(FFN), 0)
+    write(tmp_path, model, 2, 1, args=args)
+    found = remesh.Checkpoint(tmp_path)
+    for name, (tensor, _) in model.items():
+        assert torch.equal(found[f"model.{name}"], tensor), name
+
+
+def test_a_first_layer_without_a_second_is_not_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = whole_model()
+    del model["decoder.layers.3.mlp.linear_fc2.weight"]
+    write(tmp_path, model, 2, 1)
+    with caplog.at_level(logging.WARNING, "remesh"):
+        found = remesh.Checkpoint(tmp_path)
+    name = "model.decoder.layers.3.mlp.linear_fc1.weight"
+    assert f"nothing says whether {name!r} is gated" in caplog.text
+    assert found[f"mp_rank_01.{name}"].shape == (FFN, HIDDEN)
 
 
 def test_a_missing_part_joins_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ take memory or time that its size does not account for.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pickle
 import random
@@ -249,6 +250,14 @@ def test_a_name_with_many_dots_takes_no_time_or_memory() -> None:
 
     assert remesh.Checkpoint(in_memory(files)).values[name] == 5
     attempt(files, {}, by_command=False)
+
+
+def test_a_long_name_that_no_rule_of_megatron_fits_takes_no_time() -> None:
+    made = io.BytesIO()
+    torch.save({"model": {"norm" * (1 << 18): torch.ones(2)}}, made)
+    parts = {f"mp_rank_{rank:02d}/model_optim_rng.pt": made.getvalue() for rank in range(2)}
+
+    assert attempt(parts, {}, by_command=False) == "read"
 
 
 def test_keys_that_are_no_names(tmp_path: Any) -> None:

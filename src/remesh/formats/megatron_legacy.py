@@ -14,7 +14,9 @@ dicts of `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` a
 * Layers are numbered on from stage to stage; with several chunks, chunk by chunk.
 * Columns (`linear_qkv`, `linear_fc1`, ...) and vocabularies are cut along dim 0, rows
   (`linear_proj`, `linear_fc2`, ...) along dim 1; norms and biases of rows are alike on all ranks.
-* A gated `linear_fc1` has the rank's part of the gate, and then that of the other half.
+* A gated `linear_fc1` has the rank's part of the gate, and then that of the other half. It has
+  twice as many rows as the `linear_fc2` beside it has columns; one that is not gated, as many.
+  Arguments are not asked: the flags of gated activations are several, and may be unreadable.
 
 Where a name has no rule (experts, modules of the script), nothing is joined: then each part opens
 under its own folder, as `mp_rank_01_002.model...`, and a warning says why. Optimizers and
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +61,6 @@ _OF_RANKS = frozenset({"optimizer", "rng_state"})
 _COLUMNS = "linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h"
 _ROWS = "linear_proj|linear_fc2|dense|dense_4h_to_h"
 _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = (
-    (re.compile(r".*norm[^.]*(?:\.|_)(?:weight|bias)"), None),
     (re.compile(rf".*\.(?:{_COLUMNS})\.(?:weight|bias)"), 0),
     (re.compile(r"(?:.*\.)?(?:word_embeddings|output_layer)\.(?:weight|bias)"), 0),
     (re.compile(rf".*\.(?:{_ROWS})\.weight"), 1),
@@ -67,7 +68,9 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = (
     (re.compile(r"(?:.*\.)?position_embeddings\.weight"), None),
 )
 """Name in the model → the dim along which ranks cut it; None if all have the whole."""
-_GATED = re.compile(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
+_PARAMETER = re.compile(r"[._](?:weight|bias)\Z")
+_SECOND_LAYERS = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+"""The first linear layer of an MLP, which may be gated → the second."""
 
 _log = logging.getLogger("remesh")
 
@@ -173,17 +176,11 @@ Held = tuple[_Part, ArchivedTensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """A joined model.
-
-    Attributes:
-        tensors: For each name what the tensor-parallel ranks have of it.
-        leaves: What is no tensor.
-        is_gated: Whether the first linear layer of an MLP has two halves.
-    """
+    """A joined model."""
 
     tensors: dict[str, list[Held]]
+    """For each name what the tensor-parallel ranks have of it."""
     leaves: dict[str, object]
-    is_gated: bool
 
     @classmethod
     def of(cls, parts: list[_Part]) -> _Joined:
@@ -198,9 +195,7 @@ class _Joined:
             raise _CannotJoinError(
                 "their ranks are no full grid, or experts have ranks of their own"
             )
-        args = parts[0].content.get("args")
-        is_gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
-        joined = cls({}, {}, is_gated)
+        joined = cls({}, {})
         chunks = [key for key in parts[0].content if _is_model(key)]
         first_layer = 0
         for chunk in chunks:
@@ -214,6 +209,9 @@ class _Joined:
                     for part in ranks
                 ]  # fmt: skip
                 first_layer += joined._add_stage(ranks, models, first_layer)
+        for name, held in joined.tensors.items():
+            if len(held) > 1:
+                joined._cut_of(name, held)
         return joined
 
     def _add_stage(self, ranks: list[_Part], models: list[Nested], first_layer: int) -> int:
@@ -231,9 +229,7 @@ class _Joined:
             if new in self.tensors or new in self.leaves:
                 raise _CannotJoinError(f"two stages have {name}")
             if name in first.tensors:
-                held = [model.tensors[name] for model in models]
-                if len(ranks) > 1:
-                    _dim_of(new, held)
+                held = (model.tensors[name] for model in models)
                 self.tensors[new] = list(zip(ranks, held, strict=True))
             else:
                 self.leaves[new] = first.leaves[name]
@@ -252,15 +248,13 @@ class _Joined:
 
     def _add_tensor(self, builder: IndexBuilder, name: str, held: list[Held]) -> None:
         part, first = held[0]
-        dim = None if len(held) == 1 else _dim_of(name, [tensor for _, tensor in held])
+        dim, num_blocks = (None, 1) if len(held) == 1 else self._cut_of(name, held)
         if dim is None:
             builder.add_archived(name, first, part.archive, part.path)
             return
         whole = list(first.shape)
         whole[dim] *= len(held)
         row = builder.add_tensor(name, first.dtype, whole)
-        is_cut_twice = self.is_gated and _GATED.fullmatch(name) is not None
-        num_blocks = 2 if is_cut_twice and first.shape[dim] % 2 == 0 else 1
         extent = first.shape[dim] // num_blocks
         block = [*first.shape[:dim], extent, *first.shape[dim + 1 :]]
         itemsize = BY_NAME[first.dtype].itemsize
@@ -274,20 +268,45 @@ class _Joined:
                     row, Box(tuple(offset), tuple(block)), part.path, position, tensor.strides
                 )
 
+    def _cut_of(self, name: str, held: list[Held]) -> tuple[int | None, int]:
+        """The dim along which ranks cut a tensor, and how many blocks each has; None if it has all.
 
-def _dim_of(name: str, held: Iterable[ArchivedTensor]) -> int | None:
+        Raises:
+            _CannotJoinError: If there is no rule for it.
+        """
+        if "experts." in name:
+            raise _CannotJoinError(f"{shown(name)} is of an expert")
+        (_, first), *others = held
+        dim = _dim_of(name)
+        is_alike = all((one.shape, one.dtype) == (first.shape, first.dtype) for _, one in others)
+        if not is_alike or (dim is not None and dim >= len(first.shape)):
+            raise _CannotJoinError(f"parts of {shown(name)} differ in shape")
+        *mlp, layer, _ = name.split(".")
+        if layer not in _SECOND_LAYERS:
+            return dim, 1
+        second = self.tensors.get(".".join((*mlp, _SECOND_LAYERS[layer], "weight")))
+        columns = second[0][1].shape[1:] if second else ()
+        for num_blocks in (1, 2):
+            if [num_blocks * n for n in columns] == [first.shape[0]]:
+                return dim, num_blocks
+        raise _CannotJoinError(f"nothing says whether {shown(name)} is gated")
+
+
+def _dim_of(name: str) -> int | None:
     """The dim along which ranks cut a tensor; None if all have the whole.
 
     Raises:
         _CannotJoinError: If there is no rule for it.
     """
-    first, *others = held
-    if "experts." in name:
-        raise _CannotJoinError(f"{name} is of an expert")
+    if _is_norm(name):
+        return None
     for pattern, dim in _RULES:
         if pattern.fullmatch(name):
-            is_alike = all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others)
-            if not is_alike or (dim is not None and dim >= len(first.shape)):
-                raise _CannotJoinError(f"parts of {name} differ in shape")
             return dim
-    raise _CannotJoinError(f"no rule says how {name} was cut")
+    raise _CannotJoinError(f"no rule says how {shown(name)} was cut")
+
+
+def _is_norm(name: str) -> bool:
+    """Whether it is a weight or bias such as `q_layernorm.weight` or `layer_norm_bias`."""
+    found = _PARAMETER.search(name)
+    return found is not None and "norm" in name[: found.start()].rpartition(".")[2]
