@@ -9,9 +9,8 @@ says to share reads. Each world has a process of its own; times are those of its
 on the machine does not concern them. Peak memory is that of rank 0, up to the encoded index, and
 that of the whole process.
 
-Also what it takes to open an index of random cuts, which have no pattern, and to resolve
-transformations of 300,000 names, for all targets and for a few (`benchmarks.transform_planning`).
-The figures of the largest world are printed with their goals.
+Also what it takes to open an index of random cuts, which have no pattern. The figures of the
+largest world are printed with their goals.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ import msgspec
 import numpy as np
 
 from benchmarks.report import print_table, write_json
-from benchmarks.transform_planning import renames, rule_files, sources
-from remesh import Transform
 from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.formats import native
 from remesh.formats.framing import Part
@@ -46,7 +43,6 @@ from remesh.tables import BoxTable, TensorTable
 HIDDEN = 4096
 HEADER_BYTES = 4096
 RANDOM_TENSORS, RANDOM_PIECES, RANDOM_FILES = 500, 921, 2048
-FEW_TARGETS = 40
 GOALS = {
     "save": 3.0,
     "load": 1.0,
@@ -54,7 +50,6 @@ GOALS = {
     "index": 60e6,
     "open": 0.1,
     "random": 0.05,
-    "resolve": 1.0,
     "growth": 1.0,
 }
 """Seconds of one CPU, bytes, and the exponent with which the index grows with the ranks."""
@@ -166,19 +161,6 @@ def measure_random() -> dict[str, float]:
     }
 
 
-def measure_transforms() -> list[dict[str, Any]]:
-    """What it takes to resolve transformations of many names."""
-    found, rows = sources(100, 256), []
-    for rules in (*rule_files(100, 256)[:2], *renames(found)):
-        transform = Transform(rules.program)
-        few = dict(list(rules.targets.items())[:FEW_TARGETS])
-        for targets in (rules.targets, few):
-            seconds, _ = timed(lambda: transform.resolve(found, targets))  # noqa: B023
-            counts = {"sources": len(found), "targets": len(targets)}
-            rows.append({"rules": rules.name, **counts, "seconds": seconds})
-    return rows
-
-
 def measure(num_tensors: int, world_size: int) -> dict[str, float]:
     tensors = tensors_of(num_tensors, world_size)
     describe_seconds, _ = timed(lambda: local_boxes_of(tensors, 0, world_size))
@@ -256,10 +238,6 @@ def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     before, world = result["worlds"][-2:]
     ranks = f"{world['ranks']:,} ranks"
     grown = [math.log(world[key] / before[key]) for key in ("index_bytes", "ranks")]
-    resolved = {
-        which: max(row["seconds"] for row in result["transforms"] if which_of(row) == which)
-        for which in ("all", "few")
-    }
     found = [
         (f"save: rank 0, {ranks}", "save", world["save_seconds_rank_0"]),
         (f"load of columns, {ranks}", "load", world["load_seconds_a_rank"]),
@@ -268,17 +246,11 @@ def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
         (f"open, {ranks}", "open", world["open_seconds_a_rank"]),
         ("growth of the index with the ranks", "growth", grown[0] / grown[1]),
         ("open, random cuts", "random", result["random"]["open_seconds"]),
-        ("resolve, all targets", "resolve", resolved["all"]),
-        ("resolve, few targets", "resolve", resolved["few"]),
     ]
     return [
         {"figure": figure, "unit": UNITS.get(goal, "s"), "value": value, "goal": GOALS[goal]}
         for figure, goal, value in found
     ]
-
-
-def which_of(row: dict[str, Any]) -> str:
-    return "few" if row["targets"] == FEW_TARGETS else "all"
 
 
 def shown(value: float, unit: str) -> str:
@@ -297,7 +269,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1000)
     arguments = parser.parse_args()
     results = [measure_apart(arguments.tensors, world_size) for world_size in arguments.ranks]
-    random, transforms = measure_random(), measure_transforms()
+    random = measure_random()
     growth = growth_of(results)
     print_table(
         f"Planning for {arguments.tensors} tensors",
@@ -326,8 +298,7 @@ def main() -> None:
         ["figure", *(f"{r['ranks']:,} ranks" for r in results[1:])],
         [[name, *(f"{x:.2f}" for x in exponents)] for name, exponents in growth.items()],
     )
-    result: dict[str, Any] = {"worlds": results, "growth": growth}
-    result |= {"random": random, "transforms": transforms}
+    result: dict[str, Any] = {"worlds": results, "growth": growth, "random": random}
     result["goals"] = goals_of(result)
     print_table(
         "Goals",

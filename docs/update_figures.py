@@ -442,12 +442,11 @@ def of_planning(result: Any) -> Iterator[str]:
     for one in result["goals"]:
         value, goal = (planning.shown(one[key], one["unit"]) for key in ("value", "goal"))
         yield f"| {one['figure']} | {value} | {goal} |"
-    names = {row["sources"] for row in result["transforms"]}
     random = result["random"]
     yield ""
     yield (
         f"Random cuts are {random['pieces']:,} pieces without a pattern, whose index has "
-        f"{random['index_bytes'] / 1e6:.0f} MB. Transformations are of {max(names):,} names."
+        f"{random['index_bytes'] / 1e6:.0f} MB."
     )
 
 

@@ -277,8 +277,9 @@ def describe_transformed(
 
     def describe_again() -> bytes:
         """Optimizers now get the states that are made for them."""
-        outputs = _resolve(stored, transform, tables, cast=cast, with_outputs=True, resizes=resizes)
-        names = TransformedState(stored, transform, outputs, outputs)
+        bound = transform.bind([*stored.index, *stored.document.values])
+        outputs = _resolve(stored, bound, tables, cast=cast, with_outputs=True, resizes=resizes)
+        names = TransformedState(stored, bound, outputs, outputs)
         described.append((describe_local(state, names), names))
         return _table_of(described[0][0])
 

@@ -110,14 +110,11 @@ class States:
         by_name: The state that a name stands for.
         by_parameter: The names of the states of a parameter, by slot.
         undecided: The possible states of each name whose parameter may be any of several.
-        is_clear: Whether every name that an optimizer has for a parameter shows the same owner, if
-            any does.
     """
 
     by_name: dict[str, State] = field(default_factory=dict)
     by_parameter: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     undecided: dict[str, tuple[State, ...]] = field(default_factory=dict)
-    is_clear: bool = True
 
     def add(self, name: str, state: State) -> None:
         """Record what a name stands for."""
@@ -226,8 +223,7 @@ def _add_nested(
     for root, group in by_root.items():
         if root not in owners and not any(parsed.slot in known_slots for parsed in group):
             continue  # a module called `state`
-        found, is_clear = ([owners[root]], True) if root in owners else _owners(group, parameters)
-        states.is_clear &= is_clear
+        found = [owners[root]] if root in owners else _owners(group, parameters)
         for name, _, slot, short, before, after in group:
             if len(found) > 1:
                 states.undecided[name] = tuple(
@@ -239,12 +235,11 @@ def _add_nested(
                 states.add(name, State(owner + short, slot, before, after, owner))
 
 
-def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> tuple[list[str], bool]:
+def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> list[str]:
     """What may stand before the parameters of an optimizer: the best fits, none if nothing fits.
 
     The longest short name says most. Every parameter that ends in it is a proposal, and the
-    proposals that are right for most of the names are kept. Also whether the names leave no doubt:
-    one proposal is right for all of them, or none of them makes a proposal.
+    proposals that are right for most of the names are kept.
     """
     shorts = list(dict.fromkeys(parsed.short_parameter for parsed in group))
     shorts.sort(key=lambda short: (-short.count("."), -len(short)))
@@ -262,7 +257,4 @@ def _owners(group: list[_Nested], parameters: Mapping[str, None]) -> tuple[list[
         proposal: sum(proposal + short in parameters for short in shorts) for proposal in proposals
     }
     best = max(scores.values(), default=0)
-    found = [proposal for proposal, score in scores.items() if score == best]
-    if found:
-        return found, len(found) == 1 and best == len(shorts)
-    return found, len(shorts) <= _MAX_TRIED
+    return [proposal for proposal, score in scores.items() if score == best]

@@ -105,29 +105,6 @@ def parse(program: Program) -> tuple[Statement, ...]:
     return tuple(parsed)
 
 
-def single_renames(program: object, *, literal: bool) -> dict[str, str | None] | None:
-    """A dict of renames that is certain to have statements, one or two for each name.
-
-    None if the program is something else, has placeholders, or may be malformed.
-
-    Args:
-        program: A program.
-        literal: Whether no name holds placeholders, and what becomes None is deleted.
-    """
-    if not isinstance(program, Mapping):
-        return None
-    renames: dict[Any, Any] = dict(program)
-    new_names = [new for new in renames.values() if new is not None or not literal]
-    names = [*renames, *new_names]
-    if not {type(name) for name in names} <= {str} or "" in names:
-        return None
-    text = "\n".join(names)
-    if text.count("\n") >= len(names) or ("'" in text and '"' in text):
-        return None
-    is_plain = literal or not ("*" in text or "$" in text)
-    return renames if is_plain and len(set(new_names)) == len(new_names) else None
-
-
 def rename_statements(renames: Mapping[Any, Any], *, literal: bool = False) -> list[str]:
     """The statements of a dict of renames, which happen all at once.
 

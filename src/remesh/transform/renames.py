@@ -1,9 +1,7 @@
 """Renames that name no single tensor: prefixes, regular expressions and functions.
 
 They say nothing until names are known. Then they become what a dict of renames is, old name to new
-name, and so statements (`parser.rename_statements`). For many names these are never written: what
-becomes of the names shows which are renamed alike, and a few of each kind have statements
-(`remesh.transform.numbered`).
+name, and so statements (`parser.rename_statements`).
 
 A rule is asked about every name. Optimizer state follows its parameter as it does anywhere, so a
 state becomes part of the renames only if the rule changes the name of the state itself (another
@@ -15,17 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import NoneType
 
 from remesh.errors import TransformError
-from remesh.transform.optimizer_state import State, States, find_states, short_name
+from remesh.transform.optimizer_state import State, find_states, short_name
 
 Rename = Callable[[str], str | None]
 """From an old name to a new one; None if what has the old name is not wanted."""
-
-Renames = Mapping[str, str | None]
-"""New names by the old ones, likewise."""
 
 Replacement = str | Callable[[re.Match[str]], str]
 
@@ -110,54 +103,6 @@ def _repeated(pattern: re.Pattern[str], text: str) -> Replacement:
     return lambda match: form.format(*match.groups(""))
 
 
-@dataclass(frozen=True, slots=True)
-class Renaming:
-    """What a transformation that only renames does to any names.
-
-    Attributes:
-        rule: The rule, or the names that are renamed one by one.
-        owners: See `find_states`.
-    """
-
-    rule: Rename | Renames
-    owners: Mapping[str, str]
-
-    def all_renamed(
-        self, names: Mapping[str, object]
-    ) -> tuple[list[str | None], list[bool]] | None:
-        """What becomes of each name, and whether it has a rename, which may be to itself.
-
-        None if that cannot be said of every name, or is wrong.
-        """
-        rule = self.rule
-        if isinstance(rule, Mapping):
-            if not rule.keys() <= names.keys():
-                return None
-            return [rule.get(name, name) for name in names], [name in rule for name in names]
-        found = [rule(name) for name in names]
-        is_sound = all(issubclass(kind, str | NoneType) for kind in {type(new) for new in found})
-        if not is_sound or "" in found:
-            return None
-        return found, [new != name for name, new in zip(names, found, strict=True)]
-
-    def among(self, names: Mapping[str, object]) -> Renames:
-        """The renames of some names that stand for others.
-
-        Raises:
-            TransformError: If it cannot be told from their names alone what becomes of them.
-        """
-        if isinstance(self.rule, Mapping):
-            return {old: new for old, new in self.rule.items() if old in names}
-        states = find_states(names, (), self.owners)
-        if not states.is_clear or not states.by_parameter.keys() <= names.keys():
-            raise TransformError("optimizer states of other parameters than are stored")
-        return _renames_of(self.rule, names, states)
-
-    def order(self, names: Iterable[str]) -> Iterable[str]:
-        """Names in the order in which their renames are written."""
-        return self.rule if isinstance(self.rule, Mapping) else names
-
-
 def renames_among(
     rename: Rename, names: Iterable[str], owners: Mapping[str, str]
 ) -> dict[str, str | None]:
@@ -172,10 +117,7 @@ def renames_among(
         TransformError: If the rule gives something other than a name.
     """
     names = list(names)
-    return _renames_of(rename, names, find_states(names, (), owners))
-
-
-def _renames_of(rename: Rename, names: Iterable[str], states: States) -> dict[str, str | None]:
+    states = find_states(names, (), owners)
     found: dict[str, str | None] = {}
     for name in dict.fromkeys([*names, *states.by_parameter]):
         new = _renamed(rename, name)

@@ -17,23 +17,18 @@ and a caller with a policy of its own for them, such as `load`, applies that ins
 
 Everything that can be known from names, shapes and dtypes is checked here; only the values of
 tensors that must agree are left for later.
-
-Of names that differ in their numbers alone, some are resolved for all: `remesh.transform.numbered`.
-If anything is wrong with these, all are resolved, so that the error is of the first in order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from remesh.errors import TransformError
 from remesh.transform import messages, syntax
 from remesh.transform.execute import Bindings
 from remesh.transform.expand import Expander, Operand, Step
-from remesh.transform.expanded import expanded
 from remesh.transform.expressions import (
     Leaf,
     Node,
@@ -45,12 +40,9 @@ from remesh.transform.expressions import (
 )
 from remesh.transform.inverse import COPY
 from remesh.transform.layout import Layout
-from remesh.transform.numbered import sampled
 from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_states
-from remesh.transform.parser import parse, rename_statements
 from remesh.transform.patterns import Binding
 from remesh.transform.rearrange import Shape
-from remesh.transform.renames import Renaming
 from remesh.transform.resolved import Plan, Resolved
 from remesh.transform.sources import Sources, info_from_states
 from remesh.transform.syntax import Name, Statement
@@ -60,11 +52,10 @@ _MAX_HINTS = 10
 
 
 def resolve(
-    statements: Callable[[], Sequence[Statement]],
+    statements: Sequence[Statement],
     sources: Infos,
     targets: Infos | None,
     *,
-    renaming: Renaming | None,
     owners: Mapping[str, str],
     aliases: Mapping[str, str],
     original: Sequence[Statement] | None = None,
@@ -74,8 +65,7 @@ def resolve(
 ) -> Resolved:
     """See `Transform.resolve`.
 
-    `statements` gives the statements of all names; `renaming` is not None if these only rename.
-    `original` are the statements that they undo, if they do.
+    `original` are the statements that `statements` undo, if they do.
     """
     undone = _Undone(
         None
@@ -85,27 +75,7 @@ def resolve(
         ).execute()
     )
     options = _Options(cast, with_outputs, resizes)
-
-    def resolver(said: Sequence[Statement], some: Infos, wanted: Infos | None) -> _Resolver:
-        return _Resolver(said, some, wanted, owners, aliases, undone, options=options)
-
-    if original is None and targets is not None:
-        said = statements() if renaming is None else ()
-        sample = sampled(said, sources, targets, owners, aliases, renaming=renaming)
-        # What is wrong is said of all names.
-        with suppress(TransformError):
-            if sample is not None:
-                renames = {} if renaming is None else renaming.among(sample.sources)
-                said = said or parse(rename_statements(renames, literal=True))
-                few = resolver(said, sample.sources, sample.targets)
-                found = few.run()
-                order = () if renaming is None else renaming.order(sources)
-                whole = expanded(
-                    found, few.kept, sample, sources, targets, renames=renames, order=order
-                )
-                if whole is not None and few.is_clear:
-                    return whole
-    return resolver(statements(), sources, targets).run()
+    return _Resolver(statements, sources, targets, owners, aliases, undone, options=options).run()
 
 
 _Groups = list[tuple[Step, ...]]
@@ -175,18 +145,17 @@ class _Resolver:
         self.statements = statements
         self.undone = undone
         self.options = options
-        self.is_clear = True
         self.resized: dict[str, str] = {}
         self.owners = owners
         self.given_targets = targets
         literal = _literal_names(name for s in statements for name in s.left)
-        states = self.find_states(sources, literal)
+        states = find_states(sources, literal, owners)
         self.sources = Sources(sources, states, aliases)
         self.bindings: Bindings
         self.targets: Infos = {}
         self.target_states = States()
         self.plans: dict[str, Plan] = {}
-        self.kept: dict[str, tuple[str, str]] = {}
+        self.kept: dict[str, str] = {}
         self.untouched: dict[str, None] = {}
         self.missing: dict[str, str] = {}
         self.conflicts: dict[str, str] = {}
@@ -195,17 +164,12 @@ class _Resolver:
             state.parameter: name for name, maybe in states.undecided.items() for state in maybe
         }
 
-    def find_states(self, names: Iterable[str], further: Iterable[str]) -> States:
-        found = find_states(names, further, self.owners)
-        self.is_clear &= found.is_clear
-        return found
-
     def run(self) -> Resolved:
         self.bindings, _ = self.execute()
         given = self.given_targets
         outputs = self.outputs() if self.options.with_outputs or given is None else {}
         self.targets = {**outputs, **(given or {})}
-        self.target_states = self.find_states(self.targets, self.bindings.values)
+        self.target_states = find_states(self.targets, self.bindings.values, self.owners)
         for name, info in self.targets.items():
             self.plan(name, info)
         deleted = tuple(name for name in self.sources.infos if self.is_deleted(name))
@@ -216,7 +180,7 @@ class _Resolver:
             self.targets,
             plans=self.plans,
             resized=self.resized,
-            kept={name: f"{touched!r} is {how}" for name, (touched, how) in self.kept.items()},
+            kept=self.kept,
             untouched=frozenset(self.untouched),
             missing=self.missing_with_hints(),
             conflicts=self.conflicts,
@@ -254,7 +218,7 @@ class _Resolver:
         """The targets, and the parameters of which only optimizer states are targets."""
         assert self.given_targets is not None
         literal = _literal_names(name for s in self.statements for name in s.right)
-        states = self.find_states(self.given_targets, literal)
+        states = find_states(self.given_targets, literal, self.owners)
         found = {name: info for name, info in self.given_targets.items() if info is not None}
         for parameter in states.by_parameter:
             info = info_from_states(parameter, states, self.given_targets)
@@ -298,7 +262,7 @@ class _Resolver:
         for steps, verb in ((self.bindings.added, "added"), (self.bindings.deleted, "deleted")):
             step = steps.get(touched)
             if step is not None:
-                self.kept[name] = touched, f"{verb} by statement {step.statement.number}"
+                self.kept[name] = f"{touched!r} is {verb} by statement {step.statement.number}"
                 return True
         return False
 

@@ -69,14 +69,12 @@ class Plan:
         states: For optimizer state, which is made as `node` says of its parameter: the source of
             the state by the source of the parameter. None if `node` is made of the sources.
         dtype: Element type that such state is converted to; None if it is not converted.
-        renamed: The sources that stand for others that `node` or `states` name.
     """
 
     sources: tuple[str, ...]
     node: Node | None
     states: Mapping[str, str] | None = None
     dtype: str | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +182,6 @@ class Resolved:
         regions = []
         for origin in origins:
             name = origin.leaf.name if plan.states is None else plan.states[origin.leaf.name]
-            name = plan.renamed.get(name, name)
             dtypes = _shortest(origin) if plan.states is None else self._dtypes(name, plan.dtype)
             regions.append(Region(name, origin.source_box, origin.steps, origin.box, dtypes))
         return tuple(regions)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from remesh._repr import short_repr
 from remesh.collector import collector_rests
 from remesh.errors import TransformError
 from remesh.transform import arrays, inverse
-from remesh.transform.parser import Program, parse, rename_statements, single_renames
-from remesh.transform.renames import Rename, Renames, Renaming, rename_of, renames_among
+from remesh.transform.parser import Program, parse, rename_statements
+from remesh.transform.renames import Rename, rename_of, renames_among
 from remesh.transform.resolve import resolve
 from remesh.transform.resolved import Resolved
 from remesh.transform.syntax import Statement
 from remesh.transform.tensor_info import Described, TensorInfo, infos_of
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, slots=True, init=False)
 class Transform:
     """Statements that make the tensors of one state from those of another.
 
@@ -45,14 +44,13 @@ class Transform:
         [0, 0, 3, 3, 0, 0]
 
     Attributes:
-        program: The statements; or single names and what they become, None if they are deleted,
-            which have statements if these are asked for.
+        statements: The statements, in order.
         owners: See above.
         undone: The statements that these undo, if they were made by `inverse`.
         rename: A rule that becomes statements once the names of the sources are known (`bind`).
     """
 
-    program: tuple[Statement, ...] | Renames
+    statements: tuple[Statement, ...]
     owners: Mapping[str, str]
     undone: tuple[Statement, ...] | None
     rename: Rename | None
@@ -61,27 +59,20 @@ class Transform:
 
     def __init__(self, program: Program, *, owners: Mapping[str, str] | None = None) -> None:
         rename = rename_of(program)
-        single = single_renames(program, literal=False) if rename is None else {}
-        self._set(parse(program) if single is None else single, dict(owners or {}), None, rename)
+        statements = () if rename is not None else parse(program)
+        self._set(statements, dict(owners or {}), None, rename)
 
     def _set(
         self,
-        program: tuple[Statement, ...] | Renames,
+        statements: tuple[Statement, ...],
         owners: Mapping[str, str],
         undone: tuple[Statement, ...] | None,
         rename: Rename | None = None,
     ) -> None:
-        object.__setattr__(self, "program", program)
+        object.__setattr__(self, "statements", statements)
         object.__setattr__(self, "owners", owners)
         object.__setattr__(self, "undone", undone)
         object.__setattr__(self, "rename", rename)
-
-    @cached_property
-    def statements(self) -> tuple[Statement, ...]:
-        """The statements, in order."""
-        if isinstance(self.program, tuple):
-            return self.program
-        return parse(rename_statements(self.program, literal=True))
 
     def bind(self, names: Iterable[str]) -> Transform:
         """The transformation as statements, once the names of its sources are known.
@@ -95,24 +86,16 @@ class Transform:
         Raises:
             TransformError: If two names become one.
         """
-        if self.rename is None or self.program:
+        if self.rename is None or self.statements:
             return self
         renames = renames_among(self.rename, names, self.owners)
         result = object.__new__(Transform)
-        single = single_renames(renames, literal=True)
-        statements = () if single else parse(rename_statements(renames, literal=True))
-        result._set(single or statements, self.owners, None, self.rename)
+        statements = parse(rename_statements(renames, literal=True))
+        result._set(statements, self.owners, None, self.rename)
         return result
 
-    def _renaming(self) -> Renaming | None:
-        """What it does to any names, if it only renames."""
-        if isinstance(self.program, tuple):
-            return None
-        rule = self.program or self.rename
-        return None if rule is None else Renaming(rule, self.owners)
-
     def _refuse_rule(self) -> None:
-        if self.rename is not None and not self.program:
+        if self.rename is not None and not self.statements:
             raise TransformError(
                 "the names of the sources are not known yet\n"
                 "They say what a prefix, a regular expression or a function renames; call "
@@ -186,10 +169,9 @@ class Transform:
         with collector_rests():
             infos = infos_of(sources)
             return resolve(
-                lambda: self.bind(infos).statements,
+                self.bind(infos).statements,
                 infos,
                 None if targets is None else infos_of(targets),
-                renaming=self._renaming(),
                 owners=self.owners,
                 aliases=aliases,
                 original=self.undone,
@@ -238,10 +220,9 @@ class Transform:
         """
         infos = arrays.describe(tensors)
         resolved = resolve(
-            lambda: self.bind(infos).statements,
+            self.bind(infos).statements,
             infos,
             None if targets is None else arrays.describe(targets),
-            renaming=self._renaming(),
             owners=self.owners,
             aliases={},
             original=self.undone,
