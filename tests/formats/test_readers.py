@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import zarr
 from safetensors.numpy import save_file
 
 from remesh.formats.table import FORMATS, place_of, read_contents
@@ -76,20 +75,6 @@ class TestSafetensorsParts(Opening):
             }
             path = folder / f"shard-{part}.safetensors"
             save_file(cut, path, {"DCP_SHARDING_INFO": json.dumps(offsets)})
-
-
-class TestZarr3(Opening):
-    format = "zarr3"
-
-    def write(self, arrays: Arrays, folder: Path) -> None:
-        zarr.create_group(str(folder))
-        for name, array in arrays.items():
-            path = str(folder / name.replace(".", "/"))
-            made = zarr.create_array(
-                store=path, shape=array.shape, dtype=array.dtype, compressors=None,
-                config={"write_empty_chunks": True},
-            )  # fmt: skip
-            made[...] = array
 
 
 class TestHuggingFace(Opening):

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
-from zarr.codecs import BloscCodec
 
 import remesh
 from remesh.exchange import Exchange
@@ -215,24 +214,6 @@ def _safetensors(folder: Path) -> None:
         )
 
 
-def _zarr3(folder: Path) -> None:
-    """Compressed, sharded and plain arrays, and chunks that are not stored."""
-    zarr.create_group(str(folder), attributes={"iteration": 7})
-    arrays: dict[str, tuple[Any, dict[str, Any]]] = {
-        "w": (np.arange(35.0).reshape(7, 5), {}),
-        "plain": (np.arange(9), {"compressors": None}),
-        "sharded": (np.arange(24.0).reshape(6, 4), {"shards": (4, 4)}),
-        "blosc": (np.arange(9.0), {"compressors": BloscCodec()}),
-        "zeros": (np.zeros((4, 3)), {}),
-    }
-    for name, (array, options) in arrays.items():
-        made = zarr.create_array(
-            store=str(folder / name), shape=array.shape, dtype=array.dtype,
-            chunks=(2,) * array.ndim, **options,
-        )  # fmt: skip
-        made[...] = array
-
-
 def _recorded(source: Path) -> Callable[[Path], None]:
     def copy(folder: Path) -> None:
         shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -255,7 +236,6 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "megatron flattened": _megatron_flattened,
     "megatron zarr": _foreign("zarr"),
     "zarr by zarr": _zarr_itself,
-    "zarr 3": _zarr3,
     "torch.save": _torch_file,
     "huggingface": _huggingface,
     "diffusers": _diffusers,

@@ -22,7 +22,7 @@ from tests.fuzz.trial import attempt, import_late_modules, sound_state
 INSTEAD: tuple[Any, ...] = (None, True, 0.5, "x", [], {"x": 1})
 
 _WITH_JSON = (
-    "megatron torch_dist", "megatron flattened", "megatron zarr", "zarr by zarr", "zarr 3",
+    "megatron torch_dist", "megatron flattened", "megatron zarr", "zarr by zarr",
     "huggingface", "diffusers", "atorch by remesh",
 )  # fmt: skip
 

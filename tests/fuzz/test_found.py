@@ -26,7 +26,7 @@ from remesh.index import Index, StoredFile
 from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from tests.fuzz.checkpoints import make_checkpoint
 from tests.fuzz.files import Files, in_memory
-from tests.fuzz.mutations import forge
+from tests.fuzz.mutations import forge, record_file
 from tests.fuzz.trial import attempt, import_late_modules, sound_state
 from tests.index_version_1 import version_1
 
@@ -50,17 +50,6 @@ def in_json(path: str, **fields: Any) -> Damage:
 
     def damage(files: Files) -> None:
         files[path] = json.dumps(json.loads(files[path]) | fields).encode()
-
-    return damage
-
-
-def with_index_location(location: str) -> Damage:
-    """Another place of the indexes of chunks in zarr 3's shards."""
-
-    def damage(files: Files) -> None:
-        node = json.loads(files["sharded/zarr.json"])
-        node["codecs"][0]["configuration"]["index_location"] = location
-        files["sharded/zarr.json"] = json.dumps(node).encode()
 
     return damage
 
@@ -157,11 +146,6 @@ CASES: dict[str, tuple[str, Damage, str]] = {
         "too large"),
     "zarr: a separator that joins two chunks' names": (
         "zarr by zarr", in_json("a/.zarray", dimension_separator=""), r"a/\.zarray"),
-    "zarr 3: a separator that is a list": (
-        "zarr 3", in_json("w/zarr.json", chunk_key_encoding={
-            "name": "default", "configuration": {"separator": ["/"]}}), "separator is"),
-    "zarr 3: an index of chunks in the middle": (
-        "zarr 3", with_index_location("middle"), "an index of chunks at 'middle'"),
     "atorch: a world of 999999999 ranks": (
         "atorch by remesh", instead("flat_param.00000-999999999", b""), "ranks"),
     "atorch: a meta file nested without end": (
@@ -241,6 +225,27 @@ def test_it_is_an_error_of_remesh(case: str) -> None:
     assert isinstance(caught.value, CheckpointError | remesh.errors.StateError)
     attempt(files, {}, by_command=False)
     attempt(files, {}, by_command=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["#bytes-00", "#bytes-", "#bytes-xy", "x#0+1=1:fill", "#0+0=9:fill-zz"]
+)
+def test_an_index_that_names_a_file_that_is_not_stored(name: str) -> None:
+    files = make_checkpoint("native")
+
+    def rename(_columns: dict[str, Any], metadata: dict[str, str]) -> None:
+        stored = json.loads(metadata["remesh.files"])
+        stored[0][0] = name
+        metadata["remesh.files"] = json.dumps(stored)
+
+    in_index(rename)(files)
+    record = json.loads(files["remesh.json"])["record"]
+    record["files"][0]["path"] = name
+    files["remesh.json"] = record_file(json.dumps(record).encode())
+
+    with pytest.raises(CheckpointError):
+        remesh.Checkpoint(in_memory(files)).state()
+    attempt(files, {}, by_command=False)
 
 
 def test_a_name_with_many_dots_takes_no_time_or_memory() -> None:

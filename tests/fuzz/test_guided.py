@@ -28,7 +28,6 @@ PARSERS = {
     "native compressed index": ("native compressed", "index.safetensors"),
     "native values": ("native", "values.msgpack"),
     "zarr 2": ("zarr by zarr", "a/.zarray"),
-    "zarr 3": ("zarr 3", "sharded/zarr.json"),
 }
 """Which checkpoint, and the end of the path of the file that is fuzzed."""
 NUM_INPUTS = 20_000

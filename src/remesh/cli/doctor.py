@@ -24,7 +24,6 @@ _PACKAGES = {
     "torch": "training jobs; pip install 'remesh[torch]'",
     "obstore": "s3://, gs:// and az:// URLs; pip install 'remesh[s3]'",
     "fsspec": "all other URLs; pip install 'remesh[fsspec]'",
-    "zarr": "zarr checkpoints of Megatron; pip install 'remesh[zarr]'",
     "aiohttp": "remesh run and remesh master; pip install 'remesh[elastic]'",
     "prometheus-client": "the metrics of the master; pip install 'remesh[elastic]'",
 }

@@ -31,7 +31,7 @@ from remesh.errors import (
 )
 from remesh.formats.archive import Archive, is_row_major, row_major_pieces
 from remesh.formats.checks import check_name, check_path, check_shape, damaged
-from remesh.formats.decoding import EncodedFile
+from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
 from remesh.formats.nested import take_apart
 from remesh.formats.pickle_values import ArchivedTensor
@@ -158,7 +158,6 @@ class IndexBuilder:
     _aliases: dict[str, str] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
-    _encoded: dict[str, int] = field(default_factory=dict)
     _tensor: list[int] = field(default_factory=list)
     _offsets: list[Sequence[int]] = field(default_factory=list)
     _extents: list[Sequence[int]] = field(default_factory=list)
@@ -251,10 +250,7 @@ class IndexBuilder:
         row = self._files.get(path)
         if row is None:
             try:
-                size = self._encoded.get(path)
-                self._sizes.append(
-                    file_size(self.storage, self.listing, path) if size is None else size
-                )
+                self._sizes.append(file_size(self.storage, self.listing, path))
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
                     f"{self.storage.url}/{path}: missing, though the checkpoint names it\nLoad "
@@ -366,10 +362,13 @@ class IndexBuilder:
                 "after contiguous()"
             )
 
-    def add_encoded(self, file: EncodedFile) -> str:
-        """Add a file that is decoded when it is read; returns its name."""
-        self._encoded[file.name] = file.num_bytes
-        return file.name
+    def add_constant(self, content: bytes) -> str:
+        """Add a file of a few bytes that is stored nowhere; returns its name."""
+        name = constant_file(content)
+        if name not in self._files:
+            self._files[name] = len(self._files)
+            self._sizes.append(len(content))
+        return name
 
     def add_archived(self, name: str, tensor: ArchivedTensor, archive: Archive, path: str) -> None:
         """Add a whole tensor that lies in an archive of `torch.save`."""

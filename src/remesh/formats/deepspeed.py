@@ -55,7 +55,6 @@ from remesh.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 from remesh.formats.building import IndexBuilder, Listing
 from remesh.formats.checks import check_name, damaged, integers
 from remesh.formats.contents import Contents
-from remesh.formats.decoding import EncodedFile, fill_codec
 from remesh.formats.deepspeed_files import (
     NOT_READ,
     Cut,
@@ -373,10 +372,8 @@ class _Reader:
 
     def _add_number(self, name: str, value: Any) -> None:
         """Add a number as a tensor without dims, of the type in which torch counts steps."""
-        element = np.array(value, "<f4").tobytes()
-        file = EncodedFile("", 0, 0, len(element), (fill_codec(element),))
-        row = self.builder.add_tensor(name, "float32", ())
-        self.builder.add_piece(row, Box((), ()), self.builder.add_encoded(file), 0)
+        file = self.builder.add_constant(np.array(value, "<f4").tobytes())
+        self.builder.add_piece(self.builder.add_tensor(name, "float32", ()), Box((), ()), file, 0)
 
     def _add_groups(self, groups: Sequence[Any], file: RankFile) -> None:
         """Add the options of the groups, and the steps that are counted there."""

@@ -36,7 +36,6 @@ from remesh.formats import (
     torch_file,
     torch_file_writer,
     zarr,
-    zarr3,
 )
 from remesh.formats.building import Listing, exists
 from remesh.formats.contents import Contents
@@ -151,13 +150,6 @@ FORMATS: tuple[Format, ...] = (
         lambda place: zarr.recognise(place.storage),
         lambda place: zarr.read(place.storage, place.listing, allow=place.allow),
         writers=(zarr.ZARR,),
-    ),
-    Format(
-        zarr3.NAME,
-        zarr3.LOOKS_FOR,
-        lambda place: zarr3.recognise(place.listing),
-        lambda place: zarr3.read(place.storage, place.listing),
-        lists=True,
     ),
     Format(
         huggingface.NAME,
