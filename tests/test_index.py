@@ -19,7 +19,7 @@ from remesh.dtypes import BY_NAME, DTYPES
 from remesh.errors import CorruptCheckpointError
 from remesh.geometry import Box
 from remesh.index import Index, Piece, StoredFile, StoredTensor
-from remesh.index_columns import MIN_ROWS
+from remesh.index_columns import LISTS, MIN_ROWS
 from remesh.packing import pack, unpack
 from remesh.tables import BoxTable, TensorTable, decode_columns, encode_columns
 from tests.index_version_1 import version_1
@@ -376,6 +376,14 @@ def test_a_few_words_do_not_stand_for_more_pieces_than_an_index_may_have() -> No
     refused(
         regular_index(1, 1), {"piece.file": np.array([1, 2**40, 0, 1, 0, 0, 1, 0, 0, 1, 2**40])}
     )
+    # More tensors than there are bytes of names, or positions than files.
+    run = np.array([1, MIN_ROWS, 0, 1, 0, 0, 1, 0, 0, 1, MIN_ROWS])
+    of_tensors = ("name_ends", "dtype", "ndim", "position", "shape")
+    names = [f"tensor.{what}" for what in of_tensors] + [f"{name}.list" for name in LISTS]
+    empty = {"tensor.name_bytes": np.zeros(0, np.uint8)}
+    refused(regular_index(1, 1), dict.fromkeys(names, run) | empty)
+    for name in ("file.position", "block.first"):
+        refused(regular_index(1, 1), {name: run})
     # Many tensors share one long list.
     index = regular_index(64, 1, MIN_ROWS // 16)
     columns, metadata = decode_columns(index.encode(), "f")

@@ -382,7 +382,7 @@ class Index(Mapping[str, StoredTensor]):
                 places = columns["piece.file"], columns["piece.position"]
                 index = cls.of(boxes, *places, files, *further, columns["block.first"])
             else:
-                columns = unpacked(columns, max_rows_of(data))
+                columns = unpacked(columns, len(files), max_rows_of(data))
                 tensors = TensorTable.from_columns(columns)
                 pieces = pieces_of(columns, max_rows_of(data))
                 blocks = [columns[name] for name in ("block.first", *COMPRESSED) if name in columns]

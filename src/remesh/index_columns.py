@@ -97,8 +97,13 @@ def _check_tensors(columns: Columns) -> None:
     require(((dtypes >= 0) & (dtypes < len(DTYPES))).all(), "unknown dtype")
 
 
-def unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
+def unpacked(columns: Columns, num_files: int, max_rows: int) -> dict[str, npt.NDArray[Any]]:
     """The columns of an index, unpacked, which fit each other.
+
+    Args:
+        columns: The columns as they are stored.
+        num_files: Data files of which the index speaks.
+        max_rows: Numbers that any column may have.
 
     Raises:
         KeyError: If one is missing.
@@ -107,11 +112,16 @@ def unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
     _check_unpacked(columns)
     found = {name: columns[name] for name in _UNPACKED}
     is_compressed = any(name in columns for name in COMPRESSED)
+    of_tensors = (*_OF_TENSORS, *(f"{name}.list" for name in LISTS))
+    # Names differ, so that at most one of them is empty.
+    most = dict.fromkeys(of_tensors, len(found["tensor.name_bytes"]) + 1)
+    most |= {"block.first": num_files + 1, "block.begin": len(found["block.digest"])}
+    most |= dict.fromkeys(("file.position", "file.num_bytes"), num_files)
     for name in (*_PACKED, *(COMPRESSED if is_compressed else ())):
         column = columns[name]
         require(column.dtype == np.int64 and column.ndim == 1, f"{name} is not packed")
         try:
-            found[name] = unpack(column, max_rows)
+            found[name] = unpack(column, min(max_rows, most.get(name, max_rows)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     if is_compressed:
@@ -119,7 +129,7 @@ def unpacked(columns: Columns, max_rows: int) -> dict[str, npt.NDArray[Any]]:
         has_all = [len(found[name]) for name in COMPRESSED] == [num_blocks, num_files]
         require(has_all, "compressed blocks are others")
     num_tensors = len(found["tensor.name_ends"])
-    for name in (*_OF_TENSORS, *(f"{name}.list" for name in LISTS)):
+    for name in of_tensors:
         require(len(found[name]) == num_tensors, f"{name} has {len(found[name])} rows")
     # All dims follow each other.
     num_dims, rest = divmod(len(found["tensor.shape"]), num_tensors) if num_tensors else (1, 0)
