@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 EXIT_REPLACE = 75
 """How the agent ends when another node should take the place of this one."""
 EXIT_JOB_FAILED = 1
-"""How it ends when the job has failed on another node."""
+"""How it ends when the job has failed on another node, or its end cannot be learned."""
 EXIT_DRAINED = 143
 """How it ends after SIGTERM, as other programs do."""
 EXIT_UNSAVED = 1
@@ -126,8 +126,8 @@ class Agent(LocalElasticAgent):
         """Begin to drain, or exit at once if no process runs.
 
         Raises:
-            SystemExit: While the node waits for a round, or for its master after its processes
-                have ended.
+            SystemExit: While the node waits for a round, or for the end of the job after its
+                processes have ended.
         """
         if self._exits_on_sigterm:
             raise SystemExit(EXIT_DRAINED)
@@ -515,22 +515,47 @@ class Agent(LocalElasticAgent):
         self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
 
     def _all_finish(self) -> bool:
-        """Wait for the other nodes; False if the processes have to start again with them."""
+        """Stay until the job has ended; False if the processes have to start again with others.
+
+        Raises:
+            SystemExit: If the job has failed, or the master does not say how it ends.
+        """
         self._exits_on_sigterm = True
         try:
-            self._try(lambda: self._node.leave(Outcome.SUCCEEDED, "its processes ended"))
+            self._node.leave(Outcome.SUCCEEDED, "its processes ended")
+            self._node.beat_now()
+            return self._await_end()
+        except MasterError as error:
+            log.error(
+                "the processes of this node have succeeded, how the job ends is not known: %s\n"
+                "Ask the job's master once it answers (remesh status URL)",
+                error,
+            )
+            raise SystemExit(EXIT_JOB_FAILED) from error
         finally:
             self._exits_on_sigterm = False
-        deadline = time.monotonic() + self._exit_barrier_timeout
-        while time.monotonic() < deadline:
-            reply = self._node.reply
+
+    def _await_end(self) -> bool:
+        """Wait until the job has succeeded; False if the processes have to start again.
+
+        Raises:
+            SystemExit: If the job has failed.
+            MasterError: If the master has not answered for as long as the client is patient.
+        """
+        node = self._node
+        while True:
+            reply = node.reply
             if reply.outcome is not None:
-                break
+                log.info("the job has %s: %s", reply.outcome, reply.reason)
+                if reply.outcome is Outcome.SUCCEEDED:
+                    return True
+                raise SystemExit(EXIT_JOB_FAILED)
             if reply.restart is not None:
                 log.info("the processes start again: %s", reply.reason)
                 return False
+            if node.silence > node.client.patience:
+                raise MasterError(f"{node.client.url} has not answered for {node.silence:.0f} s")
             time.sleep(self._worker_group.spec.monitor_interval)
-        return True
 
     def _report(self, result: RunResult) -> FailureAction:
         """Report the failed processes to the master; what this node has to do."""

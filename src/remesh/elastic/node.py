@@ -85,12 +85,14 @@ class _Current:
     Attributes:
         assignment: The node's assignment in the current round.
         reply: The reply to the newest heartbeat of that round.
+        answered: When it came, or the round began.
         files: Heartbeat files of the processes, by rank.
         lost_peer: Whether one of them has left its training function because it lost a peer.
     """
 
     assignment: Assignment | None = None
     reply: BeatReply = field(default_factory=BeatReply)
+    answered: float = field(default_factory=time.monotonic)
     files: Mapping[int, str] = field(default_factory=dict)
     lost_peer: bool = False
 
@@ -138,6 +140,12 @@ class NodeClient:
         """The reply to the newest heartbeat of the round."""
         with self._lock:
             return self._current.reply
+
+    @property
+    def silence(self) -> float:
+        """Seconds since a heartbeat of the round was answered."""
+        with self._lock:
+            return time.monotonic() - self._current.answered
 
     def sender(self, round_of_node: int | None = None) -> Sender:
         """The fields with which the requests of this node begin.
@@ -266,7 +274,7 @@ class NodeClient:
         reply = self.client.ask(request, limit=limit, patience=0.0)
         with self._lock:
             if self._current is current:
-                current.reply = reply
+                current.reply, current.answered = reply, time.monotonic()
 
     def put(self, round_of_node: int, key: str, value: str) -> None:
         """Write a value to the store of a round."""
