@@ -1,17 +1,33 @@
-"""A master that wants a token and speaks HTTPS, and a node that trusts it, as commands."""
+"""Masters that want a token, one over HTTPS, and the commands that have it."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
+import stat
 import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from remesh.elastic import launch
 from remesh.elastic.client import Client
+from remesh.elastic.job import Policy
+from remesh.elastic.jobs import Jobs
+from remesh.elastic.journal import Journal
+from remesh.elastic.master import Master
+from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Join, Request
+from remesh.elastic.rendezvous import Settings
+from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError
 from tests.elastic.cluster import REMESH
 from tests.elastic.zygote import Command
+from tests.waiting import wait_until
 
 OPENSSL = shutil.which("openssl")
 SUBJECT = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -54,3 +70,88 @@ def test_a_job_over_https_with_a_token(tmp_path: Path) -> None:
     finally:
         master.terminate()
         master.communicate()
+
+
+STAYS = """
+import os, sys, time
+from pathlib import Path
+
+Path(sys.argv[1], "environment").write_text(repr(dict(os.environ)))
+while not Path(sys.argv[1], "stop").exists():
+    time.sleep(0.01)
+"""
+
+
+def words_of_all_processes() -> str:
+    """What `ps` shows to every user."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(file.read_text(errors="replace"))
+    return "\n".join(found)
+
+
+@pytest.mark.timeout(600)
+def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path) -> None:
+    script, output = tmp_path / "stays.py", tmp_path / "output"
+    script.write_text(STAYS)
+    job = Command([*REMESH, "run", str(script), str(tmp_path)], output)
+    try:
+        wait_until((tmp_path / "environment").exists, "the script has begun")
+        said = re.search(r"page is at (http://[\d.:]+); .* token in (\S+)", output.read_text())
+        assert said is not None
+        url, file = said[1], Path(said[2])
+        for name in ("status", "overview", "join"):
+            body = b"{}" if name == "join" else None
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                urllib.request.urlopen(f"{url}/v{PROTOCOL_VERSION}/{name}", body, timeout=60)
+            refused.value.close()
+        with pytest.raises(MasterError, match="token is missing or wrong"):
+            Client(url, token="wrong").status()
+
+        token = file.read_text()
+        for path in (file, file.parent):
+            assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+        assert token not in words_of_all_processes()
+        assert token not in (tmp_path / "environment").read_text()
+        assert token not in output.read_text()
+
+        for host in ("127.0.0.1", "localhost"):
+            assert Client(url.replace("127.0.0.1", host)).status().phase == "running"
+        shown = subprocess.run([*REMESH, "status", url], capture_output=True, text=True, check=True)
+        assert shown.stdout.startswith("running")
+    finally:
+        (tmp_path / "stop").touch()
+        code = job.wait(300)
+    assert code == 0, output.read_text()
+    assert not file.parent.exists()
+
+
+@pytest.mark.parametrize("number", [-1, -(1 << 40)])
+def test_node_ids_begin_at_0(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    join = Join(
+        name="n",
+        node_id=0,
+        incarnation="i",
+        address="127.0.0.1",
+        num_processes=1,
+        settings=Settings(min_nodes=1, max_nodes=1),
+    )
+    refused: tuple[Request[Any], ...] = (
+        msgspec.structs.replace(join, node_id=number),
+        msgspec.structs.replace(join, num_processes=number),
+        Beat(node_id=number, incarnation="i", round=1),
+    )
+    wrong = r"`int` >= [01] - at `\$.(node_id|num_processes)`"
+
+    def jobs() -> Jobs:
+        return Jobs.only(Master(Policy(), Journal(":memory:")))
+
+    with ServerThread(jobs, ServerOptions()) as server:
+        for request in refused:
+            with pytest.raises(MasterError, match=wrong):
+                Client(server.url).ask(request)
+        assert Client(server.url).status().phase == "waiting"
+    with pytest.raises(SystemExit):
+        launch.main(["--node-id", str(number), "train.py"])
+    assert "is no node id; they begin at 0" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from remesh.elastic import frames
+from remesh.elastic.directories import token_of
 from remesh.elastic.protocol import (
     PROTOCOL_VERSION,
     PURPOSES,
@@ -149,7 +150,8 @@ class Client:
             the path of a file that holds this: text with a slash and without `://` is a path. The
             client waits for the file, and reads it again whenever the master does not answer: it
             may have restarted elsewhere.
-        token: The master's token.
+        token: The master's token. Without one, that of a master which an agent (`remesh run`) of
+            this user runs on this machine is found.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
         patience: Seconds for which a request is repeated while the master does not answer.
         clock: Seconds that never jump.
@@ -179,8 +181,6 @@ class Client:
         self._without_frames: set[str] = set()
         self._tls_ca = tls_ca
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}".encode()
         self.patience = patience
         self._clock = clock
         self._sleep = sleep
@@ -188,6 +188,10 @@ class Client:
         self._url_file = Path(url) if is_path else None
         self._endpoints = self._at(self._await_url(self._url_file) if self._url_file else url)
         self._endpoint = self._endpoints[0]
+        if not token and self._endpoint.host in ("127.0.0.1", "localhost"):
+            token = token_of(self._endpoint.port)
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}".encode()
 
     def __del__(self) -> None:
         self.close()

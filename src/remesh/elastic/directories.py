@@ -1,4 +1,4 @@
-"""Directories of an agent: for the snapshots of its node's ranks, and for their heartbeats.
+"""Directories of an agent: for snapshots, for heartbeats, and for the token of a master inside it.
 
 The agent makes them, tells its processes where they are, and removes them when it ends, so that no
 memory stays taken. It holds a lock on each, which the kernel releases however the agent ends. So a
@@ -9,6 +9,7 @@ and a training process that can lock it, or finds it gone from where it was made
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -27,6 +28,8 @@ SNAPSHOTS = "remesh-snapshots-"
 """Beginning of the names of directories for snapshots."""
 BEATS = "remesh-agent-"
 """Beginning of the names of directories for heartbeats."""
+MASTERS = "remesh-master-"
+"""Beginning of the names of directories for tokens."""
 
 
 @contextmanager
@@ -58,6 +61,39 @@ def agent_directory(parent: str, prefix: str) -> Iterator[str]:
     finally:
         _remove(path)
         os.close(descriptor)
+
+
+@contextmanager
+def token_file(port: int, token: str) -> Iterator[str]:
+    """A file with the token of a master of this process, where `token_of` finds it.
+
+    Args:
+        port: The port of the master, on the loopback address.
+        token: Its token; only this user can read it there.
+    """
+    with agent_directory(tempfile.gettempdir(), MASTERS) as directory:
+        path = Path(directory, str(port))
+        path.touch(0o600)
+        path.write_text(token, encoding="utf-8")
+        yield str(path)
+
+
+def token_of(port: int) -> str:
+    """The token of a master inside an agent of this user, on this machine; empty if there is none.
+
+    Args:
+        port: The port of the master, on the loopback address.
+    """
+    try:
+        parent = tempfile.gettempdir()
+        mark = directory_mark(parent)
+    except OSError:
+        return ""  # no process of this machine can have made one
+    for directory in Path(parent).glob(f"{MASTERS}{mark}-*"):
+        with contextlib.suppress(OSError):  # another user's, or it has just been removed
+            if directory.lstat().st_uid == os.geteuid():
+                return (directory / str(port)).read_text(encoding="utf-8")
+    return ""
 
 
 def remove_abandoned(parent: str, prefix: str) -> list[str]:

@@ -1,7 +1,8 @@
 """`remesh run`: torchrun's options and ours, our agent, and a master if none is named.
 
 The options of torchrun are torchrun's own parser's. A job of one machine needs no second command:
-without `--master` a master is started in a thread of this process, for this job alone.
+without `--master` a master is started in a thread of this process, for this job alone. Other users
+of the machine reach its port, so it always has a token, which other commands of this user find.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import secrets
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from remesh import script
 from remesh.elastic.agent import EXIT_JOB_FAILED, REENTRY_SECONDS, Agent, handle_sigterm
 from remesh.elastic.client import Client, read_token
-from remesh.elastic.directories import MEMORY, snapshot_directory
+from remesh.elastic.directories import MEMORY, snapshot_directory, token_file
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.handler import PATIENCE, Handler, check_address, default_name
 from remesh.elastic.job import HangAction, Policy
@@ -62,6 +64,14 @@ def _positive(text: str) -> float:
     return number
 
 
+def _node_id(text: str) -> int:
+    """A node id, for argparse."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is no node id; they begin at 0")
+    return number
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Torchrun's options and ours."""
     parser = get_args_parser()
@@ -89,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ours.add_argument("--token-file", metavar="FILE", help="what the master wants to know")
     ours.add_argument("--tls-ca", metavar="FILE", help="trust certificates signed by this one")
-    ours.add_argument("--node-id", type=int, help="this node's place in the order of ranks")
+    ours.add_argument("--node-id", type=_node_id, help="this node's place in the order of ranks")
     ours.add_argument("--node-name", help="what to call this node; the host's name by default")
     ours.add_argument("--node-unit", type=int, default=1, help="train on a multiple of this")
     ours.add_argument(
@@ -193,11 +203,13 @@ def _run(options: argparse.Namespace) -> None:
     if not isinstance(command, str):
         raise SystemExit("remesh run starts commands: leave out --run-path")
     with contextlib.ExitStack() as stack:
-        url = options.master
+        url, token = options.master, read_token(options.token_file)
         if url is None:
-            url = stack.enter_context(_own_master(options)).url
-            log.warning("the job's page is at %s", url)
-        node = _make_node(options, config, url)
+            token = token or secrets.token_urlsafe(32)
+            url = stack.enter_context(_own_master(options, token)).url
+            file = stack.enter_context(token_file(int(url.rpartition(":")[2]), token))
+            log.warning("the job's page is at %s; it asks for the token in %s", url, file)
+        node = _make_node(options, config, url, token)
         stack.callback(node.close)
         snapshots = stack.enter_context(snapshot_directory(options.snapshot_dir))
         command_line = [command, *command_arguments]
@@ -225,7 +237,7 @@ def _use_runner(options: argparse.Namespace) -> None:
     options.training_script, options.module = script.__file__, False
 
 
-def _own_master(options: argparse.Namespace) -> ServerThread:
+def _own_master(options: argparse.Namespace, token: str) -> ServerThread:
     policy = Policy(
         heartbeat_timeout=options.heartbeat_timeout,
         check=options.check,
@@ -238,7 +250,7 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
     try:
         return ServerThread(
             lambda: Jobs.only(Master(policy, Journal(options.state))),
-            ServerOptions(port=options.port),
+            ServerOptions(port=options.port, token=token),
         )
     except StorageError:
         raise
@@ -246,10 +258,12 @@ def _own_master(options: argparse.Namespace) -> ServerThread:
         raise StorageError(f"cannot listen on port {options.port}: {error}") from error
 
 
-def _make_node(options: argparse.Namespace, config: LaunchConfig, url: str) -> NodeClient:
+def _make_node(
+    options: argparse.Namespace, config: LaunchConfig, url: str, token: str
+) -> NodeClient:
     client = Client(
         url,
-        token=read_token(options.token_file),
+        token=token,
         tls_ca=options.tls_ca,
         patience=options.master_patience,
     )

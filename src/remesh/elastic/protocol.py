@@ -19,7 +19,7 @@ method of the master each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeAlias, TypedDict, TypeVar, get_args
 
 import msgspec
 
@@ -31,6 +31,7 @@ HEARTBEAT_TIMEOUT = 3.0
 """Seconds without a message after which a node is lost, if nothing else is said."""
 
 R = TypeVar("R")
+NodeId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 # Replies ------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
         round: The round whose processes it runs or ran; 0 before the first.
     """
 
-    node_id: int
+    node_id: NodeId
     incarnation: str
     round: int
 
@@ -197,10 +198,10 @@ class Join(Request[JoinReply], frozen=True, kw_only=True, tag="join"):
     """
 
     name: str
-    node_id: int | None
+    node_id: NodeId | None
     incarnation: str
     address: str
-    num_processes: int
+    num_processes: Annotated[int, msgspec.Meta(ge=1)]
     after_round: int = 0
     settings: Settings
     max_restarts: int = 3
