@@ -9,10 +9,10 @@ from remesh.elastic import events
 from remesh.elastic.job import Job, apply, charges_of
 from remesh.elastic.live import Live, events_of_time, hear, hear_beat
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Beat, RankReport, ReportTest, TestResult
+from remesh.elastic.protocol import Beat, Leave, RankReport, ReportTest, TestResult
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import status_of
-from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, run
+from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, joining, node, run
 
 
 def charged(state: Job, now: float = 1000.0) -> dict[int, int]:
@@ -43,6 +43,57 @@ class TestCharges:
         assert charged(state) == {}
         assert state.rendezvous is not None
         assert sorted(state.rendezvous.active) == [0, 2]  # in multiples of two
+
+    def test_what_looks_like_the_fault_of_others_is_charged_if_there_is_none(self) -> None:
+        state = run(num_nodes=4, max_restarts=1)
+        for number in (2, 0, 1, 3):  # a server refuses the connections of all
+            state = fail(state, number, 110.0, COLLATERAL)
+        assert charged(state) == {}  # a node that is lost may be noticed later
+        state = join(state, 0, 1, 2, 3, now=111.0)
+        assert charged(state) == {2: 1}
+        assert "no other process has failed by itself; 1 of 1 restarts charged" in history(state)
+        state = join(fail(state, 2, 120.0, COLLATERAL), 0, 1, 2, 3, now=121.0)
+        assert state.rendezvous is not None
+        assert state.rendezvous.outcome is Outcome.FAILED
+        assert "by itself; no restart left: 1 of 1 restarts" in state.rendezvous.reason
+
+    def test_a_process_that_is_stopped_from_outside_is_charged_too(self) -> None:
+        state = join(fail(run(num_nodes=2), 1, 110.0, exit_code=-15), 0, 1, now=111.0)
+        assert charged(state) == {1: 1}
+
+    @pytest.mark.parametrize("cause", ["own", "lost", "drained", "hang", "growth"])
+    def test_what_others_explain_is_not(self, cause: str) -> None:
+        state = run(num_nodes=2)
+        if cause == "hang":
+            state = apply(state, events.HangDetected(1, "no step"), 109.0)
+            state = apply(state, events.StacksCollected(1), 109.0)
+        if cause == "growth":
+            for number in (2, 3):
+                state = apply(state, joining(node(number)), 101.0)
+        state = fail(state, 0, 110.0, COLLATERAL)
+        match cause:
+            case "own":
+                state = fail(state, 1, 110.5)
+            case "lost":
+                state = apply(state, events.NodeLost(node_id=1, incarnation="a"), 120.0)
+                state = apply(state, joining(node(2)), 121.0)
+            case "drained":
+                leave = Leave(
+                    node_id=1, incarnation="a", round=1, outcome=Outcome.DRAINED, reason="SIGTERM"
+                )
+                state = apply(state, leave, 110.5)
+                state = apply(state, joining(node(2)), 121.0)
+        joined = (0,) if cause in ("lost", "drained") else (0, 1)
+        state = apply(join(state, *joined, now=130.0), events.Tick(), 140.0)
+        assert state.rendezvous is not None
+        assert state.rendezvous.round == 2
+        assert charged(state) == ({1: 1} if cause == "own" else {})
+
+    def test_an_agent_that_was_started_again_explains_it_too(self) -> None:
+        state = fail(run(num_nodes=2), 0, 110.0, COLLATERAL)
+        assert state.suspect is not None
+        again = msgspec.structs.replace(node(1), incarnation="b")
+        assert apply(state, joining(again), 110.5).suspect is None
 
     def test_each_failure_is_charged_until_the_restarts_are_used_up(self) -> None:
         state = run(num_nodes=2, max_restarts=1)

@@ -188,6 +188,18 @@ def test_an_error_of_the_user_ends_the_process(agent: Agent) -> None:
     assert agent.report() is None
 
 
+def test_the_only_process_has_no_peer_that_it_could_lose(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(_job: TrainingJob) -> None:
+        raise ConnectionRefusedError("[Errno 111] Connection refused")
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConnectionRefusedError):
+        run(train)
+    assert agent.report() is None
+
+
 def test_a_change_ends_at_the_boundary_before_the_function_is_left(
     agent: Agent, beside: list[threading.Thread]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,14 @@ def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     assert code == EXIT_JOB_FAILED
     assert "exitcode  : 1" in output
     assert "fault of remesh" not in output
+
+
+def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit('Connection refused')\n")
+    code, output = run(tmp_path, "--max-restarts", "2", "fails.py")
+    assert code == EXIT_JOB_FAILED
+    assert re.findall(r"starts keep failing, the next one follows in (\d) s", output) == ["1", "2"]
+    assert "no other process has failed by itself; no restart left: 2 of 2" in output
 
 
 def start(*, note: bool, directory: Path, ends: str) -> Process:

@@ -11,6 +11,7 @@ from remesh.elastic.failures import (
     ProcessFailure,
     classify,
     decide,
+    restart_pause,
     root_cause,
 )
 
@@ -74,9 +75,18 @@ class TestDecisions:
             [failure(0, "Connection closed by peer")],
             num_charged=0,
             max_restarts=0,
+            num_ranks=2,
             patterns=PATTERNS,
         )
         assert (decision.action, decision.charged) == (FailureAction.RESTART, False)
+
+    def test_the_only_process_has_no_peer_that_it_could_lose(self) -> None:
+        refused = [failure(0, "ConnectionRefusedError: [Errno 111] Connection refused")]
+        for num_ranks, charged in ((1, True), (2, False)):
+            decision = decide(
+                refused, num_charged=0, max_restarts=1, num_ranks=num_ranks, patterns=PATTERNS
+            )
+            assert (decision.charged, "others" in decision.reason) == (charged, not charged)
 
     def test_a_restart_is_charged_while_there_are_some(self) -> None:
         for num_charged, action in ((0, FailureAction.RESTART), (1, FailureAction.FAIL)):
@@ -84,6 +94,7 @@ class TestDecisions:
                 [failure(3, "boom", exit_code=-9)],
                 num_charged=num_charged,
                 max_restarts=1,
+                num_ranks=4,
                 patterns=PATTERNS,
             )
             assert decision.action is action
@@ -95,12 +106,22 @@ class TestDecisions:
             [failure(0, "Connection reset by peer"), failure(1, "uncorrectable ECC error")],
             num_charged=0,
             max_restarts=3,
+            num_ranks=2,
             patterns=PATTERNS,
         )
         assert (decision.action, decision.charged) == (FailureAction.REPLACE, False)
 
     def test_memory_is_named(self) -> None:
         decision = decide(
-            [failure(0, "CUDA out of memory")], num_charged=0, max_restarts=1, patterns=PATTERNS
+            [failure(0, "CUDA out of memory")],
+            num_charged=0,
+            max_restarts=1,
+            num_ranks=1,
+            patterns=PATTERNS,
         )
         assert "memory ran out" in decision.reason
+
+
+def test_starts_that_keep_failing_follow_ever_later() -> None:
+    assert [restart_pause(number) for number in range(8)] == [0, 0, 1, 2, 4, 8, 16, 30]
+    assert restart_pause(10_000) == 30

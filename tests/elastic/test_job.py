@@ -76,7 +76,7 @@ class Jobs(RuleBasedStateMachine):
         self.agents: dict[int, Agent] = {}
         self.num_started = 0
         self.sent: list[events.Event] = []
-        self.own_failures: set[tuple[int, int]] = set()
+        self.failures: set[tuple[int, int]] = set()
 
     def deliver(self, event: events.Event) -> None:
         self.state = apply(self.state, event, self.now)
@@ -197,8 +197,7 @@ class Jobs(RuleBasedStateMachine):
             time=self.now,
             message="" if own else COLLATERAL,
         )
-        if own:
-            self.own_failures.add((number, agent.round))
+        self.failures.add((number, agent.round))
         self.send(
             ReportFailures(
                 node_id=number,
@@ -261,9 +260,9 @@ class Jobs(RuleBasedStateMachine):
                 assert agent.node.incarnation not in self.state.rendezvous.replaced
 
     @invariant()
-    def only_own_failures_that_were_reported_are_charged(self) -> None:
+    def each_failure_that_was_reported_is_charged_once_at_most(self) -> None:
         for number, charges in self.state.charges.items():
-            assert charges.count <= sum(node_id == number for node_id, _ in self.own_failures)
+            assert charges.count <= sum(node_id == number for node_id, _ in self.failures)
 
     def teardown(self) -> None:
         """Whatever has happened, agents that go on behaving meet in one world."""
@@ -311,7 +310,7 @@ def join(state: Job, *numbers: int, now: float) -> Job:
     return state
 
 
-def fail(state: Job, number: int, now: float, message: str = "") -> Job:
+def fail(state: Job, number: int, now: float, message: str = "", *, exit_code: int = 1) -> Job:
     """The process of a node fails."""
     assert state.rendezvous is not None
     current = state.rendezvous.round
@@ -320,7 +319,7 @@ def fail(state: Job, number: int, now: float, message: str = "") -> Job:
         round=current,
         rank=number,
         local_rank=0,
-        exit_code=1,
+        exit_code=exit_code,
         time=now,
         message=message,
     )

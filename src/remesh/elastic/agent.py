@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from remesh.elastic import child, guard, processes, reentry
 from remesh.elastic.directories import BEATS, agent_directory
-from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure
+from remesh.elastic.failures import MAX_MESSAGE, FailureAction, ProcessFailure, restart_pause
 from remesh.elastic.handler import Handler
 from remesh.elastic.node import LEAVE_PATIENCE, NodeClient, NodeRejectedError
 from remesh.elastic.orders import read_report, send_order
@@ -121,6 +121,7 @@ class Agent(LocalElasticAgent):
         self._prepares = prepares
         self._recovery: Recovery | None = None
         self._number = 0  # of the last order
+        self._num_in_vain = 0  # starts in a row that failed without a step
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         """Begin to drain, or exit at once if no process runs.
@@ -223,7 +224,7 @@ class Agent(LocalElasticAgent):
                         return result
                     if action is FailureAction.REPLACE:
                         self._go(Outcome.FAILED, "the machine is broken", EXIT_REPLACE)
-                    self._restart(group)
+                    self._restart(group, pause=self._pause_after_failure())
                 case _:
                     raise RuntimeError(f"the processes are in state {result.state}")
 
@@ -369,14 +370,15 @@ class Agent(LocalElasticAgent):
         if left:
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 
-    def _begin(self, group: WorkerGroup) -> None:
-        """Join the next round and start the processes.
+    def _begin(self, group: WorkerGroup, pause: float = 0.0) -> None:
+        """Join the next round, after a pause of some seconds, and start the processes.
 
         Raises:
             SystemExit: If the job has ended, rejects this node, or cannot be joined.
         """
         self._exits_on_sigterm = True
         try:
+            time.sleep(pause)
             if self._node.assignment is None:
                 self._warm.wait()  # a node that joins keeps no world waiting for its imports
                 if self._prepares:
@@ -394,7 +396,14 @@ class Agent(LocalElasticAgent):
         finally:
             self._exits_on_sigterm = False
 
-    def _restart(self, group: WorkerGroup, number: signal.Signals = signal.SIGTERM) -> None:
+    def _pause_after_failure(self) -> float:
+        """Seconds before the processes start again; more, the more starts made no step."""
+        self._num_in_vain = 0 if self._beats() else self._num_in_vain + 1
+        return restart_pause(self._num_in_vain)
+
+    def _restart(
+        self, group: WorkerGroup, number: signal.Signals = signal.SIGTERM, *, pause: float = 0.0
+    ) -> None:
         """Get the processes out of the world, join the next round, and go on.
 
         Processes that can be entered again stay; the others are stopped by a signal.
@@ -405,7 +414,9 @@ class Agent(LocalElasticAgent):
         group.state = WorkerState.STOPPED
         if self._draining_since is not None:
             self._go(Outcome.DRAINED, "its processes had stopped already", EXIT_DRAINED)
-        self._begin(group)
+        if pause:
+            log.warning("starts keep failing, the next one follows in %g s", pause)
+        self._begin(group, pause)
 
     def _go(self, outcome: Outcome, reason: str, exit_code: int) -> None:
         """Leave the job.

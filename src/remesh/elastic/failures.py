@@ -1,9 +1,11 @@
 """The cause of a failure, and what follows from it: pure functions.
 
 When one process of a job dies, its peers fail too: their collectives lose a partner. Restarts are
-charged to the node where the failure began, and its error is shown first. What is known
-of each failed process (exit code, signal, message, last lines of its log) is sorted into kinds by
-`classify`; `root_cause` orders the failures of a round; `decide` says what a node does next.
+charged to the node where the failure began, and its error is shown first. A lost connection to a
+server looks like a lost partner, so a consequence that nothing explains is charged as well, when
+the next round begins (`remesh.elastic.job`). What is known of each failed process (exit code,
+signal, message, last lines of its log) is sorted into kinds by `classify`; `root_cause` orders the
+failures of a round; `decide` says what a node does next.
 
 The signs of hardware faults and of lost partners are patterns that users can extend. The exit codes
 are DLRover's: 201 and 202 are what its operators give to broken devices.
@@ -24,6 +26,8 @@ from remesh.errors import StorageError
 
 MAX_MESSAGE = 4096
 """Characters of a message, and of a log's end, that are kept."""
+MAX_PAUSE = 30.0
+"""Longest pause, in seconds, before processes that keep failing start again."""
 
 
 class Kind(StrEnum):
@@ -206,11 +210,20 @@ class FailureDecision(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+def restart_pause(num_failed: int) -> float:
+    """Seconds before the next start, after so many failed ones in a row; none after the first.
+
+    It doubles each time: what the processes need may come back, a server for example.
+    """
+    return min(2.0 ** min(num_failed - 2, 10), MAX_PAUSE) if num_failed > 1 else 0.0
+
+
 def decide(
     failures: Sequence[ProcessFailure],
     *,
     num_charged: int,
     max_restarts: int,
+    num_ranks: int,
     patterns: Patterns,
 ) -> FailureDecision:
     """Decide what follows from the failures of one node in one round.
@@ -219,6 +232,7 @@ def decide(
         failures: The processes of the node that failed; at least one.
         num_charged: Restarts that the node has been charged with already.
         max_restarts: How many it may be charged with.
+        num_ranks: Processes of the round; the only one has no partner that it could lose.
         patterns: What distinguishes the kinds of failures.
     """
     first = root_cause(failures, patterns)[0]
@@ -229,9 +243,10 @@ def decide(
     if kind is Kind.NODE:
         action = FailureAction.REPLACE
         reason = f"{where} reports a broken machine ({how}); another node should replace it"
-    elif kind in _CONSEQUENCES:
+    elif kind is Kind.STOPPED or (kind is Kind.COLLATERAL and num_ranks != 1):
         action = FailureAction.RESTART
-        reason = f"{where} failed because others did ({how})"
+        why = "was stopped" if kind is Kind.STOPPED else "failed because others did"
+        reason = f"{where} {why} ({how})"
     elif num_charged >= max_restarts:
         action = FailureAction.FAIL
         charges = f"{num_charged} of {max_restarts} restarts"

@@ -53,7 +53,7 @@ from remesh.elastic.protocol import (
     ReportTest,
     RequestCheck,
 )
-from remesh.elastic.rendezvous import Node, Outcome, Rendezvous
+from remesh.elastic.rendezvous import Change, Node, Outcome, Rendezvous
 from remesh.elastic.tables import Table
 from remesh.elastic.trend import Trend, extend, is_resized, num_ranks, sample
 
@@ -175,6 +175,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hang_charges: Restarts after hangs.
         names: Node ids by name.
         ids_below: All node ids below this are taken.
+        suspect: The node whose processes failed as those of others do when one fails, and what
+            was said of it, as long as nothing explains it; charged when the next round begins.
         failures: Failures, oldest first.
         departures: Nodes that were lost or left, oldest first.
         round_store: Values that nodes have put for the others of this round, by key.
@@ -204,6 +206,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     hang_charges: Charges = Charges()
     names: Table[str, int] = Table()
     ids_below: int = 0
+    suspect: tuple[int, str] | None = None
     failures: tuple[FailureRecord, ...] = ()
     departures: tuple[Departure, ...] = ()
     round_store: dict[str, str] = {}
@@ -333,7 +336,7 @@ def _depart(job: Job, node_id: int, incarnation: str, text: str, now: float, *, 
     if member is None or member.incarnation != incarnation or node_id not in nodes.active:
         return job
     departure = Departure(node_id=node_id, round=nodes.round, time=now, lost=lost, text=text)
-    return _replace(job, departures=(*job.departures, departure)[-MAX_RECORDS:])
+    return _replace(job, suspect=None, departures=(*job.departures, departure)[-MAX_RECORDS:])
 
 
 def _advance(job: Job, after: Rendezvous, now: float) -> Job:
@@ -350,6 +353,7 @@ def _advance(job: Job, after: Rendezvous, now: float) -> Job:
             job, round_store={}, save_request=None, hanging=None, hang_restart=None, check=None
         )
         job = _begin_check(job, after, now)
+        return _charge_suspect(job, after, now)
     if after.outcome is not None and before.outcome is None:
         job = _note(job, now, f"the job has {after.outcome}: {after.reason}")
         job = _replace(job, ended=now)
@@ -371,8 +375,12 @@ def _join(job: Job, event: Join, now: float) -> Job:
         job = _note(_replace(job, missing_rounds=text), now, text)
     if job.names.get(node.name) != node.id:
         job = _replace(job, names=job.names.plus(node.name, node.id))
-    assert job.rendezvous is not None
-    job = _advance(job, rendezvous.join(job.rendezvous, node, event.after_round, now), now)
+    current = job.rendezvous
+    assert current is not None
+    member = current.member(node.id)
+    if member is not None and member.incarnation != node.incarnation:
+        job = _replace(job, suspect=None)  # its agent has died, as others may have noticed
+    job = _advance(job, rendezvous.join(current, node, event.after_round, now), now)
     assert job.rendezvous is not None
     taken, below = job.rendezvous.newest, job.ids_below
     while below in taken:
@@ -429,6 +437,7 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
         event.failures,
         num_charged=charges.count,
         max_restarts=job.max_restarts,
+        num_ranks=sum(member.num_processes for member in nodes.world),
         patterns=job.policy.patterns,
     )
     record = FailureRecord(
@@ -442,6 +451,10 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
     job = _note(job, now, decision.reason)
     if decision.charged:
         job = _replace(job, charges={**job.charges, event.node_id: charges.plus_one()})
+    if decision.charged or decision.action is not FailureAction.RESTART:
+        job = _replace(job, suspect=None)
+    elif ordered_change(job, event.node_id, event.round, now) is None:
+        job = _replace(job, suspect=(event.node_id, decision.reason))
     if decision.action is FailureAction.RESTART:
         job = _advance(job, rendezvous.break_world(nodes, node.id, event.round), now)
     if decision.action is FailureAction.REPLACE:
@@ -450,6 +463,22 @@ def _fail(job: Job, event: ReportFailures, nodes: Rendezvous, now: float) -> Job
     if decision.action is FailureAction.FAIL:
         job = _advance(job, rendezvous.end(nodes, Outcome.FAILED, decision.reason), now)
     return job
+
+
+def _charge_suspect(job: Job, nodes: Rendezvous, now: float) -> Job:
+    """Charge the failure that nothing in the round before explains, if there is one."""
+    if job.suspect is None:
+        return job
+    (node_id, text), job = job.suspect, _replace(job, suspect=None)
+    text = f"{text}, but no other process has failed by itself"
+    charges, most = charges_of(job, node_id, now), job.max_restarts
+    if charges.count >= most:
+        counts = f"{charges.count} of {most} restarts"
+        reason = f"{text}; no restart left: {counts} charged to its node"
+        return _advance(job, rendezvous.end(nodes, Outcome.FAILED, reason), now)
+    charges = charges.plus_one()
+    job = _replace(job, charges={**job.charges, node_id: charges})
+    return _note(job, now, f"{text}; {charges.count} of {most} restarts charged to its node")
 
 
 def _drain(job: Job, event: Drain, nodes: Rendezvous, now: float) -> Job:
@@ -498,6 +527,18 @@ def _settle(job: Job, now: float) -> Job:
             text = f"the world can grow to {size} nodes: {len(nodes.ready)} more are ready"
             job = _note(_replace(job, save_request=request), now, text)
     return job
+
+
+def ordered_change(
+    job: Job, node_id: int, round_of_node: int, now: float
+) -> tuple[Change, str] | None:
+    """Why a node should stop the processes of a round now; None if it should go on."""
+    assert job.rendezvous is not None
+    if job.hang_restart is not None:
+        return Change.HANG, job.hang_restart[1]
+    change = rendezvous.restart_reason(job.rendezvous, node_id, round_of_node)
+    waits = change is not None and change[0] is Change.GROW and awaits_checkpoint(job, now)
+    return None if waits else change
 
 
 def is_for_growth(job: Job) -> bool:

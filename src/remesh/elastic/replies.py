@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth
+from remesh.elastic.job import Job, awaits_checkpoint, is_for_growth, ordered_change
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -20,7 +20,6 @@ from remesh.elastic.rendezvous import (
     Node,
     exclusion_of,
     is_replaced,
-    restart_reason,
 )
 
 
@@ -114,10 +113,8 @@ def beat_reply(job: Job, beat: Beat, now: float) -> BeatReply:
         reason = f"round {beat.round} is over for node {beat.node_id}"
         return BeatReply(restart=Change.STALE, reason=reason)
     dump = job.dump if job.hanging is not None else 0
-    if job.hang_restart is not None:
-        return BeatReply(restart=Change.HANG, reason=job.hang_restart[1], dump=dump)
-    change = restart_reason(nodes, beat.node_id, beat.round)
-    awaits = awaits_checkpoint(job, now)
-    if change is not None and (change[0] is not Change.GROW or not awaits):
+    change = ordered_change(job, beat.node_id, beat.round, now)
+    if change is not None:
         return BeatReply(restart=change[0], reason=change[1], dump=dump)
+    awaits = awaits_checkpoint(job, now)
     return BeatReply(save=awaits, grow=awaits and is_for_growth(job), dump=dump)
