@@ -36,6 +36,7 @@ from remesh.elastic.protocol import (
 from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.server import ServerOptions, ServerThread
 from remesh.errors import MasterError, StorageError
+from remesh.heartbeat import Heartbeat, write_heartbeat
 from tests.waiting import wait_until
 
 BEAT = Beat(node_id=0, incarnation="a", round=1)
@@ -152,6 +153,32 @@ class TestConnections:
             assert master.num_connections == 3
 
 
+def asked_to_join(request: Request[Any]) -> Waiting:
+    """The reply to the first `Join` of a node; the second one ends the test's wait for it."""
+    assert isinstance(request, Join)
+    if request.node_id is None:
+        return Waiting(0, "more nodes", heartbeat_timeout=0.4)
+    raise MasterError("the test has seen enough")
+
+
+def waiting_node(client: Client) -> NodeClient:
+    """A node that has an id and sends heartbeats, as often as its master wants."""
+    first = Join(
+        name="a",
+        node_id=None,
+        incarnation="a",
+        address="x",
+        num_processes=1,
+        settings=Settings(min_nodes=1, max_nodes=2),
+    )
+    result = TestResult(passed=True, broken=False, seconds=0.0)
+    # Longer than a node may be silent.
+    node = NodeClient(client, first, lambda _node, _test: result, beat_seconds=3600.0)
+    with pytest.raises(MasterError, match="seen enough"):
+        node.join()
+    return node
+
+
 class TestBeats:
     def test_one_that_is_not_answered_is_given_up_and_the_next_one_is_sent(self) -> None:
         hears = threading.Event()
@@ -180,31 +207,65 @@ class TestBeats:
                     assert patience == 0.0
                     limits.append(limit)
                     raise MasterError("lost")
-                assert isinstance(request, Join)
-                if request.node_id is None:
-                    return Waiting(0, "more nodes", heartbeat_timeout=0.4)
-                raise MasterError("the test has seen enough")
+                return asked_to_join(request)
 
-        first = Join(
-            name="a",
-            node_id=None,
-            incarnation="a",
-            address="x",
-            num_processes=1,
-            settings=Settings(min_nodes=1, max_nodes=2),
-        )
-        result = TestResult(passed=True, broken=False, seconds=0.0)
-        node = NodeClient(
-            Deaf("http://127.0.0.1:1"),
-            first,
-            lambda _node, _test: result,
-            beat_seconds=3600.0,  # longer than a node may be silent
-        )
-        with pytest.raises(MasterError, match="seen enough"):
-            node.join()
+        node = waiting_node(Deaf("http://127.0.0.1:1"))
         wait_until(lambda: len(limits) >= 3, "three heartbeats")
         node.close()
         assert set(limits) == {0.1}
+
+    @pytest.mark.parametrize("error", [StorageError("no file"), ValueError("no sense"), OSError(5)])
+    def test_an_error_of_one_does_not_end_the_next(
+        self, error: Exception, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        beats: list[Beat] = []
+
+        class Failing(Client):
+            def ask(
+                self, request: Request[Any], *, limit: float = 0.0, patience: float | None = None
+            ) -> Any:
+                if not isinstance(request, Beat):
+                    return asked_to_join(request)
+                beats.append(request)
+                if len(beats) <= 2:
+                    raise error
+                return BeatReply()
+
+        with caplog.at_level(logging.WARNING):
+            node = waiting_node(Failing("http://127.0.0.1:1"))
+            wait_until(lambda: len(beats) >= 4, "heartbeats after those that failed")
+            node.close()
+        said = [record.getMessage() for record in caplog.records]
+        assert said == [
+            "a heartbeat is not sent; the next one follows",
+            "heartbeats are answered again; 2 were not",
+        ]
+        assert caplog.records[0].exc_info is not None
+
+    def test_a_file_that_cannot_be_read_keeps_no_other_rank_silent(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        beats: list[Beat] = []
+
+        class Listening(Client):
+            def ask(
+                self, request: Request[Any], *, limit: float = 0.0, patience: float | None = None
+            ) -> Any:
+                if not isinstance(request, Beat):
+                    return asked_to_join(request)
+                beats.append(request)
+                return BeatReply()
+
+        unreadable, good = tmp_path / "0.json", tmp_path / "1.json"
+        unreadable.mkdir()
+        write_heartbeat(good, Heartbeat(7, None, 0.0, None))
+        with caplog.at_level(logging.WARNING):
+            node = waiting_node(Listening("http://127.0.0.1:1"))
+            node.watch({0: str(unreadable), 1: str(good)})
+            wait_until(lambda: sum(beat.ranks.keys() == {1} for beat in beats) > 1, "rank 1")
+            node.close()
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(f"the steps of rank 0 are not reported: cannot read {unreadable}: ")
 
     @given(
         silence=st.floats(0.1, 600),
@@ -306,6 +367,29 @@ class TestUrlFile:
             client.ask(BEAT)
             client.close()
             assert (other.names, own.names) == (["beat"], ["beat"])
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe", b"ftp://nowhere", None])
+    def test_one_that_cannot_be_used_for_a_while_is_read_again(
+        self, content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        time, file = Time(), tmp_path / "url"
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(held_port())
+            file.write_text(f"http://127.0.0.1:{held.getsockname()[1]}")
+            client = Client(str(file), patience=60.0, clock=time, sleep=time.sleep)
+            stack.callback(client.close)
+            file.unlink()
+            file.mkdir() if content is None else file.write_bytes(content)
+
+            def come_back() -> None:
+                file.rmdir() if content is None else file.unlink()
+                file.write_text(stack.enter_context(wire(always_well)).url)
+
+            time.alarms[20.0] = come_back
+            with caplog.at_level(logging.WARNING):
+                client.ask(BEAT)
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("the master is still taken to be at http://127" in text for text in said) == 1
 
     def test_it_is_awaited(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         time, file = Time(), tmp_path / "url"

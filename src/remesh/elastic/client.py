@@ -186,6 +186,7 @@ class Client:
         self._sleep = sleep
         is_path = "/" in url and "://" not in url
         self._url_file = Path(url) if is_path else None
+        self._file_problem = ""  # why the file could not be used when it was last read
         self._endpoints = self._at(self._await_url(self._url_file) if self._url_file else url)
         self._endpoint = self._endpoints[0]
         if not token and self._endpoint.host in ("127.0.0.1", "localhost"):
@@ -235,9 +236,22 @@ class Client:
         return url
 
     def _has_moved(self) -> bool:
-        """Whether the URL has changed; if so, requests go to the new one from now on."""
-        url = _read_url(self._url_file) if self._url_file else ""
-        endpoints = self._at(url) if url else self._endpoints
+        """Whether the URL has changed; if so, requests go to the new one from now on.
+
+        A file that cannot be used at the moment changes nothing: it is read again after the next
+        request that is not answered.
+        """
+        if self._url_file is None:
+            return False
+        endpoints, problem = self._endpoints, ""
+        try:
+            url = _read_url(self._url_file)
+            endpoints = self._at(url) if url else endpoints
+        except (MasterError, StorageError) as error:
+            problem = str(error)
+        if problem and problem != self._file_problem:
+            log.warning("%s; the master is still taken to be at %s", problem, self.url)
+        self._file_problem = problem
         if [each.url for each in endpoints] == [each.url for each in self._endpoints]:
             return False
         log.warning("the master is at %s now; it was at %s", url, self.url)

@@ -5,7 +5,8 @@ starts processes, or is busy otherwise. They carry how far the processes are, fr
 files, and the newest reply is kept. Everything else happens in the launcher's thread.
 
 A node is lost after `heartbeat_timeout` seconds without a message. A heartbeat is given up after a
-quarter of that, and the next one is sent: one that gets lost does not make its node lost.
+quarter of that, and the next one is sent: one that gets lost does not make its node lost. Nothing
+that goes wrong with one heartbeat ends the thread, or the node would be lost while it works.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from remesh.elastic.protocol import (
     Waiting,
 )
 from remesh.elastic.rendezvous import Outcome
-from remesh.errors import MasterError
+from remesh.errors import MasterError, StorageError
 from remesh.heartbeat import read_heartbeat
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class NodeClient:
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._beating: threading.Thread | None = None
+        self._unreadable: set[str] = set()  # heartbeat files that could not be read last
 
     @property
     def assignment(self) -> Assignment | None:
@@ -245,7 +247,7 @@ class NodeClient:
 
     def _beat(self) -> None:
         pause = next_beat(0.0, 0.0, self._beat_seconds, self._heartbeat_timeout)
-        num_lost = 0
+        num_lost, said = 0, ""
         while True:
             self._hurry.wait(pause)
             self._hurry.clear()
@@ -256,12 +258,17 @@ class NodeClient:
                 self._beat_once(beat_limit(timeout))
                 if num_lost:
                     log.warning("heartbeats are answered again; %d were not", num_lost)
-                num_lost = 0
+                num_lost, said = 0, ""
             except MasterError as error:
                 # The training goes on without its master; the next heartbeat may reach it.
                 if num_lost == 0:
                     log.warning("a heartbeat is not answered; the next one follows: %s", error)
                 num_lost += 1
+            except Exception as error:  # a fault of remesh or of the machine, perhaps a passing one
+                num_lost += 1
+                if repr(error) != said:
+                    said = repr(error)
+                    log.exception("a heartbeat is not sent; the next one follows")
             pause = next_beat(began, time.monotonic(), self._beat_seconds, timeout)
 
     def _beat_once(self, limit: float) -> None:
@@ -269,12 +276,34 @@ class NodeClient:
             current, sender = self._current, self.sender()
             lost_peer = current.lost_peer
         pause = min(self._beat_seconds, limit)
-        ranks = _reports_of(current.files)
+        ranks = self._reports_of(current.files)
         request = Beat(**sender, ranks=ranks, pause=pause, lost_peer=lost_peer)
         reply = self.client.ask(request, limit=limit, patience=0.0)
         with self._lock:
             if self._current is current:
                 current.reply, current.answered = reply, time.monotonic()
+
+    def _reports_of(self, files: Mapping[int, str]) -> dict[int, RankReport]:
+        """What the processes report, for those that do."""
+        reports = {}
+        for rank, file in files.items():
+            try:
+                heartbeat = read_heartbeat(file)
+            except StorageError as error:
+                if file not in self._unreadable:
+                    log.warning("the steps of rank %d are not reported: %s", rank, error)
+                self._unreadable.add(file)
+                continue
+            self._unreadable.discard(file)
+            if heartbeat is not None:
+                reports[rank] = RankReport(
+                    step=heartbeat.step,
+                    age=max(time.time() - heartbeat.time, 0.0),
+                    step_seconds=heartbeat.step_seconds,
+                    saved_step=heartbeat.saved_step,
+                    waits=heartbeat.waits,
+                )
+        return reports
 
     def put(self, round_of_node: int, key: str, value: str) -> None:
         """Write a value to the store of a round."""
@@ -312,19 +341,3 @@ class NodeClient:
         if self._beating is not None:
             self._beating.join()
         self.client.close()
-
-
-def _reports_of(files: Mapping[int, str]) -> dict[int, RankReport]:
-    """What the processes report, for those that do."""
-    reports = {}
-    for rank, file in files.items():
-        heartbeat = read_heartbeat(file)
-        if heartbeat is not None:
-            reports[rank] = RankReport(
-                step=heartbeat.step,
-                age=max(time.time() - heartbeat.time, 0.0),
-                step_seconds=heartbeat.step_seconds,
-                saved_step=heartbeat.saved_step,
-                waits=heartbeat.waits,
-            )
-    return reports
