@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from remesh.kubernetes.conditions import stalled
 from remesh.kubernetes.looking import ConflictError, Key
 from remesh.kubernetes.observed import Pod, Role, parse_pod
 from remesh.kubernetes.pods import make_pod
@@ -25,6 +26,7 @@ from remesh.kubernetes.reconcile import (
 )
 from remesh.kubernetes.resource import (
     FINALIZER,
+    Condition,
     Job,
     Spec,
     Status,
@@ -124,6 +126,14 @@ class Cluster:
                 self.delete(name, force=force)
             case Emit(reason):
                 self.events.append(reason)
+
+    async def show_problem(self, key: Key, text: str) -> None:
+        await self._request()
+        assert self.job is not None
+        old = msgspec.to_builtins(self.job.status.conditions)
+        made = msgspec.convert(stalled(list(old), text, self.now), tuple[Condition, ...])
+        self.change(status=msgspec.structs.replace(self.job.status, conditions=made))
+        self.events.append(text)
 
     def _request(self) -> Awaitable[None]:
         self.num_requests += 1

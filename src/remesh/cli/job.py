@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from remesh.cli import output
+from remesh.kubernetes.conditions import STALLED
 
 if TYPE_CHECKING:
     from remesh.kubernetes.resource import Job
@@ -106,6 +107,9 @@ def _print_job(found: Job, pods: list[Any]) -> None:
     now = found.status
     deleting = " (is being deleted)" if found.deleting else ""
     click.echo(f"{now.phase.value}{deleting}: {output.printable(now.reason)}")
+    for condition in now.conditions:
+        if condition.type == STALLED:
+            click.echo(f"warning: {output.printable(condition.message)}")
     training = now.training
     facts = [
         ("workers", f"{now.replicas} of {found.spec.replicas} run"),

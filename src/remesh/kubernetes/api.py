@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx2
@@ -17,6 +17,7 @@ from lightkube.generic_resource import create_api_info as _api_info
 from lightkube.types import PatchType
 
 from remesh.errors import ClusterError
+from remesh.kubernetes.conditions import STALLED, stalled
 from remesh.kubernetes.looking import ConflictError, Key
 from remesh.kubernetes.observed import Pod, parse_pod
 from remesh.kubernetes.pods import (
@@ -198,7 +199,28 @@ class ApiCluster:
             case DeletePod(name, force):
                 await self._delete(PODS, job.namespace, name, grace=0 if force else None)
             case Emit():
-                await self._create(EVENTS, self._event(job, action))
+                await self._create(
+                    EVENTS, self._event(Key(job.namespace, job.name), job.uid, action)
+                )
+
+    async def show_problem(self, key: Key, text: str) -> None:
+        """Show on a job, as a condition and an event, that the operator cannot go on with it."""
+        data = await read(self._client, JOBS, key.namespace, key.name)
+        if data is None:
+            return
+        old, now = (data.get("status") or {}).get("conditions"), datetime.now(UTC)
+        conditions = stalled(old, text, now.replace(microsecond=0))
+        uid = data["metadata"].get("uid", "")
+        with errors_of(f"write the status of job {key.name}"):
+            await self._client.patch(
+                JOBS.Status,
+                key.name,
+                {"status": {"conditions": conditions}},
+                namespace=key.namespace,
+                patch_type=PatchType.MERGE,
+            )
+        told = Emit(STALLED, text, warning=True)
+        await self._create(EVENTS, self._event(key, uid, told))
 
     async def _set_finalizers(self, job: Job, names: list[str]) -> None:
         body = {"metadata": {"resourceVersion": job.version, "finalizers": names}}
@@ -222,18 +244,18 @@ class ApiCluster:
         with errors_of(f"delete {name}", ignore=NOT_FOUND):
             await self._client.delete(kind, name, namespace=namespace, grace_period=grace)
 
-    def _event(self, job: Job, told: Emit) -> Manifest:
+    def _event(self, key: Key, uid: str, told: Emit) -> Manifest:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{job.name}-", "namespace": job.namespace},
+            "metadata": {"generateName": f"{key.name}-", "namespace": key.namespace},
             "involvedObject": {
                 "apiVersion": f"{GROUP}/{VERSION}",
                 "kind": KIND,
-                "name": job.name,
-                "namespace": job.namespace,
-                "uid": job.uid,
+                "name": key.name,
+                "namespace": key.namespace,
+                "uid": uid,
             },
             "reason": told.reason,
             "message": told.message[:1024],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,30 @@ from remesh.kubernetes.resource import (
     Phase,
     Status,
 )
+
+STALLED = "Stalled"
+"""The condition of a job with which the operator cannot go on. The next status is without it."""
+
+
+def stalled(conditions: object, text: str, now: datetime) -> list[Any]:
+    """The conditions of a job with which the operator cannot go on.
+
+    Args:
+        conditions: Those in the job's JSON, whatever that is.
+        text: Why it cannot.
+        now: The time.
+    """
+    found = conditions if isinstance(conditions, list) else []
+    known = [each for each in found if isinstance(each, Mapping) and "type" in each]
+    made = Condition(
+        type=STALLED,
+        status="True",
+        reason="OperatorFailed",
+        message=text,
+        last_transition_time=now,
+    )
+    others = [each for each in known if each["type"] != STALLED]
+    return [*others, msgspec.to_builtins(made)]
 
 
 def selector_of(job: Job) -> str:

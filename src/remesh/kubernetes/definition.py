@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remesh.kubernetes.resource import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, VERSION
+from remesh.kubernetes.resource import GROUP, KIND, MAX_NAME_LENGTH, MAX_WORKERS, PLURAL, VERSION
 
 Schema = dict[str, Any]
 
@@ -50,6 +50,7 @@ def _template(description: str) -> Schema:
 
 _WORDS = {"type": "string"}
 _TIME = {"type": "string", "format": "date-time"}
+_FEW = {"maximum": MAX_WORKERS}
 _SECRET_NAME = {"minLength": 1, "maxLength": 253}
 
 _CHECKPOINT = _object(
@@ -95,9 +96,9 @@ _WORKER = _object(
 SPEC = _object(
     {
         "script": _list("The script and its arguments.", _WORDS, minItems=1),
-        "replicas": _number("Workers that the job should have.", 1, default=1),
-        "minReplicas": _number("Fewest workers that can train; replicas by default.", 1),
-        "maxReplicas": _number("Most workers; replicas by default.", 1),
+        "replicas": _number("Workers that the job should have.", 1, **_FEW, default=1),
+        "minReplicas": _number("Fewest workers that can train; replicas by default.", 1, **_FEW),
+        "maxReplicas": _number("Most workers; replicas by default.", 1, **_FEW),
         "nodeUnit": _number("Worlds have a multiple of so many workers.", 1, default=1),
         "maxRestarts": _number("Restarts of a worker's processes that are charged.", default=3),
         "maxReplacements": _number("Workers that are replaced after failures.", default=10),
@@ -176,7 +177,7 @@ STATUS = _object(
         },
         "reason": _WORDS,
         "conditions": _list(
-            "Training, Degraded, Suspended, Complete and Failed.",
+            "Training, Degraded, Suspended, Complete, Failed; Stalled if the operator is stuck.",
             _CONDITION,
             **{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),

@@ -54,6 +54,12 @@ class Cluster(Protocol):
             ConflictError: If it writes to the job, and that is not of this version any more.
         """
 
+    async def show_problem(self, key: Key, text: str) -> None:
+        """Show on a job, as a condition and an event, that the operator cannot go on with it.
+
+        The job may be one that cannot be read as such.
+        """
+
 
 Ask = Callable[[Job, tuple[Pod, ...]], Awaitable[Master | None]]
 """Asks the master of a job; None if it is not reached."""

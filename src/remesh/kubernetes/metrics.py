@@ -25,7 +25,7 @@ class Metrics:
         jobs: Jobs by phase.
         look_seconds: Durations of looks.
         actions: Actions by kind.
-        errors: Looks that failed because of the API server.
+        errors: Looks that failed.
         content_type: Of what `render` returns.
     """
 
@@ -39,9 +39,7 @@ class Metrics:
         self.jobs = Gauge(f"{prefix}jobs", "Jobs by phase", ["phase"], registry=own)
         self.look_seconds = Histogram(f"{prefix}look_seconds", "Durations of looks", registry=own)
         self.actions = Counter(f"{prefix}actions", "Actions by kind", ["kind"], registry=own)
-        self.errors = Counter(
-            f"{prefix}errors", "Looks that failed because of the API server", registry=own
-        )
+        self.errors = Counter(f"{prefix}errors", "Looks that failed", registry=own)
 
     def see(self, key: Key, phase: Phase) -> None:
         """A job is in a phase."""

@@ -9,10 +9,13 @@ from enum import StrEnum
 from typing import Any
 
 from remesh.elastic.status import Status as MasterStatus
-from remesh.kubernetes.resource import LABEL_INDEX, LABEL_ROLE, parse_quantity
+from remesh.errors import ClusterError
+from remesh.kubernetes.resource import LABEL_INDEX, LABEL_ROLE, LARGEST_INTEGER, parse_quantity
 
 MAX_MESSAGE = 1024
 """Characters of a message that are kept in the status of a job."""
+_MAX_TIME = 253402300799.0
+"""The end of the year 9999, in seconds since the epoch: the last time that a status can hold."""
 
 
 class Role(StrEnum):
@@ -160,7 +163,17 @@ def memory_of(pod_spec: Mapping[str, Any]) -> int | None:
 
 
 def seen_of_master(status: MasterStatus, epoch: int) -> Master:
-    """What the operator needs of a master's status."""
+    """What the operator needs of a master's status.
+
+    Raises:
+        ClusterError: If it holds a number that the status of a job cannot.
+    """
+    times = [record.time for record in status.failures[:5]]
+    counts = [status.round, status.step or 0, status.saved_step or 0, status.goodput or 0.0]
+    are_times = all(0 <= time <= _MAX_TIME for time in times)
+    if not are_times or any(abs(count) > LARGEST_INTEGER for count in counts):
+        numbers = ", ".join(str(number)[:40] for number in (*counts, *times))
+        raise ClusterError(f"the master's answer is not used: a number of {numbers} is too large")
     errors = []
     for record in status.failures[:5]:
         if record.cause or not record.failures:
@@ -170,11 +183,18 @@ def seen_of_master(status: MasterStatus, epoch: int) -> Master:
             where = f"rank {first.rank} on node {first.node_id}, round {record.round}"
             what = first.signal or f"exit code {first.exit_code}"
             message = (first.message or first.log_tail)[-MAX_MESSAGE:]
-        errors.append(ProcessError(time=record.time, where=where, what=what, message=message))
+        errors.append(
+            ProcessError(
+                time=record.time,
+                where=where[:MAX_MESSAGE],
+                what=what[:MAX_MESSAGE],
+                message=message,
+            )
+        )
     return Master(
         epoch=epoch,
         outcome=status.phase if status.phase in ("succeeded", "failed") else "",
-        phase=status.phase,
+        phase=status.phase[:MAX_MESSAGE],
         reason=status.reason[:MAX_MESSAGE],
         round=status.round,
         step=status.step,

@@ -5,6 +5,9 @@ That task looks (`looking.look`), then waits until it is woken, until the time t
 named, or until the master says something new. Each look reads everything anew, so events that are
 lost, repeated or late change nothing but the time of a look.
 
+A look that fails, for whatever reason, concerns its job alone: the reason is in the log and on the
+job, and the task looks again after a pause. The other jobs go on.
+
 An instance that does not lead waits. One that loses the lease ends; Kubernetes starts it again.
 """
 
@@ -13,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,7 +32,7 @@ from remesh.elastic.status import Status as MasterStatus
 from remesh.errors import ClusterError
 from remesh.kubernetes.looking import Ask, Cluster, ConflictError, Key, Look, look
 from remesh.kubernetes.metrics import Metrics
-from remesh.kubernetes.observed import Master, Pod, Role, seen_of_master
+from remesh.kubernetes.observed import MAX_MESSAGE, Master, Pod, Role, seen_of_master
 from remesh.kubernetes.pods import master_url, token_of
 from remesh.kubernetes.resource import FINISHED, GROUP, LABEL_JOB, PLURAL, VERSION, Job
 
@@ -75,7 +77,8 @@ class Masters:
         url = f"{master_url(job, self._host)}/v{PROTOCOL_VERSION}/status"
         headers = {"Authorization": f"Bearer {token_of(self._key, job)}"}
         try:
-            async with self._session.get(url, headers=headers, ssl=_trust(job)) as reply:
+            trust = (None if job.spec.tls is None else job.spec.tls.trust()) or True
+            async with self._session.get(url, headers=headers, ssl=trust) as reply:
                 text = await reply.read()
                 if reply.status != web.HTTPOk.status_code:
                     log.info("%s: HTTP status %d", url, reply.status)
@@ -84,13 +87,9 @@ class Masters:
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             log.info("%s: %s", url, error)
             return None
-
-
-def _trust(job: Job) -> ssl.SSLContext | bool:
-    """The certificates that are trusted of a job's master."""
-    if job.spec.tls is None or job.spec.tls.ca_bundle is None:
-        return True
-    return ssl.create_default_context(cadata=job.spec.tls.ca_bundle)
+        except (ClusterError, ValueError) as error:  # its answer, or its certificates in the spec
+            log.warning("%s: %s", url, error)
+            return None
 
 
 class Operator:
@@ -103,7 +102,7 @@ class Operator:
         leads: Whether this instance may act.
 
     Attributes:
-        broken: Has the exception of the first look that failed by a fault of the operator.
+        broken: Has the exception of the first task that ended by one, which none should.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Operator:
             self._tasks[key] = task
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """An error that is no refusal of the API server is a fault of the operator: it ends."""
+        """A job that is not followed any more would be forgotten: rather the operator ends."""
         if not task.cancelled() and task.exception() is not None and not self.broken.done():
             self.broken.set_exception(task.exception() or AssertionError())
 
@@ -138,26 +137,40 @@ class Operator:
 
     async def _follow(self, key: Key) -> None:
         """Look at a job until it is gone."""
-        pause, woken = RETRY_SECONDS[0], self._woken[key]
+        pause, woken, shown = RETRY_SECONDS[0], self._woken[key], ""
         while True:
             woken.clear()
             try:
                 found = await self._look(key)
+                if found.job is not None:
+                    await self._wait(found.job, found, woken)
             except ConflictError:
                 continue
-            except ClusterError as error:
-                log.error("%s/%s: %s", *key, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, other jobs go on
                 self._metrics.errors.inc()
+                shown = await self._show(key, error, shown)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 continue
-            pause = RETRY_SECONDS[0]
+            pause, shown = RETRY_SECONDS[0], ""
             if found.job is None and not woken.is_set():
                 del self._tasks[key], self._woken[key]
                 self._metrics.forget(key)
                 return
-            if found.job is not None:
-                await self._wait(found.job, found, woken)
+
+    async def _show(self, key: Key, error: Exception, shown: str) -> str:
+        """Log why a look failed, and show it on the job; what the job shows now."""
+        is_known = isinstance(error, ClusterError)
+        text = str(error) if is_known else f"the operator failed: {type(error).__name__}: {error}"
+        log.error("%s/%s: %s", *key, text, exc_info=None if is_known else error)
+        if text == shown or not self._leads():
+            return shown
+        try:
+            await self._cluster.show_problem(key, text[:MAX_MESSAGE])
+        except Exception:
+            log.exception("%s/%s: that cannot be shown on the job", *key)
+            return shown
+        return text
 
     async def _look(self, key: Key) -> Look:
         if not self._leads():

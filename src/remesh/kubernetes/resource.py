@@ -7,6 +7,8 @@ operator remembers of a job, so an operator that is killed and started again con
 
 from __future__ import annotations
 
+import math
+import ssl
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
@@ -27,6 +29,10 @@ LABEL_ROLE = f"{GROUP}/role"
 LABEL_INDEX = f"{GROUP}/index"
 MAX_NAME_LENGTH = 48
 """The names of pods and of the service begin with the name of the job."""
+MAX_WORKERS = 10_000
+"""Workers of a job: its status, which lists them, has to fit into an object of the API server."""
+LARGEST_INTEGER = (1 << 63) - 1
+"""Of those that the API server stores."""
 
 
 class Phase(StrEnum):
@@ -82,6 +88,19 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     secret: str
     ca_bundle: str | None = None
+
+    def trust(self) -> ssl.SSLContext | None:
+        """The certificates that the operator trusts; None for the system's.
+
+        Raises:
+            ValueError: If the bundle holds no certificates.
+        """
+        if self.ca_bundle is None:
+            return None
+        try:
+            return ssl.create_default_context(cadata=self.ca_bundle)
+        except (OSError, TypeError) as error:
+            raise ValueError(f"no certificates in PEM format: {error}") from error
 
 
 class MasterSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -372,12 +391,13 @@ def parse_quantity(text: str | float) -> int:
     text = str(text).strip()
     number = text.rstrip("kKmMGTPi")
     unit = text[len(number) :]
-    if unit not in _UNITS:
-        raise ValueError(f"{text!r} is no quantity of memory; write for example 16Gi")
     try:
-        return int(float(number) * _UNITS[unit])
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no quantity of memory; write for example 16Gi") from error
+        quantity = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        quantity = math.nan
+    if not 0 <= quantity <= LARGEST_INTEGER:
+        raise ValueError(f"{text[:40]!r} is no quantity of memory; write for example 16Gi")
+    return int(quantity)
 
 
 def problem_of(spec: Spec) -> str:
@@ -389,6 +409,8 @@ def problem_of(spec: Spec) -> str:
         )
     if not spec.fitting(spec.replicas):
         return f"no multiple of nodeUnit {spec.node_unit} is in {spec.fewest}:{spec.replicas}"
+    if spec.most > MAX_WORKERS:
+        return f"{spec.most} workers are more than {MAX_WORKERS}"
     containers = (spec.worker.template.get("spec") or {}).get("containers")
     if not containers:
         return "worker.template has no container"
@@ -397,4 +419,9 @@ def problem_of(spec: Spec) -> str:
             parse_quantity(spec.max_memory)
         except ValueError as error:
             return f"maxMemory: {error}"
+    if spec.tls is not None:
+        try:
+            spec.tls.trust()
+        except ValueError as error:
+            return f"tls.caBundle: {error}"
     return ""
