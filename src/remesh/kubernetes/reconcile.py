@@ -340,18 +340,28 @@ def _run(this: _Pass) -> None:
 
 
 def _check_workers(this: _Pass) -> None:
-    """Take workers whose pods have ended or are gone off the list."""
-    pods, kept = this.of(Role.WORKER), []
+    """Take workers whose pods have failed or are gone off the list.
+
+    Those that have succeeded stay. That of one says nothing of the others: the master knows, or all
+    have succeeded in the end.
+    """
+    pods, kept, num_succeeded = this.of(Role.WORKER), [], 0
     for worker in this.status.workers:
         pod = pods.get(worker.id)
         ending = _ending_of(worker, pod)
-        if ending is None:
+        has_succeeded = ending is not None and ending.cause is Cause.SUCCEEDED
+        num_succeeded += has_succeeded
+        if ending is None or has_succeeded:
             kept.append(msgspec.structs.replace(worker, seen=worker.seen or pod is not None))
             continue
         _take_off(this, worker.id, pod, ending)
         if this.status.phase in FINISHED:
             return
     this.set(workers=tuple(kept))
+    wanted = this.job.spec.replicas if this.status.target is None else this.status.target
+    if kept and num_succeeded >= max(len(kept), wanted):
+        _finish(this, Phase.SUCCEEDED, "the processes of all nodes succeeded")
+        return
     if this.status.replacements > this.job.spec.max_replacements:
         most = this.job.spec.max_replacements
         last = this.status.failures[0]
@@ -378,9 +388,6 @@ def _take_off(this: _Pass, index: int, pod: Pod | None, ending: Ending) -> None:
     where = f"worker {index}{on_host}"
     text = f"{where}: {ending.text}"
     match ending.cause:
-        case Cause.SUCCEEDED:
-            # The agent ends so only when the master has told it that the job has.
-            _finish(this, Phase.SUCCEEDED, "the processes of all nodes succeeded")
         case Cause.USAGE:
             this.failed(where, ending)
             _finish(this, Phase.FAILED, f"{text}; its command cannot run: check script and args")
