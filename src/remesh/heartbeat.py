@@ -274,13 +274,22 @@ def answer_stack_requests(path: StrPath) -> Callable[[], None] | None:
     return end
 
 
+def catches(status: bytes, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal.
+
+    Args:
+        status: What `/proc/PID/status` says of the process.
+        number: The signal.
+    """
+    caught = [line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")]
+    return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
+
+
 def _is_handled(number: signal.Signals) -> bool:
     if signal.getsignal(number) != signal.SIG_DFL:
         return True
     # Handlers that were not set by the signal module are seen by the kernel alone.
-    status = _read(Path("/proc/self/status")) or b""
-    caught = [line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")]
-    return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
+    return catches(_read(Path("/proc/self/status")) or b"", number)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,7 @@ from remesh.elastic.orders import remove as remove_orders
 from remesh.elastic.protocol import BeatReply, Drain, ReportFailures, ReportStacks
 from remesh.elastic.reentry import Enter, Leave, Recovery, Report
 from remesh.elastic.rendezvous import Change, Outcome
-from remesh.elastic.stacks import stacks_of
+from remesh.elastic.stacks import Stacks
 from remesh.elastic.warm import Warm
 from remesh.errors import MasterError
 from remesh.heartbeat import Heartbeat, Request, clear_request, read_heartbeat, request
@@ -517,13 +518,24 @@ class Agent(LocalElasticAgent):
         return [beat for beat in beats if beat is not None]
 
     def _send_stacks(self, dump: int) -> None:
-        pids = self._context.pids()
-        stacks = {
-            worker.global_rank: stacks_of(pids[worker.local_rank], self._files[worker.global_rank])
-            for worker in self._worker_group.workers
-        }
-        request = ReportStacks(**self._node.sender(), dump=dump, stacks=stacks)
-        self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
+        """Send the stacks of the processes, from a thread: no restart waits for them."""
+        living, sender = self._living(), self._node.sender()
+        stacks = Stacks(
+            {
+                worker.global_rank: (
+                    living[worker.local_rank],
+                    self._files[worker.global_rank],
+                )
+                for worker in self._worker_group.workers
+                if worker.local_rank in living
+            }
+        )
+
+        def send() -> None:
+            request = ReportStacks(**sender, dump=dump, stacks=stacks.take())
+            self._try(lambda: self._node.client.ask(request, patience=LEAVE_PATIENCE))
+
+        threading.Thread(target=send, name="remesh-stacks", daemon=True).start()
 
     def _all_finish(self) -> bool:
         """Stay until the job has ended; False if the processes have to start again with others.

@@ -35,7 +35,7 @@ from remesh.elastic.progress import (
 from remesh.elastic.protocol import Beat, ReportFailures, ReportStacks
 from remesh.elastic.rendezvous import Rendezvous, listed
 
-STACKS_TIMEOUT = 20.0
+STACKS_TIMEOUT = 10.0
 """Seconds after which the stacks of a hanging job are awaited no longer."""
 ALIVE_SECONDS = 5.0
 """Seconds, at most, between two messages of an agent that is alive."""
