@@ -22,7 +22,7 @@ from remesh.checkpoint.scattered import nodes_of
 from remesh.elastic.snapshot_rescue import store_newest
 from remesh.events import Event
 from remesh.exchange import ThreadExchange
-from remesh.planner import transfer
+from remesh.pipeline import from_memory
 from remesh.run_info import RunInfo
 from remesh.storage import open_storage
 from remesh.testing import run_ranks
@@ -176,7 +176,7 @@ def test_a_lost_node_makes_a_snapshot_useless_and_the_reason_is_said(
 
 def test_replicas_make_up_for_a_lost_node(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scattered, "PIECE_BYTES", 100)  # several pieces of unequal files
-    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 250)
+    monkeypatch.setattr(from_memory, "MESSAGE_BYTES", 250)
     job = Job(shm, monkeypatch, memory_replicas=1)
     job.play([0, 1, 1, 2], *range(1, 7))
     assert_went_on(job.play([2, 0]), 6, from_memory=True)

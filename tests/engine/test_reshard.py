@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 import remesh
 from remesh.checkpoint import loading
 from remesh.exchange import Exchange
-from remesh.pipeline import shared_transfer, transfer
-from remesh.pipeline.shared_buffers import Offer, SeenBuffers, map_buffers
-from remesh.planner import transfer as planned
+from remesh.pipeline import from_memory, transfer
+from remesh.pipeline.shared_buffers import Offer, map_buffers
+from remesh.storage import Buffer
 from remesh.testing import (
     Died,
     Raised,
@@ -39,21 +39,15 @@ from tests.engine.raised import raised
 WORLD_SIZE = 8
 
 
-@pytest.fixture(params=["shared", "threads", "announced", "sent", "mixed"])
+@pytest.fixture(params=["shared", "sent", "mixed"])
 def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How messages go: through memory that both ranks see, through the exchange, or either way.
+    """How messages go: through memory that both ranks see, through the exchange, or either way."""
 
-    What is in shared memory is counted there, by one thread or several, or announced.
-    """
-
-    def look(offer: Offer, *of_buffers: int) -> SeenBuffers | None:
+    def look(offer: Offer, *of_buffers: int) -> list[Buffer] | None:
         is_seen = request.param != "sent" and (request.param != "mixed" or offer.token[0] % 2)
         return map_buffers(offer, *of_buffers) if is_seen else None
 
     monkeypatch.setattr(transfer, "map_buffers", look)
-    monkeypatch.setattr(transfer, "IS_ORDERED", request.param != "announced")
-    if request.param == "threads":
-        monkeypatch.setattr(shared_transfer, "cores_of_rank", lambda _num_ranks: 3)
 
 
 def reshard_to(source: Layout, targets: list[Layout]) -> None:
@@ -294,7 +288,7 @@ def test_large_tensors_take_several_rounds(before: int, after: int, cast: bool) 
             np.testing.assert_array_equal(part, wanted + step)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(planned, "MESSAGE_BYTES", 1 << 20)
+        patched.setattr(from_memory, "MESSAGE_BYTES", 1 << 20)
         run_ranks(2, run)
 
 

@@ -52,11 +52,11 @@ def test_another_process_is_seen_also_when_it_is_gone(
     assert found is not None
     for number in (3, 7):
         tell(number, stdin, stdout)
-        assert [np.unique(buffer).tolist() for buffer in found.buffers] == [[0], [number]]
-    assert not found.buffers[1].flags.writeable
+        assert [np.unique(buffer).tolist() for buffer in found] == [[0], [number]]
+    assert not found[1].flags.writeable
     stdin.close()
     assert stdout.readline() == b"", "it has ended"
-    assert np.unique(found.buffers[1]).tolist() == [7]
+    assert np.unique(found[1]).tolist() == [7]
     assert map_buffers(offer, 2, 5000) is None
 
 

@@ -14,7 +14,7 @@ from remesh.exchange import Exchange, run_on_all
 from remesh.geometry import Box, IntArray
 from remesh.index import Index, StoredFile
 from remesh.memory import CarrierArray, HostMemory
-from remesh.pipeline import Destination, plan_between_memories
+from remesh.pipeline import Destination, from_memory, plan_between_memories
 from remesh.pipeline import transfer as engine
 from remesh.planner import (
     Messages,
@@ -143,7 +143,7 @@ def test_of_a_rank_that_fails_nothing_is_used(
     """Each rank wants all vectors, and rank 1 cannot read its own."""
     if not is_shared:
         monkeypatch.setattr(engine, "map_buffers", lambda *_: None)
-    monkeypatch.setattr(transfer, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(from_memory, "MESSAGE_BYTES", message_bytes)
     index, num_ranks = vector_index(3), 3
     filled = [[np.full(SIZE, 255, np.uint8) for _ in range(3)] for _ in range(num_ranks)]
 
@@ -186,7 +186,7 @@ def test_a_rank_without_messages_is_not_left_waiting(monkeypatch: pytest.MonkeyP
     """It has gone through all turns before the others, which answer it in between."""
     Late.answered.clear()
     monkeypatch.setattr(engine, "map_buffers", lambda *_: None)
-    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 64)
+    monkeypatch.setattr(from_memory, "MESSAGE_BYTES", 64)
     index, filled = vector_index(1), np.zeros(SIZE, np.uint8)
 
     def run(exchange: Exchange) -> None:

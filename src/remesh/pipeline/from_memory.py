@@ -25,10 +25,7 @@ from remesh.pipeline.device_transfer import (
     execute_on_device,
 )
 from remesh.pipeline.read import Destination, Place, Writing
-from remesh.pipeline.shared_buffers import on_one_machine
-from remesh.pipeline.shared_transfer import execute_shared
 from remesh.pipeline.transfer import (
-    IS_ORDERED,
     MessageBuffers,
     Straight,
     Tasks,
@@ -39,12 +36,15 @@ from remesh.pipeline.transfer import (
 from remesh.planner import (
     Regions,
     TransferPlan,
-    host_message_bytes,
     numbers_of_messages,
     turns_of_distances,
 )
 from remesh.storage import Buffer
 from remesh.tables import BoxTable
+
+MESSAGE_BYTES = 8 << 20
+"""A message from memory to memory ends with the region that makes it as long or longer. No region
+is longer than a window of the imaginary files that were planned with."""
 
 NUM_THREADS = 2
 """Threads that pack messages and copy from tensor to tensor; memory is not faster for more."""
@@ -128,17 +128,6 @@ class MemoryTransfer:
                 destinations,
                 on_read=on_read,
                 buffers=buffers,
-            )
-            return
-        if buffers.counters is not None:
-            execute_shared(
-                exchange,
-                self.plan,
-                self._tasks(memories, num_wanted, ()),
-                destinations,
-                on_read=on_read,
-                buffers=buffers,
-                is_on_host=all(map(_is_on_host, (*memories, *(to.memory for to in destinations)))),
             )
             return
         straight = self._straight(memories, destinations, buffers)
@@ -246,10 +235,7 @@ def plan_between_memories(
         for rank in np.unique(owner).tolist()
         if rank != exchange.rank
     }
-    if device is not None:
-        message_bytes = DEVICE_MESSAGE_BYTES
-    else:
-        message_bytes = host_message_bytes(are_seen=on_one_machine(exchange) and IS_ORDERED)
+    message_bytes = MESSAGE_BYTES if device is None else DEVICE_MESSAGE_BYTES
     numbers = {
         rank: numbers_of_messages(index, of_rank, message_bytes)
         for rank, of_rank in lacking.items()
@@ -326,14 +312,6 @@ def _bytes_of(memory: Memory, box: Box) -> Buffer | None:
     if not isinstance(memory, HostMemory):
         return None
     return contiguous_bytes(HostMemory(memory.view(box)))
-
-
-def _is_on_host(memory: Memory) -> bool:
-    """Whether the elements of a memory are known to lie in memory of the host."""
-    if isinstance(memory, HostMemory):
-        return True
-    layout = memory.layout
-    return layout is not None and layout.device == "cpu"
 
 
 def _find(index: Index, regions: Regions, held: BoxTable) -> list[tuple[int, Box] | None]:

@@ -105,17 +105,12 @@ class MonitoredRead:
         self._logged = 0.0
         self.gate = WriteGate()
         self._finished = threading.Event()
-        self._has_news = threading.Event()
         self.error: BaseException | None = None
 
     def start(self) -> None:
         """Begin to read."""
         # A daemon, because a thread that hangs in a read must not keep the process from ending.
         threading.Thread(target=self._work, name="remesh-read", daemon=True).start()
-
-    def look(self) -> None:
-        """Let the caller's thread see now how far the other ranks are, and whether they live."""
-        self._has_news.set()
 
     def give_up(self) -> None:
         """Read no more than is being read, and write nothing into memory of the caller any more."""
@@ -157,9 +152,7 @@ class MonitoredRead:
         """
         interval = min(LOG_INTERVAL, answer_interval(exchange))
         while True:
-            if not self._finished.is_set():
-                self._has_news.wait(self._at_most(interval))
-                self._has_news.clear()
+            self._finished.wait(self._at_most(interval))
             message = (self._finished.is_set(), self.is_late, self._num_read, self._num_bytes)
             told = [
                 msgspec.msgpack.decode(data, type=tuple[bool, bool, int, int])
@@ -199,7 +192,6 @@ class MonitoredRead:
                 self.error = error
         finally:
             self._finished.set()
-            self._has_news.set()
 
     def _count(self, size: int) -> None:
         if self.gate.is_closed:

@@ -9,8 +9,6 @@ Another process opens the file by way of `/proc`, once, and reads it only. Wheth
 whether it is on the same machine at all, depends on users, containers and namespaces. Nothing is
 concluded from any of these: the file begins with a random token, and a process that does not find
 it there gets messages through the network.
-
-The page before the buffers also holds counters, with which a process says how far it is.
 """
 
 from __future__ import annotations
@@ -20,20 +18,14 @@ import mmap
 import os
 import secrets
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from remesh.exchange import Exchange, run_on_all
-from remesh.geometry import IntArray
 from remesh.storage import Buffer, map_memory, touch
 
 _TOKEN_BYTES = 16
-
-_COUNTERS = slice(1 << 10, 2 << 10)
-"""Where the counters lie in the page before the buffers."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -64,7 +56,6 @@ class SharedBuffers:
 
     Attributes:
         buffers: The memory.
-        counters: Numbers that others see too; zeros at first.
         offer: Where others find it, until `close`.
 
     Raises:
@@ -78,7 +69,6 @@ class SharedBuffers:
         memory = map_memory(size, self._file)
         touch(memory)
         self.buffers = _cut(memory, num_buffers, num_bytes)
-        self.counters = memory[_COUNTERS].view(np.int64)
         if self._file is not None:
             token = secrets.token_bytes(_TOKEN_BYTES)
             memory[:_TOKEN_BYTES] = np.frombuffer(token, np.uint8)
@@ -91,21 +81,7 @@ class SharedBuffers:
             self._file = None
 
 
-def on_one_machine(exchange: Exchange) -> bool:
-    """Whether all ranks may see each other's buffers, as far as machines go. Collective."""
-    told = set(run_on_all(exchange, lambda: machine().encode()))
-    return len(told) == 1 and told != {b""}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SeenBuffers:
-    """The buffers and the counters of another process, to read only."""
-
-    buffers: list[Buffer]
-    counters: IntArray
-
-
-def map_buffers(offer: Offer, num_buffers: int, num_bytes: int) -> SeenBuffers | None:
+def map_buffers(offer: Offer, num_buffers: int, num_bytes: int) -> list[Buffer] | None:
     """The buffers of another process, to read only; None if they are out of reach.
 
     Args:
@@ -135,7 +111,7 @@ def map_buffers(offer: Offer, num_buffers: int, num_bytes: int) -> SeenBuffers |
     memory = np.frombuffer(mapped, np.uint8)
     if memory[:_TOKEN_BYTES].tobytes() != offer.token:
         return None
-    return SeenBuffers(_cut(memory, num_buffers, num_bytes), memory[_COUNTERS].view(np.int64))
+    return _cut(memory, num_buffers, num_bytes)
 
 
 def _cut(memory: Buffer, num_buffers: int, num_bytes: int) -> list[Buffer]:

@@ -17,12 +17,10 @@ packed once.
 
 On one machine, messages are packed into memory that the receiver sees as well
 (`remesh.pipeline.shared_buffers`): what is sent is where they are, and what is sent back is that
-they are unpacked. If that holds for all messages from memory to memory of all ranks, not even this
-is sent (`remesh.pipeline.shared_transfer`). If the group sends memory of the devices on which the
-tensors lie, messages stay on the devices (`remesh.pipeline.device_transfer`). Otherwise, from
-memory to memory between machines, long regions are parts of a message that are sent by themselves:
-out of the tensor if the region is contiguous there, and into the tensor if it is contiguous at the
-other end.
+they are unpacked. If the group sends memory of the devices on which the tensors lie, messages stay
+on the devices (`remesh.pipeline.device_transfer`). Otherwise, from memory to memory between
+machines, long regions are parts of a message that are sent by themselves: out of the tensor if the
+region is contiguous there, and into the tensor if it is contiguous at the other end.
 
 After some turns all ranks meet, so that one that has none of the messages of many turns is not left
 waiting for the others in a call that has a time limit.
@@ -35,7 +33,6 @@ caller to make the failure known to all (`remesh.exchange.run_on_all` does).
 from __future__ import annotations
 
 import logging
-import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -53,16 +50,13 @@ from remesh.index import Index
 from remesh.memory import HostMemory
 from remesh.pipeline.monitoring import Meetings, MonitoredRead
 from remesh.pipeline.read import Destination, Place, Writing
-from remesh.pipeline.shared_buffers import Offer, SeenBuffers, SharedBuffers, map_buffers
+from remesh.pipeline.shared_buffers import Offer, SharedBuffers, map_buffers
 from remesh.pipeline.workers import run_threads
 from remesh.planner import Messages, Regions, TransferPlan, decode_request, encode_request
 from remesh.storage import Buffer, aligned_buffer
 
-BAD, GOOD = 0, 1
+_BAD, _GOOD = 0, 1
 """What a message begins with."""
-
-IS_ORDERED = platform.machine() in {"x86_64", "AMD64"}
-"""Whether other processes see what this one writes into memory in the order of the writes."""
 
 _NOWHERE = -1
 _LOGGER = logging.getLogger("remesh")
@@ -110,8 +104,6 @@ class MessageBuffers:
         arriving: For those that others send.
         readers: The ranks that see `leaving`, and are sent nothing but where a message is there.
         seen: The `leaving` of other ranks that this rank sees.
-        counters: Those of this rank and of all that it has to do with, if on all ranks every
-            message is seen: then nothing need be sent at all (`remesh.pipeline.shared_transfer`).
         outgoing: What the messages to others carry.
         incoming: What those that others send carry.
     """
@@ -120,7 +112,6 @@ class MessageBuffers:
     arriving: Sequence[Buffer]
     readers: Container[int]
     seen: Mapping[int, Sequence[Buffer]]
-    counters: Mapping[int, IntArray] | None = None
     outgoing: Carried = field(default_factory=Carried)
     incoming: Carried = field(default_factory=Carried)
 
@@ -206,21 +197,20 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
     """
     num_leaving = plan.num_arriving + 1
     shared: list[SharedBuffers] = []
-    seen: dict[int, SeenBuffers] = {}
+    seen: dict[int, Sequence[Buffer]] = {}
     senders = {rank for of_message in plan.incoming.peers for rank in of_message}
-    readers = {rank for of_message in plan.outgoing.peers for rank in of_message}
 
     def share() -> bytes:
         shared.append(SharedBuffers(num_leaving, plan.outgoing.buffer_bytes))
         return msgspec.msgpack.encode((shared[0].offer, plan.outgoing.buffer_bytes))
 
     def look() -> bytes:
-        for rank in sorted(senders | readers):
+        for rank in sorted(senders):
             offer, num_bytes = msgspec.msgpack.decode(offers[rank], type=tuple[Offer, int])
             found = map_buffers(offer, num_leaving, num_bytes)
             if found is not None:
                 seen[rank] = found
-        return msgspec.msgpack.encode((list(seen), senders | readers == seen.keys()))
+        return msgspec.msgpack.encode(list(seen))
 
     try:
         offers = run_on_all(exchange, share)
@@ -228,16 +218,13 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
     finally:
         for one in shared:
             one.close()
-    by_rank = [msgspec.msgpack.decode(reply, type=tuple[list[int], bool]) for reply in told]
+    by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in told]
     arriving = plan.incoming.buffer_bytes_but_from(seen)
-    sees_all = IS_ORDERED and all(sees_its_own for _, sees_its_own in by_rank)
-    counters = {rank: one.counters for rank, one in seen.items()}
     return MessageBuffers(
         shared[0].buffers,
         [aligned_buffer(arriving) for _ in range(plan.num_arriving)],
-        frozenset(rank for rank, (saw, _) in enumerate(by_rank) if exchange.rank in saw),
-        {rank: one.buffers for rank, one in seen.items()},
-        {**counters, exchange.rank: shared[0].counters} if sees_all else None,
+        frozenset(rank for rank, saw in enumerate(by_rank) if exchange.rank in saw),
+        seen,
         Carried.by(index, plan.outgoing),
         Carried.by(index, plan.incoming),
     )
@@ -277,7 +264,7 @@ def execute(
         buffers = message_buffers(exchange, index, plan) if plan.num_turns else none
     turns = _Turns(exchange, plan, buffers, straight)
     steps = _Steps(tasks, plan.num_turns, len(buffers.leaving))
-    place = place_in(buffers, destinations)
+    place = _place_in(buffers, destinations)
 
     def read(count: Callable[[int], None]) -> None:
         def work() -> None:
@@ -292,7 +279,7 @@ def execute(
     reading = MonitoredRead(read, on_read, num_bytes=tasks.num_bytes, timeout=timeout)
     is_filled = () if straight is None else straight.filled
     meetings = Meetings(exchange)
-    unpack = unpacker(buffers.incoming, destinations, reading.gate, is_filled)
+    unpack = _unpacker(buffers.incoming, destinations, reading.gate, is_filled)
     problems: list[BaseException | None] = []
     with ThreadPoolExecutor(1, "remesh-unpack") as pool:
         try:
@@ -335,7 +322,7 @@ def _wait(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
+class _Arrived:
     """A message that is there.
 
     Attributes:
@@ -374,7 +361,7 @@ class _Turns:
         for rank in self._readers(turn - plan.num_arriving):
             incoming[rank].append(np.zeros(1, np.uint8))
         leaving = buffers.leaving[turn % len(buffers.leaving)]
-        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = GOOD if are_good else BAD
+        leaving[plan.outgoing.start[[*plan.outgoing.in_turn(turn)]]] = _GOOD if are_good else _BAD
         for number in plan.outgoing.in_turn(turn):
             start = int(plan.outgoing.start[number]) if are_good else _NOWHERE
             parts = self._parts(plan.outgoing, number, leaving, is_sent=True)
@@ -400,7 +387,7 @@ class _Turns:
         """The ranks that see what this one sends them in a turn."""
         return self._peers(self.plan.outgoing, turn, self.buffers.readers)
 
-    def arrived(self, turn: int) -> list[Arrived]:
+    def arrived(self, turn: int) -> list[_Arrived]:
         """The messages of a turn that has just been swapped, as far as they are there."""
         incoming, found = self.plan.incoming, []
         for number in incoming.in_turn(turn):
@@ -411,7 +398,7 @@ class _Turns:
                 buffers, start = self.buffers.arriving, int(incoming.start[number])
             buffer = buffers[turn % len(buffers)]
             if start != _NOWHERE:
-                found.append(Arrived(number, buffer, start))
+                found.append(_Arrived(number, buffer, start))
         return found
 
     @staticmethod
@@ -438,7 +425,7 @@ def _head(start: int) -> Buffer:
     return np.array([start], "<i8").view(np.uint8)
 
 
-def place_in(buffers: MessageBuffers, destinations: Sequence[Destination]) -> Place:
+def _place_in(buffers: MessageBuffers, destinations: Sequence[Destination]) -> Place:
     """Where what is taken goes: into this rank's memory or into messages."""
     leaving, regions, turns = buffers.leaving, buffers.outgoing.regions, buffers.outgoing.turn
 
@@ -453,12 +440,12 @@ def place_in(buffers: MessageBuffers, destinations: Sequence[Destination]) -> Pl
     return place
 
 
-def unpacker(
+def _unpacker(
     carried: Carried,
     destinations: Sequence[Destination],
     writing: Writing,
     is_filled: Container[int],
-) -> Callable[[Iterable[Arrived]], None]:
+) -> Callable[[Iterable[_Arrived]], None]:
     """Fills this rank's memory from messages, as far as they are good.
 
     Args:
@@ -469,9 +456,9 @@ def unpacker(
     """
     regions, want, first, start = carried.regions, carried.want, carried.first, carried.start
 
-    def unpack(arrived: Iterable[Arrived]) -> None:
+    def unpack(arrived: Iterable[_Arrived]) -> None:
         for one in arrived:
-            if one.buffer[one.start] != GOOD:
+            if one.buffer[one.start] != _GOOD:
                 continue
             ahead = one.start - start[one.number]
             with writing:

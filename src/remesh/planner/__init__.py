@@ -37,7 +37,6 @@ from remesh.planner.transfer import (
     TransferPlan,
     decode_request,
     encode_request,
-    host_message_bytes,
     numbers_of_messages,
     turns_of_distances,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "decode_request",
     "encode_request",
     "files_of_windows",
-    "host_message_bytes",
     "longest_gaps",
     "merge_tensors",
     "numbers_of_messages",

@@ -24,14 +24,6 @@ from remesh.index import Index
 from remesh.planner.regions import Regions
 from remesh.tables import decode_columns, encode_columns
 
-MESSAGE_BYTES = 8 << 20
-"""A message from memory to memory ends with the region that makes it as long or longer. No region
-is longer than a window of the imaginary files that were planned with."""
-
-SEEN_MESSAGE_BYTES = 2 << 20
-"""The same for messages in shared memory: they cost no round trip, and what is still in the cache
-of the processor is copied sooner."""
-
 HEAD_BYTES = 16
 """Bytes before the regions of a message; the first says whether they are good."""
 
@@ -213,15 +205,6 @@ def decode_request(data: bytes) -> tuple[Regions, IntArray]:
     piece = columns["piece"]
     regions = Regions(np.zeros_like(piece), piece, columns["offsets"], columns["extents"])
     return regions, columns["turn"]
-
-
-def host_message_bytes(*, are_seen: bool) -> int:
-    """How long messages between memories of the host are.
-
-    Args:
-        are_seen: Whether all messages are in shared memory.
-    """
-    return min(MESSAGE_BYTES, SEEN_MESSAGE_BYTES) if are_seen else MESSAGE_BYTES
 
 
 def numbers_of_messages(index: Index, regions: Regions, message_bytes: int) -> IntArray:
