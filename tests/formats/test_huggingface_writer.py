@@ -225,9 +225,11 @@ def test_tensors_are_collected_for_an_object_store(
 def test_a_single_file_in_an_object_store(
     name: str, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank writes it, and it is never removed for another one."""
+    """One rank writes it, and it is there until another one is."""
     monkeypatch.setattr(collect, "ROUND_BYTES", CHUNK_SIZE)
     storage = MemoryStorage()
+    file = {"safetensors": "model.safetensors", "torch_file": "state.pt"}[name]
+    olds: list[bytes] = []
 
     def one(exchange: Exchange) -> None:
         with remesh.Saver(group=exchange, format=name) as saver:
@@ -235,14 +237,20 @@ def test_a_single_file_in_an_object_store(
                 saver.save_async(cut(exchange.rank, 0), storage).result()
             else:
                 saver.save(cut(exchange.rank, 0), storage)
+            olds.append(storage.read(file))
             with pytest.raises(CheckpointExistsError, match="already"):
                 saver.save(cut(exchange.rank, 1), storage)
-            with pytest.raises(StateError, match=r"cannot be replaced by a save as a single file"):
-                saver.save(cut(exchange.rank, 1), storage, overwrite=True)
+            saver.save(cut(exchange.rank, 1), storage, overwrite=True)
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                assert storage.read(file) != olds[0]
+            exchange.all_gather(b"")
+            saver.save(cut(exchange.rank, 0), storage, overwrite=True)
 
     run_ranks(3, one)
     [path] = storage.list()
     content = storage.read(path)
+    assert content == olds[0]
     is_torch = name == "torch_file"
     found = torch.load(io.BytesIO(content), weights_only=True) if is_torch else load(content)
     expected: dict[str, Any] = {
@@ -272,9 +280,9 @@ def test_the_file_of_another_writer_stays() -> None:
     """A save that finds, too late, that another one was first."""
 
     class Overtaken(MemoryStorage):
-        def create(self, path: str, num_bytes: int) -> Any:
+        def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Any:
             self.put(path, b"theirs", overwrite=False)
-            return super().create(path, num_bytes)
+            return super().create(path, num_bytes, overwrite=overwrite)
 
     storage = Overtaken()
 
@@ -289,7 +297,7 @@ def test_the_file_of_another_writer_stays() -> None:
 class NoObject(MemoryStorage):
     """A store that takes no files of tensors."""
 
-    def create(self, path: str, num_bytes: int) -> Any:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Any:
         raise StorageError(f"{path}: denied")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import io
 import json
 import zipfile
 import zlib
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import nn
 
 import remesh
@@ -27,7 +28,7 @@ from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
 from remesh.storage import LocalStorage, MemoryStorage
 from remesh.storage.local_io import SharedWriter
-from remesh.testing import run_processes, run_ranks
+from remesh.testing import Fail, FaultyStorage, run_processes, run_ranks
 from remesh.training import export
 from remesh.training.export import export_weights
 
@@ -216,14 +217,71 @@ def test_a_configuration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 8}
 
 
-def test_a_storage_that_is_no_directory() -> None:
-    storage = MemoryStorage()
+class Watched(MemoryStorage):
+    """A store that can be read at any time: after each change, an export is there, whole."""
+
+    is_watched = False
+
+    def check(self) -> None:
+        names = self.list()
+        index = [name for name in names if name.endswith(".index.json")]
+        maps = [json.loads(self.read(name))["weight_map"] for name in index]
+        places = {file for one in maps for file in one.values()}
+        single = {"qwen-7b.safetensors", "qwen-7b.pth"} & {*names}
+        assert not self.is_watched or single or (places and places <= {*names}), names
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        self.check()
+
+    def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        super().put(path, data, overwrite=overwrite)
+        self.check()
+
+    def _publish(self, path: str, num_bytes: int | None) -> None:
+        super()._publish(path, num_bytes)
+        self.check()
+
+
+@pytest.mark.parametrize("limits", [(500, 500), (500, 10**6), (10**6, 500), (10**6, 10**6)])
+def test_in_an_object_store_the_old_export_is_there_until_the_new_one_is(
+    limits: tuple[int, int],
+) -> None:
+    storage = Watched()
+    beside = "qwen-7b-202401011200-00001-of-00002.safetensors"  # of an export of that name
+    storage.put(beside, b"", overwrite=False)
+    for seed, limit in enumerate(limits):
+        model = small_model(seed)
+        report = export_weights(model, storage, name="qwen-7b", max_file_bytes=limit)
+        storage.is_watched = True
+        index = ["qwen-7b.safetensors.index.json"] if limit == 500 else []
+        assert len(report.files) == (4 if limit == 500 else 1)
+        assert {*storage.list()} == {*report.files, *index, beside}
+        found = {n: w for file in report.files for n, w in load(storage.read(file)).items()}
+        del found["head.weight" if "head.weight" in found else "embed.weight"]
+        assert all(torch.equal(found[name], halves(model)[name]) for name in found)
+
+
+def test_a_pth_file_in_an_object_store_is_replaced_when_the_new_one_is_whole() -> None:
+    storage = Watched()
     for seed in (0, 1):
-        export_weights(small_model(seed), storage, max_file_bytes=500)
-    assert storage.list() == [
-        *(f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)),
-        "model.safetensors.index.json",
-    ]
+        export_weights(small_model(seed), storage, name="qwen-7b", format="pth")
+        storage.is_watched = True
+    found = torch.load(io.BytesIO(storage.read("qwen-7b.pth")))
+    assert same(found, halves(small_model(1)))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pth"])
+def test_an_export_that_fails_leaves_the_old_one(format: Literal["safetensors", "pth"]) -> None:  # noqa: A002
+    storage = MemoryStorage()
+    export_weights(small_model(), storage, format=format)
+    [path] = storage.list()
+    old = storage.read(path)
+    failing = FaultyStorage(storage, [Fail("write", path)])
+    with pytest.raises(StorageError, match="injected"):
+        export_weights(small_model(1), failing, format=format)
+    assert storage.list() == [path]
+    assert storage.read(path) == old
 
 
 # ---------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from remesh.checkpoint.local import LocalTensors
 from remesh.checkpoint.stream_layout import RankStream, lay_out
-from remesh.errors import StateError
 from remesh.exchange import Exchange
-from remesh.formats.framing import Existing, Frame, Grid, Writer
+from remesh.formats.framing import Frame, Grid, Writer
 from remesh.formats.native import ValuesDocument
 from remesh.formats.whole_tensors import decode_files, give_to_ranks
 from remesh.geometry import Box, IntArray
@@ -55,29 +54,9 @@ def plan_files(
     can_share = isinstance(storage, SharedFiles)
     if not writer.object_names or (can_share and not writer.has_checksums):
         return grid, b""
-    names = "renamed" if can_share else writer.object_names
+    is_final = writer.object_names == "final" and len(decode_files(grid).files) == 1
+    names = "renamed" if can_share else "final" if is_final else "by_save"
     return give_to_ranks(grid, world_size, names), plan.index_of_holders(world_size).encode()
-
-
-def check_replaced(storage: Storage, grid: Grid, replaced: Existing) -> None:
-    """Check that no file of a checkpoint is replaced by one that is still being written.
-
-    Args:
-        storage: Where both are.
-        grid: From `plan_files`, if each file has one writer.
-        replaced: What the save replaces.
-
-    Raises:
-        StateError: If one is.
-    """
-    files = decode_files(grid)
-    if files.names == "final" and not replaced.is_in_the_way:
-        same = {file.name for file in files.files} & {*replaced.paths}
-        if same:
-            raise StateError(
-                f"{storage.url}: {min(same)} cannot be replaced by a save as a single file\n"
-                "It would be gone before the new one is whole; save to another path"
-            )
 
 
 def lay_out_collected(

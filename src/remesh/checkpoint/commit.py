@@ -24,6 +24,7 @@ from remesh.events import Emit
 from remesh.formats.framing import Existing, Part, Rename, SmallFile
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
+from remesh.formats.whole_tensors import decode_files
 from remesh.maintenance.orphans import remove_files, remove_orphans
 from remesh.storage import SharedFiles, Storage, ask_meanwhile, ask_together, delete_files
 
@@ -71,19 +72,6 @@ def write_beside(storage: Storage, save: GlobalSavePlan | None, emit: Emit) -> l
         storage.put(path, data, overwrite=save.options.resumes)
         emit("save.values_written", len(data))
     return [path for path, _ in files]
-
-
-def make_way(storage: Storage, save: GlobalSavePlan) -> None:
-    """Remove what a save replaces, if it is in the way of the files that are going to be written.
-
-    Raises:
-        StorageError: If the storage fails.
-    """
-    if save.replaced is None or not save.replaced.is_in_the_way:
-        return
-    mark, *others = save.replaced.paths
-    storage.delete(mark)  # no reader takes old and new files for one model
-    delete_files(storage, others)
 
 
 def early_files(save: GlobalSavePlan) -> Sequence[SmallFile]:
@@ -268,8 +256,7 @@ def give_up(
             for rank, rows in enumerate(save.assignments)
         )
         paths = [frame.path for frames in of_rank for frame in frames]
-        is_named = writer.object_names == "final" and not isinstance(storage, SharedFiles)
-        if not (is_named and len(paths) == 1):
+        if not (writer.object_names and decode_files(save.grid).names == "final"):
             remove_paths(storage, paths)
     remove_files(storage, save.save_id, keep=keep)
     if small is not None:

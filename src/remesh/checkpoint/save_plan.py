@@ -25,7 +25,7 @@ import numpy as np
 
 from remesh.checkpoint.arguments import check_same_options
 from remesh.checkpoint.buffers import Buffers, choose_buffers, take_mean
-from remesh.checkpoint.collecting import check_replaced, lay_out_collected, plan_files
+from remesh.checkpoint.collecting import lay_out_collected, plan_files
 from remesh.checkpoint.copies import Compares, Comparison, compare_copies
 from remesh.checkpoint.documents import (
     check_metadata,
@@ -58,6 +58,7 @@ from remesh.exchange import Exchange, run_joined, run_on_all
 from remesh.formats import native
 from remesh.formats.framing import Existing, Frame, Grid, Part, Saved, Writer
 from remesh.formats.table import writer_of
+from remesh.formats.whole_tensors import decode_files
 from remesh.geometry import IntArray
 from remesh.integrity import raw_digest
 from remesh.pipeline import Compress, Journal
@@ -484,8 +485,6 @@ class _Rank:
             writer, self.storage, plan, document, self.options.format_options, world_size
         )
         replaced = None if self.may_begin_ahead else self.found()
-        if holders and replaced is not None:
-            check_replaced(self.storage, grid, replaced)
         self.global_plan = GlobalSavePlan(
             save_id, self.options, plan.cuts, cache.assignments, document, replaced, grid
         )
@@ -564,6 +563,9 @@ class _Rank:
         if assignment.holders:
             holders = assignment.holders
             stream = lay_out_collected(frames_of, self.tensors, rows, holders, self.exchange)
+            is_final = decode_files(assignment.grid).names == "final"
+            files = replace(stream.files, replaces=is_final and self.options.overwrite)
+            stream = replace(stream, files=files)
         else:
             compress = self.options.compress_in(self.storage)
             stream = lay_out(frames_of(self.tensors.boxes), self.tensors, compress=compress)

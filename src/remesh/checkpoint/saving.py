@@ -28,7 +28,6 @@ from remesh.checkpoint.commit import (
     begin_small_files,
     finish,
     give_up,
-    make_way,
     remove_own,
     write_beside,
 )
@@ -236,10 +235,6 @@ def _save_from(
         if mine.stream.files.paths and mine.stream.collection is None:
             ahead.append(_begin_files(storage, mine, cache.journal))
 
-    def begin(mine: RankSavePlan) -> None:
-        if mine.global_plan is not None:
-            make_way(storage, mine.global_plan)
-
     try:
         mine = make_save_plan(
             exchange,
@@ -250,7 +245,6 @@ def _save_from(
             emit=emit,
             first=first,
             ahead=begin_ahead,
-            begin=begin,
         )
     except BaseException:
         for writer in ahead:

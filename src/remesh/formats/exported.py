@@ -1,8 +1,9 @@
 """Weights for inference, in files whose name the caller chooses (`remesh.training.export_weights`).
 
 The files are those of the formats `huggingface` and `torch_file`. They may lie beside other files:
-only those of an earlier export of the same name are replaced. In an object store they have the same
-names, so earlier ones are removed before.
+only those of an earlier export of the same name are replaced. In an object store a single file is
+replaced when its upload is complete; several have the id of the save in their names, and the index,
+which is replaced in one step, names them.
 
 A `.pth` file has checksums of its tensors, as every archive should that is given to others. So it
 has one writer, which sees all bytes of it.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from remesh.formats import huggingface_writer, torch_file_writer, whole_tensors
 from remesh.formats.framing import Existing, Grid, Writer
 from remesh.formats.native import ValuesDocument
-from remesh.storage import SharedFiles, Storage, list_directory
+from remesh.storage import Storage, list_directory
 from remesh.tables import Cuts
 
 SAFETENSORS, PTH = "exported safetensors", "exported pth"
@@ -35,17 +36,20 @@ def _pth(cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) ->
 def _existing(suffix: str, storage: Storage, options: Mapping[str, object]) -> Existing | None:
     """The files of an export of this name, also those of one that was killed; the index first."""
     name = str(options["name"])
-    pattern = re.compile(
-        re.escape(name) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.[0-9a-f]{12})?"
-    )
+    number = rf"-\d{{5}}-of-\d{{5}}{re.escape(suffix)}"
+    pattern = re.compile(rf"{re.escape(name)}({number}|{re.escape(suffix)})" + r"(\.[0-9a-f]{12})?")
     there = list_directory(storage).files
     index = huggingface_writer.index_name(name)
-    paths = [index] if suffix == huggingface_writer.SUFFIX and index in there else []
+    paths = []
+    if suffix == huggingface_writer.SUFFIX and index in there:
+        # Another export may have a name that looks like one with the id of a save.
+        by_save = re.compile(rf"{re.escape(name)}-[0-9a-f]{{12}}{number}")
+        named = huggingface_writer.indexed_files(storage, index)
+        paths = [index, *(file for file in named if file in there and by_save.fullmatch(file))]
     paths += filter(pattern.fullmatch, sorted(there))
     if not paths:
         return None
-    is_in_the_way = not isinstance(storage, SharedFiles)
-    return Existing(paths[0], paths=tuple(paths), is_in_the_way=is_in_the_way)
+    return Existing(paths[0], paths=tuple(paths))
 
 
 EXPORTS = {

@@ -172,14 +172,12 @@ class Existing:
         save_id: The save that wrote it, if its files lie in a folder of their own.
         paths: Its files besides, the one that makes it exist first.
         is_fixed: Whether it cannot be replaced, because the names of its data files are fixed.
-        is_in_the_way: Whether its files are removed before files of the same names are written.
     """
 
     what: str
     save_id: str = ""
     paths: tuple[str, ...] = ()
     is_fixed: bool = False
-    is_in_the_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +205,8 @@ class Writer:
         has_checksums: Whether shared files hold checksums of their tensors. Then each has one
             writer, which collects its tensors.
         object_names: How files of which ranks write parts are named in a storage in which each file
-            has one writer: by the save (`by_save`), or at once by their final names (`final`).
-            Empty if each file of the format is written by one rank anyway.
+            has one writer: by the save (`by_save`), or, if it is a single file, at once by its
+            final name (`final`). Empty if each file of the format is written by one rank anyway.
         is_beside_others: Whether checkpoints of other formats may be at the same place.
         options: Names of the options that a caller may give.
     """

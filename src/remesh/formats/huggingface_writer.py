@@ -181,15 +181,20 @@ def existing(storage: Storage, _options: Mapping[str, object]) -> Existing | Non
     if exists(storage, FILE_NAME):
         return Existing(FILE_NAME, paths=(FILE_NAME,))
     try:
-        text = storage.read(INDEX_NAME)
+        names = indexed_files(storage, INDEX_NAME)
     except CheckpointNotFoundError:
         return None
-    try:
-        names = sorted(set(msgspec.json.decode(text, type=_Index).weight_map.values()))
-    except MALFORMED:
-        names = []  # which files belong to it is unknown, and they stay
     own = [name for name in names if name.startswith(_STEM) and name.endswith(SUFFIX)]
     return Existing(INDEX_NAME, paths=(INDEX_NAME, *own))
+
+
+def indexed_files(storage: Storage, index: str) -> list[str]:
+    """The files that an index names; none if it is damaged, so that they stay."""
+    text = storage.read(index)
+    try:
+        return sorted(set(msgspec.json.decode(text, type=_Index).weight_map.values()))
+    except MALFORMED:
+        return []
 
 
 HUGGINGFACE = Writer(

@@ -13,6 +13,7 @@ collects its tensors (`remesh.pipeline.collect`), and the id of the save may be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -21,6 +22,8 @@ import numpy as np
 from remesh.formats.framing import Frame, Grid, Rename, Saved
 from remesh.geometry import IntArray
 from remesh.tables import BoxTable
+
+_NUMBER_AND_SUFFIX = re.compile(r"(-\d{5,}-of-\d{5,})?\.[^.]+$")
 
 
 class WholeFile(msgspec.Struct, frozen=True):
@@ -153,6 +156,4 @@ def written_name(plan: WholeFiles, number: int, save_id: str) -> str:
     name = plan.files[number].name
     if plan.names != "by_save":
         return name if plan.names == "final" else f"{name}.{save_id}"
-    stem, dot, suffix = name.rpartition(".")
-    first, dash, rest = stem.partition("-")
-    return f"{first}-{save_id}{dash}{rest}{dot}{suffix}"
+    return _NUMBER_AND_SUFFIX.sub(rf"-{save_id}\g<0>", name, count=1)

@@ -131,6 +131,7 @@ class StreamFiles:
         element_start: If they are compressed, bytes of the stream at which the size of its elements
             changes, from 0 on, ascending.
         element_bytes: The size of the elements from there on.
+        replaces: Whether files of these names, if there are any, are replaced.
     """
 
     paths: tuple[str, ...]
@@ -143,6 +144,7 @@ class StreamFiles:
     compress: Compress | None = None
     element_start: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     element_bytes: IntArray = field(default_factory=lambda: np.ones(1, np.int64))
+    replaces: bool = False
 
     @property
     def codec(self) -> BlockCodec | None:
@@ -432,7 +434,7 @@ class ChunkWriter:
         for file in [*self._created, *self.copied]:
             if file in self._open:
                 self._open[file].abort()
-            elif not self._files.is_shared:
+            elif not (self._files.is_shared or self._files.replaces):
                 self._storage.delete(self._files.paths[file])
 
     def _file_of(self, number: int) -> int:
@@ -449,7 +451,8 @@ class ChunkWriter:
                 else:
                     if self._codec is not None:
                         size += table_size(-(-size // BLOCK_SIZE))
-                    self._open[file] = self._storage.create(path, size)
+                    replaces = self._files.replaces
+                    self._open[file] = self._storage.create(path, size, overwrite=replaces)
                 self._created.append(file)
             return self._open[file]
 

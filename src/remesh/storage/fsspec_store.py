@@ -175,12 +175,12 @@ class FsspecStorage:
             except Exception as error:  # noqa: BLE001 - file systems raise what they like
                 raise explain("write", self._name(path), error) from None
 
-    def create(self, path: str, num_bytes: int) -> StreamWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
         """See `Storage.create`; room is not reserved."""
         place = self._path(path)
         name = self._name(path)
         with self._lock:
-            if path in self._unfinished or self._exists(path):
+            if path in self._unfinished or (not overwrite and self._exists(path)):
                 raise StorageError(f"{name} exists already; choose another place")
             self._unfinished.add(path)
 

@@ -170,8 +170,9 @@ class LocalStorage:
             raise _cannot_write(file, error) from error
         self.sync()
 
-    def create(self, path: str, num_bytes: int) -> LocalWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> LocalWriter:
         """See `Storage.create`."""
+        assert not overwrite, "files of a directory are replaced by `rename`"
         file = self._file(path)
         self._make_parents(file)
         try:

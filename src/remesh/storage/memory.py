@@ -73,11 +73,11 @@ class MemoryStorage:
             self._check_room(path, len(data) - replaced)
             self._files[path] = np.frombuffer(data, np.uint8)
 
-    def create(self, path: str, num_bytes: int) -> MemoryWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> MemoryWriter:
         """See `Storage.create`."""
         check_path(path)
         with self._lock:
-            if path in self._files or path in self._unfinished:
+            if (path in self._files and not overwrite) or path in self._unfinished:
                 raise StorageError(f"{self.url}/{path} exists already; choose another place")
             self._check_room(path, num_bytes)
             content = self._unfinished[path] = np.zeros(num_bytes, np.uint8)

@@ -229,7 +229,7 @@ class ObjectStorage:
         except FAILURES as error:
             raise explain("write", self._name(path), error) from None
 
-    def create(self, path: str, num_bytes: int) -> StreamWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> StreamWriter:
         """See `Storage.create`."""
         check_path(path)
         name = self._name(path)
@@ -243,6 +243,9 @@ class ObjectStorage:
             part_bytes = _rounded_up(-(-num_bytes // MAX_PARTS))
 
         def upload(parts: Iterator[Buffer]) -> None:
+            if overwrite:
+                self._upload(path, parts, num_bytes, Flow(part_bytes, flow.number), self._put)
+                return
             is_taken = ask_meanwhile(self, partial(self._exists, path))
 
             def if_free() -> Iterator[Buffer]:
@@ -250,7 +253,8 @@ class ObjectStorage:
                     raise StorageError(f"{name} exists already; choose another place")
                 yield from parts
 
-            self._upload(path, if_free(), num_bytes, Flow(part_bytes, flow.number))
+            flow_of_parts = Flow(part_bytes, flow.number)
+            self._upload(path, if_free(), num_bytes, flow_of_parts, self._put_first)
 
         return StreamWriter(
             name, num_bytes, part_bytes, upload=upload, on_close=lambda: self._forget(path)
@@ -489,7 +493,19 @@ class ObjectStorage:
             return bool(self._store.attributes(path).get(_TOKEN) == token)
         return True
 
-    def _upload(self, path: str, parts: Iterator[Buffer], num_bytes: int, flow: Flow) -> None:
+    def _put(self, path: str, data: bytes | memoryview) -> bool:
+        """Put an object, in the place of one that is there; returns true."""
+        self._store.put(path, data)
+        return True
+
+    def _upload(
+        self,
+        path: str,
+        parts: Iterator[Buffer],
+        num_bytes: int,
+        flow: Flow,
+        put: Callable[[str, memoryview], bool],
+    ) -> None:
         """Make a file of parts; if taking them raises, there is nothing left of it."""
         name = self._name(path)
         try:
@@ -498,7 +514,7 @@ class ObjectStorage:
                 return
             # Taking all parts waits until the writer finishes.
             whole = [*parts, np.empty(0, np.uint8)][0]
-            if not self._put_first(path, whole.data):
+            if not put(path, whole.data):
                 raise StorageError(f"{name} exists already: another writer was first")
         except StorageError:
             raise

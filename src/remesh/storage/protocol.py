@@ -136,14 +136,17 @@ class Storage(Protocol):
         """
         ...
 
-    def create(self, path: str, num_bytes: int) -> Writer:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Writer:
         """Begin a file of this size, or of at most this size, reserving its room where possible.
+
+        With `overwrite`, a file of this name stays as it is until the new one is finished, and then
+        is replaced in one step. A storage with `SharedFiles` cannot do that: `rename` does.
 
         Raises:
             NoSpaceError: If there is no room.
-            StorageError: If the file exists already. A storage that is a network away, and no
-                other, may find that out meanwhile, and raise it when the file is written or
-                finished.
+            StorageError: If the file exists already and `overwrite` is false. A storage that is a
+                network away, and no other, may find that out meanwhile, and raise it when the file
+                is written or finished.
         """
         ...
 

@@ -40,9 +40,9 @@ class StorageView:
         """See `Storage.put`."""
         self._storage.put(path, data, overwrite=overwrite)
 
-    def create(self, path: str, num_bytes: int) -> Writer:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> Writer:
         """See `Storage.create`."""
-        return self._storage.create(path, num_bytes)
+        return self._storage.create(path, num_bytes, overwrite=overwrite)
 
     def delete(self, path: str) -> None:
         """See `Storage.delete`."""

@@ -36,6 +36,7 @@ from remesh.storage import (
     ALIGNMENT,
     Buffer,
     CopiedFiles,
+    SharedFiles,
     SizedListing,
     Storage,
     aligned_buffer,
@@ -218,6 +219,19 @@ class StorageConformance:
         with pytest.raises(StorageError, match=r"file.*exists"):
             begin(storage, "file", _pattern(11))
         assert storage.read("file") == _pattern(10).tobytes()
+
+    def test_a_file_is_replaced_when_the_new_one_is_whole(self, storage: Storage) -> None:
+        if isinstance(storage, SharedFiles):
+            return  # there a file is renamed
+        _write(storage, "file", _pattern(10))
+        for num_bytes in (11, 3 * ALIGNMENT):
+            old = storage.read("file")
+            for ends in (False, True):
+                writer = storage.create("file", num_bytes, overwrite=True)
+                writer.write(0, _aligned(_pattern(num_bytes)))
+                assert storage.read("file") == old
+                writer.finish() if ends else writer.abort()
+                assert storage.read("file") == (_pattern(num_bytes).tobytes() if ends else old)
 
     def test_one_writer_at_a_time(self, storage: Storage) -> None:
         writer = storage.create("file", 10)

@@ -159,10 +159,10 @@ class FaultyStorage:
         self.meet("put", path)
         self._inner.put(path, self.flip(path, 0, data, when="written"), overwrite=overwrite)
 
-    def create(self, path: str, num_bytes: int) -> FaultyWriter:
+    def create(self, path: str, num_bytes: int, *, overwrite: bool = False) -> FaultyWriter:
         """See `Storage.create`."""
         self.meet("create", path)
-        return FaultyWriter(self, path, self._inner.create(path, num_bytes))
+        return FaultyWriter(self, path, self._inner.create(path, num_bytes, overwrite=overwrite))
 
     def delete(self, path: str) -> None:
         """See `Storage.delete`."""

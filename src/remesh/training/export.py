@@ -32,16 +32,17 @@ from remesh.checkpoint.stored_memory import StoredMemory, StoredSource, converte
 from remesh.dtypes import BY_NAME, CarrierDType
 from remesh.errors import StateError, UnsupportedValueError
 from remesh.events import ignore
-from remesh.exchange import Exchange, run_on_all
+from remesh.exchange import Exchange, run_on_all, run_on_one
 from remesh.formats import exported
 from remesh.formats.decoding import decoded
+from remesh.formats.huggingface_writer import index_name, indexed_files
 from remesh.formats.table import Source, place_of
 from remesh.formats.weight_files import FileTensor, file_names, split_into_files
 from remesh.geometry import Box
 from remesh.memory import CarrierArray, Memory
 from remesh.sharded import ArrayLike, Part
 from remesh.state import TENSOR_RECORD, Description, Role, TensorEntry
-from remesh.storage import Storage, open_storage
+from remesh.storage import SharedFiles, Storage, open_storage
 from remesh.strided import Layout
 
 WeightFormat = Literal["safetensors", "pth"]
@@ -155,8 +156,11 @@ def export_weights(
     save_agreed(description, storage, options, group=exchange, cache=PlanCache(), on_event=ignore)
     files = [FileTensor(tensor.names[0], tensor.dtype, tensor.shape) for tensor in tensors]
     limit = max_file_bytes if format == "safetensors" else None
+    written = file_names(name, f".{format}", len(split_into_files(files, limit)))
+    if len(written) > 1 and not isinstance(storage, SharedFiles):
+        written = _indexed_files(exchange, storage, name)
     report = ExportReport(
-        tuple(file_names(name, f".{format}", len(split_into_files(files, limit)))),
+        tuple(written),
         len(tensors),
         sum(tensor.num_bytes for tensor in files),
         {alias: one.names[0] for one in tensors for alias in one.names[1:]}
@@ -168,6 +172,15 @@ def export_weights(
         size = report.num_bytes / 1e6
         _log.info("exported %.1f MB in %.2f s: %s", size, report.seconds, storage.url)
     return report
+
+
+def _indexed_files(exchange: Exchange, storage: Storage, name: str) -> list[str]:
+    """The files of an export whose names have the id of the save."""
+
+    def read() -> bytes:
+        return msgspec.msgpack.encode(indexed_files(storage, index_name(name)))
+
+    return msgspec.msgpack.decode(run_on_one(exchange, read), type=list[str])
 
 
 # ---------------------------------------------------------------------------------------------
