@@ -53,6 +53,14 @@ class RunInfo:
     __repr__ = short_repr
 
 
+def outliving_environment() -> dict[str, str]:
+    """The variables for a process that is to outlive this one, without what marks a training.
+
+    The agent ends the processes that have its mark before it starts the next ones.
+    """
+    return {name: value for name, value in os.environ.items() if name != HEARTBEAT_VARIABLE}
+
+
 def run_info(environment: Mapping[str, str] | None = None) -> RunInfo:
     """Read the `RunInfo` from environment variables, by default those of this process.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import remesh
 from remesh.elastic import child, guard
 from remesh.elastic.directories import BEATS, agent_directory
 from remesh.heartbeat import AgentLock
@@ -48,10 +51,13 @@ def test_a_directory_that_is_gone_from_where_it_was_made_is_of_an_agent_that_has
 
 
 @pytest.mark.parametrize("wrapper", ["sleep 1000 & echo $!; wait", "sleep 1000 & echo $!; exit"])
-def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: str) -> None:
+@pytest.mark.parametrize("apart", ["", "setsid", "set -m;"])
+def test_the_guard_kills_all_but_what_is_to_outlive_the_training(
+    tmp_path: Path, wrapper: str, apart: str
+) -> None:
     beats = str(tmp_path)
     own = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), beats, ""]
-    script = f"setsid sleep 1000 & echo $!; {wrapper}"
+    script = f"env -u REMESH_HEARTBEAT_FILE sleep 1000 & echo $!; {apart} {wrapper}"
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, beats], stdin=subprocess.PIPE
     )
@@ -59,19 +65,34 @@ def test_the_guard_kills_what_has_not_left_its_group(tmp_path: Path, wrapper: st
         [*own, "bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True
     )
     assert training.stdout is not None
-    apart, within = (int(training.stdout.readline()) for _ in range(2))
+    outlives, within = (int(training.stdout.readline()) for _ in range(2))
     try:
-        wait_until(lambda: os.getpgid(apart) == apart, "a session of its own")
-        assert is_alive(within)
+        for pid in (outlives, within):
+            words = Path(f"/proc/{pid}/cmdline")
+            wait_until(lambda file=words: file.read_bytes().startswith(b"sleep"), "it sleeps")  # type: ignore[misc]
         assert watching.poll() is None
         watching.communicate()  # closes the pipe, as the end of the agent does
         assert not is_alive(within)
-        assert is_alive(apart)
+        assert is_alive(outlives)
     finally:
-        for pid in (apart, within):
+        for pid in (outlives, within):
             kill(pid)
         training.kill()
         training.communicate()
+
+
+def test_the_process_that_writes_a_checkpoint_outlives_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMESH_HEARTBEAT_FILE", str(tmp_path / "agent" / "0.json"))
+    with remesh.Saver(writer="process") as saver:
+        handle = saver.save_async({"w": np.zeros(3)}, tmp_path / "saved")
+        assert saver.writer_process_id is not None
+        within = subprocess.Popen(["sleep", "1000"])
+        assert guard.kill(str(tmp_path / "agent"), 60) == []
+        assert within.wait(60) == -signal.SIGKILL
+        assert is_alive(saver.writer_process_id)
+        handle.result(timeout=120)
 
 
 def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path) -> None:
@@ -89,7 +110,7 @@ def test_a_process_that_still_gives_its_memory_back_has_not_ended(tmp_path: Path
     assert training.stdout is not None
     try:
         training.stdout.readline()
-        assert guard.kill_groups(str(tmp_path), 60) == []
+        assert guard.kill(str(tmp_path), 60) == []
         assert not is_alive(training.pid)
     finally:
         training.kill()
@@ -110,10 +131,9 @@ def run_wrapper(directory: Path, script: str, processes: int) -> Command:
 
 
 def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -> None:
-    # Rank 1 gets a session of its own, so that it has to notice by itself. (Bash could give it a
-    # process group, but goes on when that is stopped, as if it had ended.)
+    # The environment of rank 1 does not tell where it belongs, so it has to notice by itself.
     train = f'"{sys.executable}" "{ORPHAN}" "{tmp_path}"'
-    apart = '[ "$RANK" = 0 ] || apart="setsid --wait"'
+    apart = '[ "$RANK" = 0 ] || apart="env -u REMESH_HEARTBEAT_FILE setsid --wait"'
     agent = run_wrapper(tmp_path, f"{apart}\n$apart {train}\necho ended", 2)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     pids: list[int] = []
@@ -131,11 +151,52 @@ def test_what_wrapper_scripts_started_ends_with_a_killed_agent(tmp_path: Path) -
             kill(pid)
 
 
+TWICE = """
+import os, signal, sys
+from pathlib import Path
+from tests.waiting import is_alive, wait_until
+
+directory, world = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+first = directory / "0"
+if os.environ["RANK"] == "1":
+    wait_until(Path(directory, str(world)).exists, "the training of rank 0")
+    sys.exit(1 - world)
+if world:
+    (directory / "outlived").write_text(str(is_alive(int(first.read_text()))))
+new = directory / "new"
+new.write_text(str(os.getpid()))
+new.rename(directory / str(world))
+while world == 0:
+    signal.pause()
+"""
+"""Rank 1 fails once, while rank 0 trains; rank 0 says whether that of the world before it lives."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("apart", ["setsid --wait {}", "set -m; {} & wait $!"])
+def test_a_training_in_a_session_of_its_own_ends_before_the_next_begins(
+    tmp_path: Path, apart: str
+) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    agent = run_wrapper(tmp_path, apart.format(f'"{sys.executable}" "{script}" "{tmp_path}"'), 2)
+    try:
+        assert agent.wait(500) == 0, (tmp_path / "output").read_text()
+        assert (tmp_path / "outlived").read_text() == "False"
+    finally:
+        agent.kill()
+        agent.wait()
+        for world in ("0", "1"):
+            if (tmp_path / world).exists():
+                kill(int((tmp_path / world).read_text()))
+
+
 def test_what_makes_its_manager_after_the_end_of_its_agent_ends_too(tmp_path: Path) -> None:
-    # The wrapper ends, and its agent with it, when the training runs in a session of its own.
+    # The wrapper ends, and its agent with it, when the training runs, in a session of its own and
+    # with an environment that does not tell where it belongs.
     abandoned = tmp_path / f"{BEATS}abandoned"
     abandoned.mkdir()
-    train = f'setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
+    train = f'env -u REMESH_HEARTBEAT_FILE setsid "{sys.executable}" "{ORPHAN}" "{tmp_path}" late'
     agent = run_wrapper(tmp_path, f"read < <({train})", 1)
     pids: list[int] = []
     try:

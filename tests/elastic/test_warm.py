@@ -124,7 +124,6 @@ def test_a_forked_process_is_like_one_that_was_started(agent: Agent) -> None:
             "ODD": "\udcff",
             "REMESH_HEARTBEAT_FILE": str(agent.beats / f"{number}.json"),
             "REMESH_AGENT_DIR": str(agent.beats),
-            "REMESH_PROCESS_GROUP": str(said["pid"]),
             "REMESH_SNAPSHOT_DIR": "/snapshots",
         }
         assert said["environment"] == dict(os.environ) | own
@@ -142,12 +141,19 @@ def test_the_guard_finds_what_forked_processes_have_forked(agent: Agent) -> None
     files = [agent.directory / f"{number}.out" for number in (0, 1)]
     wait_until(lambda: all(file.read_text().count("\n") == 2 for file in files), "both")
     within, apart = (int(file.read_text().splitlines()[1]) for file in files)
+    server = agent.warm._server
+    assert server is not None
     try:
-        assert guard.kill_groups(str(agent.beats), 60) == []
+        assert guard.kill(str(agent.beats), 60, {"1.json"}) == []
+        assert not is_alive(apart)  # although it has a session of its own
+        assert is_alive(within)
+        assert guard.kill(str(agent.beats), 60, {"0.json", "1.json"}) == []
         assert not is_alive(within)
-        assert is_alive(apart)  # it has a session of its own
+        assert server.poll() is None
         # They are ours, so their signals are seen.
         assert [one.proc.wait(60) for one in agent.handlers] == [-signal.SIGKILL] * 2
+        assert guard.kill(str(agent.beats), 60) == []
+        assert server.wait(60) == -signal.SIGKILL
     finally:
         kill(apart)
 
@@ -222,7 +228,7 @@ def test_server_and_processes_end_with_their_agent(agent: Agent) -> None:
     process.communicate()
     wait_until(lambda: not any(map(is_alive, pids)), "the end of both")
     # What the script has forked is no child of the agent: the guard ends that, which is not here.
-    assert guard.kill_groups(str(directory / "beats"), 60.0) == []
+    assert guard.kill(str(directory / "beats"), 60.0) == []
 
 
 def test_what_is_preloaded_without_being_asked_for(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from remesh.background.protocol import (
 )
 from remesh.background.status_files import StatusFiles
 from remesh.errors import ExchangeError
+from remesh.run_info import outliving_environment
 from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
@@ -78,6 +79,7 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), arena),
                     start_new_session=True,
+                    env=outliving_environment(),
                 )
             self._thread.start()
         except BaseException:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -329,6 +329,8 @@ class Agent(LocalElasticAgent):
             if local_rank in self._living():  # it cannot be entered again
                 processes.kill(self._context, local_rank)
             remove_orders(self._file_of(local_rank))
+        if recovery.missing:
+            self._end_started(recovery.missing)
         for file in self._files.values():
             Path(file).unlink(missing_ok=True)  # a heartbeat of the last world
             clear_request(file)
@@ -365,9 +367,14 @@ class Agent(LocalElasticAgent):
     # -------------------------------------------------------------------------------------
 
     def _stop(self, number: signal.Signals) -> None:
-        """Stop the processes, and what they have started in their process groups."""
+        """Stop the processes, and whatever they have started."""
         self._shutdown(number, timeout=self._shutdown_timeout)
-        left = guard.kill_groups(str(self._directory), self._shutdown_timeout)
+        self._end_started(range(self._worker_group.spec.local_world_size))
+
+    def _end_started(self, local_ranks: Iterable[int]) -> None:
+        """Kill what processes have started, and what is left of them: it would train besides."""
+        names = {f"{local_rank}.json" for local_rank in local_ranks}
+        left = guard.kill(str(self._directory), self._shutdown_timeout, names)
         if left:
             log.error("SIGKILL has not ended processes %s; they may be stuck in the kernel", left)
 

@@ -34,7 +34,6 @@ def become(agent: int, beats: str, snapshots: str, command: list[str]) -> None:
     local_rank = os.environ.get("LOCAL_RANK", "0")
     os.environ["REMESH_HEARTBEAT_FILE"] = os.path.join(beats, f"{local_rank}.json")
     os.environ["REMESH_AGENT_DIR"] = beats
-    os.environ["REMESH_PROCESS_GROUP"] = str(os.getpgrp())
     os.environ["REMESH_SNAPSHOT_DIR"] = snapshots
     os.execvp(command[0], command)  # noqa: S606 - the user's own command
 

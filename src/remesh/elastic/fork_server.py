@@ -14,8 +14,7 @@ linear algebra are no obstacle: its library ends and starts them anew around a f
 
 The forked process gets the environment, directory and standard files of its request, a session of
 its own, and random numbers that were not drawn before. The kernel goes on showing the environment
-of this server for it; `REMESH_PROCESS_GROUP` says `forked` there, and the file `group-<number>`
-beside the heartbeats names its process group (`guard`).
+of this server for it, so the process writes the name of its heartbeat file there (`guard`).
 
 The file is run by path with the interpreter of the training, which may not have remesh, so it
 imports nothing but the standard library and `remesh.script`, by path as well.
@@ -40,8 +39,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-FORKED = "forked"
-"""What `REMESH_PROCESS_GROUP` is in the environment that the kernel shows."""
+SERVER = "fork-server"
+"""The name of a heartbeat file that the kernel shows for this server; others are no longer."""
 GO = b"go"
 """The agent knows the process, which may begin."""
 MAX_MESSAGE = 4 << 20
@@ -57,11 +56,13 @@ class Agent(NamedTuple):
         pid: Process id of the agent.
         beats: Where heartbeats go.
         snapshots: Where snapshots go; empty if nowhere.
+        shown: Address of the heartbeat file in the environment that the kernel shows.
     """
 
     pid: int
     beats: str
     snapshots: str
+    shown: int
 
 
 def serve(channel: socket.socket, agent: Agent) -> None:
@@ -116,13 +117,10 @@ def _become(
         os.chdir(asked["directory"])
         os.environ.clear()
         os.environ.update(asked["environment"])
-        group = str(os.getpgrp())
-        Path(agent.beats, f"group-{group}").touch()
-        os.environ["REMESH_HEARTBEAT_FILE"] = str(
-            Path(agent.beats, f"{os.environ.get('LOCAL_RANK', '0')}.json")
-        )
+        heartbeats = str(Path(agent.beats, f"{os.environ.get('LOCAL_RANK', '0')}.json"))
+        os.environ["REMESH_HEARTBEAT_FILE"] = heartbeats
+        _show(heartbeats, agent)
         os.environ["REMESH_AGENT_DIR"] = agent.beats
-        os.environ["REMESH_PROCESS_GROUP"] = group
         os.environ["REMESH_SNAPSHOT_DIR"] = agent.snapshots
         _draw_anew()
     except BaseException as error:  # noqa: BLE001 - nothing may return into the server's loop
@@ -133,6 +131,12 @@ def _become(
         os._exit(1)
     _script.run(asked["words"])
     raise AssertionError("it ends the process")
+
+
+def _show(heartbeats: str, agent: Agent) -> None:
+    """Have the kernel show the heartbeat file of this process in its environment, by its memory."""
+    room = len(os.fsencode(f"{agent.beats}/{SERVER}"))
+    ctypes.memmove(agent.shown, os.fsencode(heartbeats).ljust(room, b"\0"), room)
 
 
 def _end_with(agent: int) -> None:
@@ -211,6 +215,9 @@ def main(arguments: list[str]) -> None:
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
     _end_with(int(agent))
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    shown = getenv(b"REMESH_HEARTBEAT_FILE")
     began = time.monotonic()
     if not sys.flags.safe_path:
         # As it will be for the script; now it is the directory of this file.
@@ -224,7 +231,7 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # collections would copy the pages that all processes share
     ready = {"modules": len(found), "seconds": time.monotonic() - began}
     channel.send(json.dumps(ready).encode())
-    serve(channel, Agent(int(agent), beats, snapshots))
+    serve(channel, Agent(int(agent), beats, snapshots, shown))
 
 
 if __name__ == "__main__":

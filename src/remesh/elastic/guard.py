@@ -1,4 +1,4 @@
-"""Ends the training processes of a node when its agent has ended, however it ended.
+"""Ends the training processes of a node: when its agent has ended, and before the next world.
 
 `guard.py DIRECTORY`
 
@@ -6,14 +6,15 @@ The kernel kills a process that the agent has started when the agent dies (`chil
 processes that this one has started: a wrapper script that does not end with `exec` would leave a
 training behind that goes on, beside the one that takes its place. So each agent starts a guard, in
 a session of its own. The guard waits until its standard input ends, which happens when the agent
-has ended, and kills what is left of the process groups of the training.
+has ended, and kills what is left of the training. An agent that lives does the same itself before
+it starts the processes of the next world.
 
-A process belongs to the training if its environment says so and it has not left the process group
-in which it was started. For one that was forked from another the kernel shows the environment of
-that one; `fork_server.py` therefore leaves a file for each group that it begins. A process with a
-group of its own was meant to outlive the training, as the one that writes a checkpoint. A training
-process that has left its group is not found here; its manager notices that the agent is gone
-(`remesh.heartbeat.AgentLock`).
+A process belongs to the training if its environment says so, whatever its session, its process
+group and its parent: the environment names the heartbeat file of its rank, which processes inherit.
+For one that was forked the kernel shows the environment of that from which it was forked, so
+`fork_server.py` writes the name of the file there. A process that is meant to outlive the training,
+as the one that writes a checkpoint, is started without the variable. A training process without it
+is not found here; its manager notices that the agent is gone (`remesh.heartbeat.AgentLock`).
 
 The file is run by path, in an interpreter without `site`, and must import nothing but the standard
 library.
@@ -26,21 +27,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 HEARTBEAT = "REMESH_HEARTBEAT_FILE"
-GROUP = "REMESH_PROCESS_GROUP"
-FORKED = b"forked"
-"""What the group is in the environment of a fork server (`fork_server.py`)."""
 SECONDS = 60.0
 """How long the guard waits for the end of what it has killed."""
 
 
-def kill_groups(directory: str, seconds: float) -> list[int]:
-    """Kill all processes of the training, and wait until they have ended.
+def kill(directory: str, seconds: float, names: Collection[str] | None = None) -> list[int]:
+    """Kill processes of the training, and wait until they have ended.
 
     Args:
         directory: The agent's directory for heartbeats, which their environment names.
         seconds: How long to wait.
+        names: The names of the heartbeat files of those that are meant; by default all.
 
     Returns:
         The ids of the processes that are left: they are stuck in the kernel.
@@ -48,7 +48,7 @@ def kill_groups(directory: str, seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     killed: dict[int, str] = {}
     while True:
-        found = _find(directory)
+        found = _find(directory, names)
         for pid in found:
             killed.setdefault(pid, _began(pid))
             with contextlib.suppress(ProcessLookupError):
@@ -72,32 +72,24 @@ def _began(pid: int) -> str:
     return "" if state in {b"Z", b"X"} and int(num_threads) <= 1 else began.decode()
 
 
-def _find(directory: str) -> list[int]:
-    """The processes whose environment names the directory, in the groups where they began."""
+def _find(directory: str, names: Collection[str] | None) -> list[int]:
+    """The processes whose environment names one of the heartbeat files."""
     found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
+    for number in os.listdir("/proc"):
+        if not number.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:
+            with open(f"/proc/{number}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
-            values = dict(item.split(b"=", 1) for item in variables if b"=" in item)
-            file_of_process = os.fsdecode(values.get(HEARTBEAT.encode(), b""))
-            if os.path.dirname(file_of_process) != directory:
-                continue
-            group = values.get(GROUP.encode(), b"0")
-            own = os.getpgid(int(name))
-            if group == FORKED:
-                is_inside = os.path.exists(os.path.join(directory, f"group-{own}"))
-            else:
-                is_inside = own == int(group)
-            if is_inside:
-                found.append(int(name))
-        except (OSError, ValueError):
+        except OSError:
             continue  # it has ended, or is not ours
+        values = dict(item.split(b"=", 1) for item in variables if b"=" in item)
+        parent, name = os.path.split(os.fsdecode(values.get(HEARTBEAT.encode(), b"")))
+        if parent == directory and (names is None or name in names):
+            found.append(int(number))
     return found
 
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    kill_groups(sys.argv[1], SECONDS)
+    kill(sys.argv[1], SECONDS)

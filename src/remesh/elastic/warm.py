@@ -144,8 +144,7 @@ class Warm:
             own = (str(number), str(os.getpid()), *self._own, ",".join(self._modules))
             beats = self._own[0]
             marks = {
-                "REMESH_HEARTBEAT_FILE": f"{beats}/fork-server",
-                "REMESH_PROCESS_GROUP": fork_server.FORKED,
+                "REMESH_HEARTBEAT_FILE": f"{beats}/{fork_server.SERVER}",
                 # Asking whether there is a GPU must not open it.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
