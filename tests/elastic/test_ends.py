@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -61,9 +62,9 @@ def test_without_an_answer_of_the_master_the_end_is_not_known(tmp_path: Path) ->
     with Pair(tmp_path, "--master-patience", "3") as cluster:
         cluster.kill_master()
         assert cluster.exit_code(1) == EXIT_JOB_FAILED
-        said = (tmp_path / "node-1.log").read_text()
-        assert "how the job ends is not known" in said
-        assert f"{cluster.url} has not answered" in said
+        # The master may have died before the agent knew that it has its message, or after.
+        said = "how the job ends is not known: .*(has not answered|does not answer)"
+        assert re.search(said, (tmp_path / "node-1.log").read_text())
 
 
 def test_sigterm_ends_a_node_that_waits_for_the_end(tmp_path: Path) -> None:
