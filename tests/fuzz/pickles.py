@@ -85,7 +85,7 @@ def _anything(dice: random.Random) -> bytes:
     ))  # fmt: skip
 
 
-def _opcodes(data: bytes) -> list[tuple[str, bytes]]:
+def opcodes(data: bytes) -> list[tuple[str, bytes]]:
     """Name and bytes of each opcode, frames left out."""
     found = list(pickletools.genops(data))
     ends = [position for _, _, position in found[1:]] + [len(data)]
@@ -98,7 +98,7 @@ def _opcodes(data: bytes) -> list[tuple[str, bytes]]:
 
 def change_pickle(data: bytes, dice: random.Random) -> bytes:
     """A pickle with a few opcodes other than before."""
-    codes = _opcodes(data)
+    codes = opcodes(data)
     for _ in range(dice.choice((1, 1, 1, 2, 3, 6))):
         at = dice.randrange(1, max(len(codes) - 1, 2))
         name, raw = codes[at]

@@ -86,6 +86,18 @@ def in_metadata(change: Callable[[Any], object]) -> Damage:
     return damage
 
 
+def instead_of_archive(end: str, content: Any) -> Damage:
+    """Another archive of torch.save in the place of the file whose path ends so."""
+
+    def damage(files: Files) -> None:
+        path = next(path for path in files if path.endswith(end))
+        made = io.BytesIO()
+        torch.save(content, made)
+        files[path] = made.getvalue()
+
+    return damage
+
+
 def in_values(change: Callable[[Any], object]) -> Damage:
     """Another document of values in a checkpoint of remesh, with the digests that it then has."""
 
@@ -186,6 +198,13 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "dcp: the true shape of a flattened tensor is a number": (
         "megatron flattened", in_metadata(lambda m: m.mcore_data.update(
             flat={"nd_reformulated_orig_global_shape": 5})), "not a shape"),
+    "deepspeed: a buffer whose name is a list": (
+        "deepspeed universal", instead_of_archive(
+            "mp_rank_00_model_states.pt", {"buffer_names": [["x"]]}), "not a name"),
+    "deepspeed: the states of no groups": (
+        "deepspeed zero 2", instead_of_archive("optim_states.pt", {"optimizer_state_dict": {
+            "single_partition_of_fp32_groups": [torch.ones(1 << 12)], "base_optimizer_state": ()}}),
+        "the state of 0 of 1 groups"),
     "native: a list whose items have names": (
         "native", in_values(lambda d: d["sequences"].append([["nested"], "list"])), "called"),
     "native: a container of an unknown kind": (

@@ -429,9 +429,10 @@ class _Reader:
         """Add buffers, and the further names of tied parameters."""
         module = file.content.get("module")
         tensors = mapping({} if module is None else module, file.where, "module")
-        for name in sequence(file.content.get("buffer_names") or [], file.where, "buffer_names"):
+        buffers = sequence(file.content.get("buffer_names") or [], file.where, "buffer_names")
+        for name in [check_name(buffer, file.where) for buffer in buffers]:
             if isinstance(tensors.get(name), ArchivedTensor):
-                self._add_leaf(self._at("model", check_name(name, file.where)), tensors[name], file)
+                self._add_leaf(self._at("model", name), tensors[name], file)
         shared = mapping(file.content.get("shared_params") or {}, file.where, "shared_params")
         for alias, name in shared.items():
             place = self._at("model", check_name(alias, file.where))

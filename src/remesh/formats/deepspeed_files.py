@@ -129,6 +129,8 @@ class Shard:
         counts = tuple(one for one in found if type(one) is int and one > 0)
         base = content.get("optimizer_state_dict" if cuts_parameters else "base_optimizer_state")
         if isinstance(base, list | tuple):  # elastic checkpoints: the state of each group alone
+            if len(base) != len(weights):
+                raise damaged(where, f"has the state of {len(base)} of {len(weights)} groups")
             state = [mapping(one, where, "the state of a group") for one in base]
             return cls(file, weights, state, [], paddings, cuts_parameters, counts)
         base = mapping(base, where, "the state of the optimizer")
