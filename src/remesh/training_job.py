@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from remesh._repr import short_repr
 from remesh.errors import WorldChangedError
 
 __all__ = ["TrainingJob"]
@@ -37,8 +36,6 @@ class TrainingJob:
         self.is_changing = False
         self.is_called_out = False
         self._kept: dict[Hashable, Any] = {}
-
-    __repr__ = short_repr
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, made once in this process.
