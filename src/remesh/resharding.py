@@ -22,7 +22,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from remesh import values
 from remesh._repr import short_repr
 from remesh.checkpoint.buffers import Buffers, choose_buffers
 from remesh.checkpoint.comparing import RankReads
+from remesh.checkpoint.copies import Compares
 from remesh.checkpoint.devices import DeviceInUse, agree_on_devices, device_in_use
 from remesh.checkpoint.documents import document_of
 from remesh.checkpoint.load_plan import LoadOptions, RankLoadPlan
@@ -184,6 +185,8 @@ class Resharder:
         target_state: The target, filled by the last push.
     """
 
+    compares: ClassVar[Compares] = "sampled"
+
     def __init__(
         self,
         source_state: Any,
@@ -331,7 +334,7 @@ class Resharder:
             metadata={},
             shares_place=False,
             buffers=self._buffers,
-            compares="sampled",
+            compares=self.compares,
         )
         num_hits = self._cache.hits
 

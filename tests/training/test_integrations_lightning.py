@@ -19,6 +19,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from remesh.training.integrations.lightning import (  # noqa: E402 - it needs Lightning
     EpochLoader,
+    RemeshCallback,
     RemeshCheckpointIO,
 )
 from tests.training.example import load_example  # noqa: E402
@@ -93,3 +94,40 @@ def test_an_epoch_has_the_same_length_wherever_it_begins(
     assert len(loader) == length
     assert loader.num_done == num_done
     assert len(list(loader)) == length - num_done
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
+    tmp_path: Path, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_example("lightning_callback").Regression()
+    data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+    loader = EpochLoader(data, ResumableBatchSampler(ResumableSampler(data), 4))
+    trained: list[torch.Tensor] = []
+
+    class Look(pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            trained[:] = [parameter.detach().clone() for parameter in model.parameters()]
+
+    callbacks = [
+        RemeshCallback(tmp_path, loader, every=100),
+        pl.callbacks.WeightAveraging(),
+    ]
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=[Look(), *(callbacks if is_first else callbacks[::-1])],
+    )
+    trainer.fit(model, loader)
+    saved = [place.name for place in tmp_path.iterdir()]
+    assert saved == (["step_00000004"] if is_first else [])
+    assert ("step 4 is not saved at the end" in caplog.text) == (not is_first)
+    if is_first:
+        remesh.load({"model": model}, tmp_path / saved[0])
+        torch.testing.assert_close(list(model.parameters()), trained, rtol=0, atol=0)

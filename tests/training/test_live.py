@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import remesh
 from remesh.catalog import ManagerNote
+from remesh.checkpoint.copies import sample_ranges
 from remesh.errors import WorldChangedError
-from remesh.exchange import Exchange
+from remesh.exchange import Alone, Exchange
 from remesh.sharded import ShardedTensor
 from remesh.testing import run_ranks
-from remesh.training import ResumableBatchSampler, ResumableSampler, Resumed
+from remesh.training import (
+    Randomness,
+    ResumableBatchSampler,
+    ResumableSampler,
+    Resumed,
+    live,
+)
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
 from remesh.training_job import TrainingJob
 
@@ -40,6 +48,11 @@ class World:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        # Too large to be copied at each boundary; no optimizer changes them.
+        self.teacher = torch.nn.Linear(1000, 300, bias=False).requires_grad_(False)
+        self.teacher.weight.zero_()
+        self.book = torch.zeros(300_000)
+        self.teacher.register_buffer("book", self.book)
         rank, size = exchange.rank, exchange.world_size
         sampler = ResumableSampler(1000, rank=rank, world_size=size)
         self.batches = ResumableBatchSampler(sampler, 12 // size)
@@ -47,6 +60,7 @@ class World:
             "model": self.model,
             "optimizer": self.optimizer,
             "average": self.average,
+            "teacher": self.teacher,
             "scheduler": self.scheduler,
             "batches": self.batches,
             "seen": [0],
@@ -207,13 +221,140 @@ def test_nothing_is_taken_when_all_were_changing_their_tensors(tmp_path: Path) -
         assert_same(world.values(), expected)
 
 
-def test_a_parameter_that_was_changed_by_hand_is_not_taken(tmp_path: Path) -> None:
-    def leave(world: World, _rank: int) -> None:
-        with torch.no_grad():
-            next(world.model.parameters()).add_(1)
+def swap_in_averages(world: World) -> None:
+    for own, average in zip(world.model.parameters(), world.average.parameters(), strict=True):
+        own.data.copy_(average.data + 1)
 
+
+def write_by_numpy(world: World) -> None:
+    world.teacher.weight.numpy()[:] += 1
+
+
+def put_a_new_tensor_into_data(world: World) -> None:
+    world.teacher.weight.data = world.teacher.weight.data * 0.5
+
+
+def move_the_teacher(world: World) -> None:
+    world.teacher.weight.data.mul_(0.5).add_(torch.ones(300, 1000), alpha=0.5)
+
+
+def move_the_teacher_by_foreach(world: World) -> None:
+    torch._foreach_lerp_([world.teacher.weight], [torch.ones(300, 1000)], 0.5)
+
+
+def write_the_book(world: World) -> None:
+    world.book.data.add_(1)
+
+
+def write_moments(world: World) -> None:
+    for moments in world.optimizer.state.values():
+        moments["exp_avg"].data.mul_(2)
+
+
+def replace_moments(world: World) -> None:
+    for moments in world.optimizer.state.values():
+        moments["exp_avg"] = moments["exp_avg"] * 2
+
+
+def replace_a_parameter(world: World) -> None:
+    world.teacher.weight = torch.nn.Parameter(torch.ones(300, 1000), requires_grad=False)
+
+
+def replace_a_module(world: World) -> None:
+    world.model[0] = torch.nn.Linear(4, 4)
+
+
+def change_the_shape_of_a_buffer(world: World) -> None:
+    world.model[1].running_mean.data = torch.zeros(5)
+
+
+def write_a_parameter(world: World) -> None:
+    with torch.no_grad():
+        next(world.model.parameters()).add_(1)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (swap_in_averages, "state.model.0.weight"),
+        (write_by_numpy, "state.teacher.weight"),
+        (put_a_new_tensor_into_data, "state.teacher.weight"),
+        (move_the_teacher, "state.teacher.weight"),
+        (move_the_teacher_by_foreach, "state.teacher.weight"),
+        (write_the_book, "state.teacher.book"),
+        (write_moments, "state.optimizer.state.0.exp_avg"),
+        (replace_moments, "state.optimizer.state.0.exp_avg"),
+        (replace_a_parameter, "state.teacher.weight"),
+        (replace_a_module, "state.model.0.weight"),
+        (change_the_shape_of_a_buffer, "a tensor of shape (4,)"),
+        (write_a_parameter, "state.model.0.weight"),
+    ],
+)
+def test_tensors_that_were_written_past_the_optimizer_are_not_taken(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    write: Callable[[World], None],
+    name: str,
+) -> None:
+    found = change(tmp_path, before=2, after=[0, 1], leave=lambda world, _rank: write(world))
+    assert [resumed for resumed, _, _ in found] == [None, None]
+    assert f"step 3 is not taken from memory: {name}" in caplog.text
+
+
+def test_a_step_that_memory_does_not_give_comes_from_storage(tmp_path: Path) -> None:
+    def leave(world: World, _rank: int) -> None:
+        world.manager.save(3, world.state)
+        swap_in_averages(world)
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
+        assert resumed is not None
+        assert (resumed.step, resumed.live) == (3, False)
+        assert_same(world.values(), expected)
+
+
+def test_averages_that_were_swapped_out_again_have_changed_nothing(tmp_path: Path) -> None:
+    def leave(world: World, _rank: int) -> None:
+        own = [parameter.data.clone() for parameter in world.model.parameters()]
+        swap_in_averages(world)
+        for parameter, kept in zip(world.model.parameters(), own, strict=True):
+            parameter.data.copy_(kept)
+
+    for resumed, world, expected in change(tmp_path, before=2, after=[0, 1], leave=leave):
+        assert resumed is not None
+        assert resumed.live
+        assert_same(world.values(), expected)
+
+
+def test_copies_that_differ_where_no_sample_is_are_not_taken(tmp_path: Path) -> None:
+    """No fingerprint shows it: all bytes of the copies are compared."""
+
+    def leave(world: World, rank: int) -> None:
+        if rank == 1:
+            world.teacher.weight.data.view(-1)[5_000] = 1
+
+    assert not any(start <= 5_000 < stop for start, stop in sample_ranges((300, 1000), 4))
     found = change(tmp_path, before=2, after=[0, 1], leave=leave)
     assert [resumed for resumed, _, _ in found] == [None, None]
+
+
+def test_tensors_that_had_to_move_are_looked_at_in_their_new_place(tmp_path: Path) -> None:
+    job = TrainingJob(is_reentrant=True)
+    world = World(Alone(), tmp_path, job)
+    world.make_step()
+    boundary = job.boundary
+    weight = world.teacher.weight
+
+    def move(_state: Any) -> bool:
+        weight.data = weight.data.clone()
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "make_room", move)
+        job.make_room()
+    boundary.keeper.roll_back()
+    weight.data.add_(1)
+    with pytest.raises(live.ChangedError, match=r"state\.teacher\.weight"):
+        boundary.keeper.roll_back()
 
 
 def test_managers_come_and_go_while_optimizers_of_other_threads_step(tmp_path: Path) -> None:
@@ -267,6 +408,17 @@ def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
         assert resumed is not None
         assert (resumed.live, resumed.same_random) == (True, is_saved)
         assert_same(world.values(), expected)
+
+
+def test_random_numbers_of_a_role_come_from_any_rank_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the lowest of these ranks is gone."""
+    one_role = Randomness(role={"dp": (0, 1)})
+    monkeypatch.setattr(remesh, "Manager", partial(remesh.Manager, randomness=one_role))
+    for resumed, _, _ in change(tmp_path, before=3, after=[1, 2, None], leave=in_forward):
+        assert resumed is not None
+        assert (resumed.live, resumed.same_random) == (True, True)
 
 
 def test_what_cannot_be_watched_is_not_relied_on(

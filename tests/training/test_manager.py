@@ -183,6 +183,17 @@ def test_a_state_that_changed_after_its_step_is_not_saved_at_the_end(
     assert "step 2 is not saved at the end: the state has changed since" in caplog.text
 
 
+def test_averages_that_are_swapped_in_at_the_end_are_not_saved_as_the_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Manager(tmp_path, every=4, group=Alone()) as manager:
+        manager.step(2, {"model": model})
+        model.bias.data.copy_(torch.ones(2))
+    assert names(tmp_path) == []
+    assert "Rank 0 changed state.model.bias" in caplog.text
+
+
 def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     array = np.zeros(3)
@@ -206,6 +217,7 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
             lambda: state.update(value=2),
             lambda: array.fill(1),
             lambda: torch.nn.init.zeros_(model.bias),
+            model.weight.data.zero_,
         ):
             change()
             with pytest.raises(CheckpointExistsError):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from remesh.training import room
-from remesh.training.live import Boundary
+from remesh.training.fingerprints import Fingerprints
+from remesh.training.live import Boundary, Keeper
 from remesh.training.room import HOST, bytes_by_device, make_room, must_move, tensors_of
 from remesh.training_job import TrainingJob
 
@@ -56,7 +57,8 @@ def test_a_boundary_without_room_is_given_up(
     monkeypatch.setattr(room, "free_bytes", lambda _device: free)
     job = TrainingJob(is_reentrant=True)
     state = trained()
-    job.boundary = Boundary(1, None, "", lambda: state, dict, [])  # type: ignore[arg-type]
+    keeper = Keeper(state, Fingerprints().take(state))
+    job.boundary = Boundary(1, None, "", keeper, dict, [])  # type: ignore[arg-type]
     job.make_room()
     assert (job.boundary is not None) == is_kept
     assert ("there is no room for both" in caplog.text) == (not is_kept)

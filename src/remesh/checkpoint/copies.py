@@ -34,9 +34,9 @@ from remesh.memory import DigestedMemory, Memory, contiguous_bytes
 from remesh.planner import Copies, LocalBoxes
 from remesh.state import Role
 
-Compares = Literal["sampled", "whole", "all"]
-"""What a save compares: stretches of assumed copies; all of them, with a look at the others; or all
-of all copies."""
+Compares = Literal["sampled", "whole", "equal", "all"]
+"""What a save compares: stretches of assumed copies; all of them, with a look at the others; all of
+those that ought to be equal; or all of all copies."""
 
 SAMPLE_BLOCKS = 8
 """How many stretches of a tensor are compared where not all of it is."""
@@ -73,12 +73,12 @@ class Comparison:
     def levels(self, roles: IntArray) -> IntArray:
         """For the role of each copy: 0 not compared, 1 to warn of, 2 to raise."""
         levels = np.zeros(len(roles), dtype=np.int64)
-        if self.compares == "all":
+        if self.compares in {"equal", "all"}:
             levels[:] = 2
         elif self.looks and self.compares == "whole":
             levels[(roles == Role.EQUAL) | (roles == Role.FIRST)] = 1
         levels[roles == Role.ASSUMED] = 2
-        if self.chosen:
+        if self.chosen or self.compares == "equal":
             levels[roles == Role.FIRST] = 0
         return levels
 

@@ -1,8 +1,7 @@
 """The last step of a training: whether its state is still the same, and which manager is in charge.
 
-Whether a state has changed is seen from the versions of its tensors, which torch counts at each
-change in place, and from its plain values. This costs no copy and reads no tensor. Arrays of numpy
-have no version: they are compared by a digest.
+Whether a state has changed is seen from fingerprints of its tensors (`fingerprints`), which cost no
+copy, and from its plain values. Arrays of numpy are compared by a digest.
 
 In one process one manager at a time saves to a root. In a notebook, a cell that is run again or
 interrupted leaves a manager that was never closed; the next manager of that root closes it.
@@ -24,6 +23,7 @@ from remesh.integrity import hex_digest
 from remesh.sharded import ShardedTensor
 
 if TYPE_CHECKING:
+    from remesh.training.fingerprints import Fingerprint
     from remesh.training.manager import Manager
 
 _LOGGER = logging.getLogger("remesh")
@@ -58,17 +58,21 @@ class LastStep:
         step: The step.
         state: The user's state.
         metrics: Its metrics.
-        versions: `parameter_versions` of the state at that moment.
+        fingerprint: Of the state at that moment; None without torch.
     """
 
     step: int
     state: Any
     metrics: Mapping[str, float] | None
-    versions: tuple[int, ...]
+    fingerprint: Fingerprint | None
 
-    def is_unchanged(self) -> bool:
-        """Whether no optimizer or load has changed the state since."""
-        return parameter_versions(self.state) == self.versions
+    def change(self) -> str:
+        """What was changed in the state since, or nothing."""
+        if self.fingerprint is None:
+            return ""
+        from remesh.training.fingerprints import Fingerprints
+
+        return Fingerprints().changed(self.state, self.fingerprint)
 
 
 def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> bool:
@@ -83,69 +87,60 @@ def is_wanted(exchange: Exchange, last: LastStep | None, is_periodic: bool) -> b
     def look() -> bytes:
         if last is None:
             return b""
-        return f"{last.step} {int(is_periodic)} {int(last.is_unchanged())}".encode()
+        return f"{last.step} {int(is_periodic)} {last.change()}".encode(errors="replace")
 
-    replies = [reply.decode().split() for reply in run_on_all(exchange, look)]
-    if not all(replies) or not any(periodic == "1" for _, periodic, _ in replies):
+    replies = [reply.decode().split(" ", 2) for reply in run_on_all(exchange, look)]
+    if not all(len(reply) == 3 for reply in replies):
         return False
-    if all(unchanged == "1" for _, _, unchanged in replies):
+    if not any(periodic == "1" for _, periodic, _ in replies):
+        return False
+    changes = [(rank, change) for rank, (_, _, change) in enumerate(replies) if change]
+    if not changes:
         return len({step for step, _, _ in replies}) == 1
     if exchange.rank == 0:
         _LOGGER.warning(
             "step %s is not saved at the end: the state has changed since\n"
-            "Call Manager.step after each step",
+            "Rank %d changed %s. Call Manager.step after each step, and after its last change",
             replies[0][0],
+            *changes[0],
         )
     return False
 
 
-def parameter_versions(state: Any) -> tuple[int, ...]:
-    """The version of one parameter of each module and optimizer at the top of a state.
-
-    Every step of an optimizer and every load changes them, and looking is cheap.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return ()
-    found = []
-    for value in state.values() if isinstance(state, Mapping) else [state]:
-        if isinstance(value, torch.nn.Module):
-            first = next(value.parameters(), None)
-        elif isinstance(value, torch.optim.Optimizer):
-            first = next((p for group in value.param_groups for p in group["params"]), None)
-        else:
-            first = value if isinstance(value, torch.Tensor) else None
-        if first is not None:
-            found.append(int(first._version))  # noqa: SLF001 - torch has no public name for it
-    return tuple(found)
-
-
-def fingerprint(state: Any) -> str:
+def digest_of_state(state: Any) -> str:
     """A text that changes when any tensor, array or plain value of a state changes."""
-    return hex_digest("\n".join(_facts(state, "")).encode(errors="surrogatepass"))
+    tensors: list[Any] = []
+    facts = "\n".join(_facts(state, "", tensors))
+    if tensors:
+        from remesh.training.fingerprints import Fingerprints
+
+        facts += Fingerprints().take_of(tensors).digest()
+    return hex_digest(facts.encode(errors="surrogatepass"))
 
 
-def _facts(value: Any, name: str) -> Iterator[str]:
+def _facts(value: Any, name: str, tensors: list[Any]) -> Iterator[str]:
+    """All but the tensors, which are collected."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        yield f"{name} {id(value)} {value._version}"  # noqa: SLF001 - torch has no public name
+        tensors.append(value)
+        yield name
     elif torch is not None and isinstance(value, torch.Generator):
         yield f"{name} {hex_digest(value.get_state().numpy().tobytes())}"
     elif torch is not None and isinstance(value, torch.nn.Module):
         for key, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield from _facts(tensor, f"{name}.{key}")
+            yield from _facts(tensor, f"{name}.{key}", tensors)
     elif isinstance(value, np.ndarray):
         yield f"{name} {value.shape} {hex_digest(np.ascontiguousarray(value).tobytes())}"
     elif isinstance(value, ShardedTensor):
         for number, part in enumerate(value.parts):
-            yield from _facts(part.data, f"{name}.{number}")
+            yield from _facts(part.data, f"{name}.{number}", tensors)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _facts(item, f"{name}.{key}")
+            yield from _facts(item, f"{name}.{key}", tensors)
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _facts(item, f"{name}.{number}")
+            yield from _facts(item, f"{name}.{number}", tensors)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        yield from _facts(value.state_dict(), name)
+        yield from _facts(value.state_dict(), name, tensors)
     else:
         yield f"{name} {value!r}"

@@ -7,6 +7,11 @@ last boundary, and nothing was copied for it. What else may change meanwhile is 
 at the boundary: buffers of modules, hyperparameters of optimizers, random numbers, plain values,
 and the state dicts of other objects, such as schedulers and samplers.
 
+Other writes are possible: averaged weights that are swapped in, a momentum encoder that moves in
+the forward pass. So a fingerprint of all tensors is taken at the boundary (`fingerprints`), and
+compared before they are used; and copies that several ranks hold are compared in full. If anything
+differs, the step comes from the next source.
+
 When the function is entered again, each rank offers the step of its boundary. The newest step of
 which the ranks that offer it hold everything is brought into the new layout by live resharding; a
 rank that offers nothing, or another step, takes part with an empty source. Before that, each rank
@@ -20,7 +25,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,17 +37,18 @@ from remesh.catalog import CheckpointInfo, ManagerNote, step_name
 from remesh.checkpoint import Buffers
 from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange, run_on_all
-from remesh.resharding import reshard
+from remesh.resharding import Resharder
 from remesh.sharded import ShardedTensor
 from remesh.training import resuming, rng
+from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints
 from remesh.training.resuming import Source
 from remesh.training.room import bytes_by_device, make_room, tensors_of
 from remesh.training_job import TrainingJob
 
 _LOGGER = logging.getLogger("remesh")
 
-MAX_COPY = 1 << 20
-"""Bytes of a leaf that are copied at each boundary; a larger one is watched by its version."""
+MAX_COPY = SMALL
+"""Bytes of a leaf that are copied at each boundary; of a larger one a fingerprint is taken."""
 
 
 class NotWatchedError(Exception):
@@ -53,6 +59,12 @@ class ChangedError(Exception):
     """A tensor was changed after the boundary, and not by an optimizer."""
 
 
+class _Recovery(Resharder):
+    """Compares all copies in full: one of them may have been changed unseen."""
+
+    compares = "equal"
+
+
 @dataclass(slots=True)
 class Boundary:
     """What a rank held when its last step was complete.
@@ -61,7 +73,7 @@ class Boundary:
         step: The step.
         note: What a save would have recorded then.
         parent: What `Manager` had as the parent of its saves.
-        roll_back: Gives the state as it was.
+        keeper: Gives the state as it was.
         rows: Random numbers, as they are saved.
         role: Coordinates of this rank's role.
         is_clean: Whether no optimizer has begun to change it.
@@ -70,7 +82,7 @@ class Boundary:
     step: int
     note: ManagerNote
     parent: str
-    roll_back: Callable[[], Any]
+    keeper: Keeper
     rows: Callable[[], Mapping[str, ShardedTensor]]
     role: list[int]
     is_clean: bool = True
@@ -78,7 +90,7 @@ class Boundary:
     def make_room(self) -> bool:
         """Leave room for the next state; False if this one has to be given up for it."""
         try:
-            is_kept = not self.is_clean or make_room(self.roll_back())
+            is_kept = not self.is_clean or self.keeper.make_room()
         except Exception as error:  # noqa: BLE001 - a device may be in any state after an abort
             _LOGGER.warning("step %d is given up in memory: %s", self.step, error)
             return False
@@ -137,7 +149,6 @@ class LiveMemory:
         self._buffers = buffers
         self.is_on = True
         self._optimizers: set[int] = set()  # ids of those in the state
-        self._parts: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         _OPEN.add(self)
 
     def watches(self, optimizer: Optimizer) -> bool:
@@ -154,6 +165,8 @@ class LiveMemory:
         self,
         step: int,
         state: Any,
+        *,
+        fingerprint: Fingerprint,
         note: Callable[[], ManagerNote],
         parent: str,
         rows: Callable[[], Mapping[str, ShardedTensor]],
@@ -168,13 +181,10 @@ class LiveMemory:
             self._job.end_change()
             return
         try:
-            keeper = _Keeper(self._parts)
-            rebuild = keeper.keep(state, "state")
+            keeper = Keeper(state, fingerprint)
             self._optimizers = keeper.optimizers
             role = [coordinate for coordinate, _ in roles.own.values()]
-            self._job.boundary = Boundary(
-                step, note(), parent, keeper.roll_back(rebuild), rows, role
-            )
+            self._job.boundary = Boundary(step, note(), parent, keeper, rows, role)
         except NotWatchedError as problem:
             self.is_on, self._job.boundary = False, None
             _LOGGER.warning("the state is not taken from live memory: %s", problem)
@@ -186,7 +196,7 @@ class LiveMemory:
         state: Any = None
         if boundary is not None and boundary.is_clean and self.is_on:
             try:
-                state = boundary.roll_back()
+                state = boundary.keeper.roll_back()
             except ChangedError as problem:
                 _LOGGER.warning("step %d is not taken from memory: %s", boundary.step, problem)
         has_state = boundary is not None and state is not None
@@ -224,22 +234,26 @@ class LiveMemory:
         )
         boundary = self._job.boundary
         source: Any = {}
-        if self._exchange.rank in ranks:
-            rows = boundary.rows() if note.streams else {}
+        own = self._exchange.rank
+        if own in ranks:
+            # Of several ranks with one role, the first gives its random numbers.
+            is_first = boundary.role not in [offers[rank].role for rank in ranks if rank < own]
+            rows = boundary.rows() if note.streams and is_first else {}
             source = resuming.with_rows(state, rows)
 
         def load(target: Any, **options: Any) -> Any:
+            recovery = _Recovery(
+                source,
+                target,
+                missing=options["missing"],
+                cast=options["cast"],
+                buffers=self._buffers,
+                group=self._exchange,
+                on_event=options["on_event"],
+            )
             try:
-                return reshard(
-                    source,
-                    target,
-                    missing=options["missing"],
-                    cast=options["cast"],
-                    buffers=self._buffers,
-                    group=self._exchange,
-                    on_report=options["on_report"],
-                    on_event=options["on_event"],
-                )
+                options["on_report"](recovery.push().restored)
+                return recovery.target_state
             except (StateError, MismatchError) as error:
                 raise CheckpointNotFoundError(
                     f"the memory of {len(ranks)} ranks does not give step {step}: {error}"
@@ -293,44 +307,54 @@ def _before_step(
 register_optimizer_step_pre_hook(_before_step)
 
 
-@dataclass(slots=True)
-class _Keeper:
-    """Copies what may change outside of optimizers.
+class Keeper:
+    """Copies what may change outside of optimizers, and notices if other tensors do.
 
-    Attributes:
-        parts: The modules below each module, which take long to list; filled here.
-        checks: Raise `ChangedError` if a tensor is not what it was.
-        restore: Put copies back.
-        optimizers: Ids of the optimizers that were found.
+    Raises:
+        NotWatchedError: If changes of something in the state would not be seen.
     """
 
-    parts: dict[torch.nn.Module, list[torch.nn.Module]]
-    checks: list[Callable[[], None]] = field(default_factory=list)
-    restore: list[Callable[[], object]] = field(default_factory=list)
-    optimizers: set[int] = field(default_factory=set)
+    def __init__(self, state: Any, fingerprint: Fingerprint) -> None:
+        self.optimizers: set[int] = set()  # ids of those in the state
+        self._fingerprint = fingerprint
+        self._copied: dict[int, torch.Tensor] = {}  # by id, so that it stays theirs
+        self._reorder: list[Callable[[], object]] = []  # put objects back into their places
+        self._restore: list[Callable[[], object]] = []  # put copied values back
+        self._rebuild = self.keep(state, "state")
 
-    def roll_back(self, rebuild: Callable[[], Any]) -> Callable[[], Any]:
-        """Gives the state as it is now, whenever it is called."""
+    def roll_back(self) -> Any:
+        """The state as it was.
 
-        def state() -> Any:
-            for check in self.checks:
-                check()
-            with torch.no_grad():
-                for put in self.restore:
-                    put()
-            return rebuild()
-
+        Raises:
+            ChangedError: If that is not known of a tensor.
+        """
+        with torch.no_grad():
+            for put in self._reorder:
+                put()
+            state = self._rebuild()
+            changed = Fingerprints().changed(state, self._fingerprint, self._copied)
+            if changed:
+                raise ChangedError(f"{changed} was changed outside of an optimizer")
+            for put in self._restore:
+                put()
         return state
+
+    def make_room(self) -> bool:
+        """See `room.make_room`."""
+        state = self.roll_back()
+        is_kept = make_room(state)
+        self._fingerprint = Fingerprints().take(state)  # tensors may have moved
+        return is_kept
 
     def keep(self, node: Any, name: str) -> Callable[[], Any]:
         """Keep a node of the state; how to get it later."""
         match node:
             case torch.nn.Module():
-                self._keep_module(node, name)
+                self._keep_module(node)
             case Optimizer():
                 self._keep_optimizer(node)
             case torch.Tensor():
-                self._watch(node, name)
+                self._copy_if_small(node)
             case Mapping():
                 parts = {key: self.keep(value, f"{name}.{key}") for key, value in node.items()}
                 return lambda: {key: get() for key, get in parts.items()}
@@ -344,7 +368,7 @@ class _Keeper:
                 return self._keep_array(node, name)
             case torch.Generator():
                 drawn = node.get_state()
-                self.restore.append(lambda: node.set_state(drawn))
+                self._restore.append(lambda: node.set_state(drawn))
             case _ if hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
                 self._keep_object(node, name)
             case _:
@@ -352,36 +376,23 @@ class _Keeper:
                 return lambda: value
         return lambda: node
 
-    def _keep_module(self, module: torch.nn.Module, name: str) -> None:
-        if module not in self.parts:
-            self.parts[module] = list(module.modules())
-        parts = self.parts[module]
-        for part in parts:
+    def _keep_module(self, module: torch.nn.Module) -> None:
+        for part in module.modules():
             for key, buffer in part._buffers.items():  # noqa: SLF001 - and their places
                 if buffer is not None:
-                    self._keep_buffer(part._buffers, key, buffer, name)  # noqa: SLF001
-        own = [part._parameters.values() for part in parts]  # noqa: SLF001
-        parameters = [one for values in own for one in values if one is not None]
-        versions = [parameter._version for parameter in parameters]  # noqa: SLF001
-
-        def check() -> None:
-            for parameter, version in zip(parameters, versions, strict=True):
-                if parameter._version != version:  # noqa: SLF001
-                    raise ChangedError(f"a parameter of {name} was changed outside of an optimizer")
-
-        self.checks.append(check)
-        self.restore.append(lambda: _shard_again(module))
+                    self._keep_buffer(part._buffers, key, buffer)  # noqa: SLF001
+        self._reorder.append(lambda: _shard_again(module))
 
     def _keep_buffer(
-        self, place: dict[str, torch.Tensor | None], key: str, buffer: torch.Tensor, name: str
+        self, place: dict[str, torch.Tensor | None], key: str, buffer: torch.Tensor
     ) -> None:
         """Keep a buffer; a new one may be put in its place before it is needed."""
 
         def put() -> None:
             place[key] = buffer
 
-        self.restore.append(put)
-        self._watch(buffer, f"a buffer of {name}, {key},")
+        self._reorder.append(put)
+        self._copy_if_small(buffer)
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers.add(id(optimizer))
@@ -394,7 +405,7 @@ class _Keeper:
             for group, values in zip(optimizer.param_groups, kept, strict=True):
                 group.update(values)
 
-        self.restore.append(put)
+        self._restore.append(put)
 
     def _keep_object(self, node: Any, name: str) -> None:
         taken = node.state_dict()
@@ -404,12 +415,12 @@ class _Keeper:
                 "change unseen\nGive its tensors to the state as a module"
             )
         kept = copy.deepcopy(taken)
-        self.restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
+        self._restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
 
     def _keep_sharded(self, node: ShardedTensor, name: str) -> Callable[[], Any]:
         for part in node.parts:
             if isinstance(part.data, torch.Tensor):
-                self._watch(part.data, name)
+                self._copy_if_small(part.data)
             else:
                 self._keep_array(np.asarray(part.data), name)
         return lambda: node
@@ -421,26 +432,21 @@ class _Keeper:
                 "Give a tensor of torch to the state"
             )
         kept = array.copy()
-        self.restore.append(lambda: np.copyto(array, kept))
+        self._restore.append(lambda: np.copyto(array, kept))
         return lambda: array
 
-    def _watch(self, tensor: torch.Tensor, name: str) -> None:
-        """Keep a small tensor; of a large one note how often it was changed."""
-        if tensor.nbytes <= MAX_COPY:
-            self._copy(tensor)
+    def _copy_if_small(self, tensor: torch.Tensor) -> None:
+        if tensor.nbytes > MAX_COPY:
             return
-        version = tensor._version  # noqa: SLF001
-
-        def check() -> None:
-            if tensor._version != version:  # noqa: SLF001
-                raise ChangedError(f"{name} was changed outside of an optimizer")
-
-        self.checks.append(check)
-
-    def _copy(self, tensor: torch.Tensor) -> None:
-        # Also one whose version stays: batch norm changes its statistics without counting that.
         kept = tensor.detach().clone()
-        self.restore.append(lambda: tensor.detach().copy_(kept))
+        self._copied[id(tensor)] = tensor
+
+        def put() -> None:
+            if (tensor.shape, tensor.dtype) != (kept.shape, kept.dtype):
+                raise ChangedError(f"a tensor of shape {tuple(kept.shape)} has another shape now")
+            tensor.detach().copy_(kept)
+
+        self._restore.append(put)
 
 
 def _size_of(node: Any) -> int:

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
@@ -51,7 +52,7 @@ from remesh.state import Joined
 from remesh.storage import is_local, open_storage
 from remesh.training import last_step, policies, resuming, retention, rng
 from remesh.training.arguments import check_options, check_state, check_step
-from remesh.training.last_step import LastStep, fingerprint, parameter_versions
+from remesh.training.last_step import LastStep, digest_of_state
 from remesh.training.memory import open_live_memory, open_memory
 from remesh.training.policies import Note, SavePolicy
 from remesh.training.recording import Recorder
@@ -61,6 +62,9 @@ from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
 from remesh.training_job import TrainingJob
 from remesh.transform import Program, Transform, as_transform
+
+if TYPE_CHECKING:
+    from remesh.training.fingerprints import Fingerprint, Fingerprints
 
 EXIT_SECONDS = 10.0
 """How long a save in flight may still take when an exception ends the manager."""
@@ -113,8 +117,9 @@ class Manager:
     _saving_step: int | None = None
     _saved_step: int | None = None
     _is_pinned = False  # the checkpoint of `_saving_step` that is replaced, on rank 0
-    _saved_state = ""  # fingerprint of the state of `_saving_step` or `_saved_step`
+    _saved_state = ""  # digest of the state of `_saving_step` or `_saved_step`
     _last: LastStep | None = None  # if no save of it was begun
+    _fingerprints: Fingerprints | None = None  # if torch is there
     _retention_error: Exception | None = None
     _last_look: int | None = None
     _next_look: int | None = None
@@ -248,9 +253,10 @@ class Manager:
         """
         self._check_open("step")
         check_step("step", step, state)
+        fingerprint = self._fingerprint(state)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
-            self._last = LastStep(step, state, metrics, parameter_versions(state))
-        self._recorder.mark(self._live, step, state, metrics)
+            self._last = LastStep(step, state, metrics, fingerprint)
+        self._recorder.mark(self._live, step, state, metrics, fingerprint)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -339,7 +345,7 @@ class Manager:
             self._end_save()
             may_be_pinned = step == self._saved_step and self._exchange.rank == 0
             self._is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
-            now.append(fingerprint(state))
+            now.append(digest_of_state(state))
             return self._recorder.describe(step, full, metrics, what)
 
         told = run_on_all(self._exchange, prepare)
@@ -362,6 +368,16 @@ class Manager:
             self._saver.save(full, place, overwrite=overwrite, metadata=what)
             self._saved_step = step
             self.wait()
+
+    def _fingerprint(self, state: Any) -> Fingerprint | None:
+        """What the tensors of a state are now, if that is going to be looked at."""
+        if (not self._saves_at_end and self._live is None) or "torch" not in sys.modules:
+            return None
+        if self._fingerprints is None:
+            from remesh.training.fingerprints import Fingerprints
+
+            self._fingerprints = Fingerprints()
+        return self._fingerprints.take(state)
 
     def _agree(self, holds: bool) -> bool:
         """Whether something holds on all ranks. Collective."""
@@ -475,10 +491,10 @@ class Manager:
         self._superseded = frozenset(
             one.step for one, _ in passed_over if one.name == catalog.step_name(one.step)
         )
-        self._saved_state = fingerprint(state)
+        self._saved_state = digest_of_state(state)
         self._secure(resumed, sources, state)
         metrics = resuming.metrics_of(resumed.info)
-        self._recorder.mark(self._live, resumed.step, state, metrics)
+        self._recorder.mark(self._live, resumed.step, state, metrics, self._fingerprint(state))
         return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:

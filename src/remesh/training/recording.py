@@ -7,6 +7,7 @@ record. Both are taken on each rank when a save begins.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +23,7 @@ from remesh.training.rng import Randomness
 from remesh.training.trackers import runs_of
 
 if TYPE_CHECKING:
+    from remesh.training.fingerprints import Fingerprint
     from remesh.training.live import LiveMemory
 
 
@@ -107,6 +109,7 @@ class Recorder:
         step: int,
         state: Any,
         metrics: Mapping[str, float] | None,
+        fingerprint: Fingerprint | None,
     ) -> None:
         """Note that a step is complete in the memory of this process, if live memory is used.
 
@@ -115,12 +118,14 @@ class Recorder:
         """
         if live is None:
             return
+        assert fingerprint is not None, "live memory needs torch"
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
         live.mark(
             step,
             state,
-            lambda: self.note(step, metrics, streams),
-            self.parent,
-            lambda: rng.rows_of(streams, self._roles),
-            self._roles,
+            fingerprint=fingerprint,
+            note=lambda: self.note(step, metrics, streams),
+            parent=self.parent,
+            rows=lambda: rng.rows_of(streams, replace(self._roles, replica=0)),
+            roles=self._roles,
         )

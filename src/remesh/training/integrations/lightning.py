@@ -155,6 +155,14 @@ class RemeshCallback(Callback):
         if self.manager.should_stop:
             trainer.should_stop = True
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End here, before later callbacks replace the weights by averages. Collective.
+
+        Raises:
+            RemeshError: Why the last save failed.
+        """
+        self.on_fit_end(trainer, pl_module)
+
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
         """Wait for the save in flight. Collective.
 

@@ -1,0 +1,145 @@
+"""Fingerprints: what they notice of every kind of tensor, and that they hold none."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from remesh.sharded import ShardedTensor
+from remesh.training import fingerprints
+from remesh.training.fingerprints import Fingerprints
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample by addresses, and as on a device."""
+    if request.param == "device":
+        monkeypatch.setattr(fingerprints, "HOST", "none")
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change all bits of a tensor past its version."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    memory.bitwise_not_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (17,), (31,), (33,), (257,), (60, 70)])
+def test_a_write_past_the_version_is_noticed(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    prints, state = Fingerprints(), {"other": torch.ones(9), "own": tensor}
+    then = prints.take(state)
+    version = tensor._version
+    assert prints.changed(state, then) == ""
+    assert prints.take(state).digest() == then.digest()
+    flip(tensor)
+    assert tensor._version == version
+    assert prints.changed(state, then) == "state.own"
+    assert prints.take(state).digest() != then.digest()
+    assert prints.changed(state, then, [id(tensor)]) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 7, 63, 256])
+def test_each_element_of_a_small_tensor_counts(dtype: torch.dtype, size: int) -> None:
+    # From an odd address on, where there is one.
+    tensor = torch.zeros(size + 1, dtype=dtype)[1:]
+    count = min(size, 256 // tensor.itemsize)
+    tensor = tensor[:count]
+    then = Fingerprints().take([tensor])
+    for place in range(count):
+        tensor.data[place] = 1
+        assert Fingerprints().changed([tensor], then) == "state.0"
+        tensor.data[place] = 0
+    assert Fingerprints().changed([tensor], then) == ""
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base.t(),
+        lambda base: base[:, ::2],
+        lambda base: base[3:, 5:],
+        lambda base: base[:1].expand(90, 100),
+        lambda base: base.view(2, 5, 10, 100).to(memory_format=torch.channels_last),
+    ],
+)
+def test_views_are_sampled_within_their_memory(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    tensor = view(torch.zeros(100, 100))
+    then = Fingerprints().take([tensor])
+    assert Fingerprints().changed([tensor], then) == ""
+    tensor.data.copy_(torch.ones(())) if 0 not in tensor.stride() else tensor[0].data.fill_(1)
+    assert Fingerprints().changed([tensor], then) == "state.0"
+
+
+def test_memory_that_is_not_there_is_not_read() -> None:
+    base = torch.zeros(10_000)
+    freed = base[100:]
+    base.untyped_storage().resize_(0)
+    sparse, meta = torch.eye(3).to_sparse(), torch.ones(3, device="meta")
+    with torch.inference_mode():
+        unversioned = torch.ones(3)
+    state = [freed, sparse, meta, unversioned, torch.ones(0)]
+    then = Fingerprints().take(state)
+    assert Fingerprints().changed(state, then) == ""
+    flip(unversioned)
+    assert Fingerprints().changed(state, then) == "state.3"
+
+
+def test_the_parts_of_subclasses_are_looked_at() -> None:
+    first, second = torch.ones(3), torch.ones(3)
+    both: Any = TwoTensor(first, second)  # type: ignore[no-untyped-call]
+    then = Fingerprints().take([both])
+    assert Fingerprints().changed([both], then) == ""
+    second.data.add_(1)
+    assert Fingerprints().changed([both], then) == "state.0"
+
+
+def test_no_memory_is_held() -> None:
+    parameter = torch.nn.Parameter(torch.ones(100, 100))
+    model, optimizer = torch.nn.Module(), torch.optim.AdamW([parameter])
+    model.weight = parameter
+    torch.autograd.backward(parameter.sum())
+    optimizer.step()
+    prints = Fingerprints()
+    then = prints.take({"model": model, "optimizer": optimizer})
+    moments = optimizer.state[parameter]
+    seen = [weakref.ref(moments["exp_avg"].untyped_storage()), weakref.ref(moments["exp_avg"])]
+    moments.clear()
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
+    assert "added or removed" in prints.changed({"model": model, "optimizer": optimizer}, then)
+
+
+def test_changed_modules_are_walked_anew() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    prints = Fingerprints()
+    then = prints.take(model)
+    model.append(torch.nn.Linear(3, 3))
+    assert len(prints.take(model).versions) == 2 * len(then.versions)
+
+
+def test_shards_of_a_state_are_found() -> None:
+    data = torch.ones(4)
+    state: Any = [ShardedTensor.at_offset("rows", data, (8,), (4,))]
+    then = Fingerprints().take(state)
+    data.data.add_(1)
+    assert Fingerprints().changed(state, then) == "state.0"
