@@ -19,6 +19,7 @@ from remesh.catalog import ManagerNote
 from remesh.checkpoint.copies import sample_ranges
 from remesh.errors import WorldChangedError
 from remesh.exchange import Alone, Exchange
+from remesh.run_info import RunInfo
 from remesh.sharded import ShardedTensor
 from remesh.testing import run_ranks
 from remesh.training import (
@@ -28,6 +29,7 @@ from remesh.training import (
     Resumed,
     live,
 )
+from remesh.training import manager as manager_module
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
 from remesh.training_job import TrainingJob
 
@@ -408,6 +410,45 @@ def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
         assert resumed is not None
         assert (resumed.live, resumed.same_random) == (True, is_saved)
         assert_same(world.values(), expected)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([None, 1], (3, False, True)),  # of the snapshot before
+        ([0, 1], (4, True, True)),
+        ([1], (4, True, False)),  # random numbers cannot go on in a world of another size
+    ],
+)
+def test_a_process_that_dies_before_the_snapshot_of_its_step_is_complete(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: list[int | None],
+    expected: tuple[int, bool, bool],
+) -> None:
+    info = RunInfo(snapshot_dir=str(tmp_path / "memory"))
+    monkeypatch.setattr(manager_module, "run_info", lambda: info)
+    monkeypatch.setattr(remesh, "Manager", partial(remesh.Manager, memory_every=1))
+
+    def leave(world: World, _rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.manager, "_memory", _NeverDone())
+            with pytest.raises(ConnectionError):
+                world.make_step()
+
+    for resumed, _, _ in change(tmp_path, before=2, after=after, leave=leave):
+        assert resumed is not None
+        assert (resumed.step, resumed.live, resumed.same_random) == expected
+
+
+class _NeverDone:
+    """Snapshots whose other ranks are gone."""
+
+    def is_due(self, _step: int) -> bool:
+        return True
+
+    def save(self, *_: Any, **__: Any) -> None:
+        raise ConnectionError("the others are gone")
 
 
 def test_random_numbers_of_a_role_come_from_any_rank_that_has_it(

@@ -507,7 +507,8 @@ class Manager:
             sources += kept
         if self._live is not None:
             sources += self._live.find()
-        return resuming.in_order(sources), incomplete
+        snapshot_every = None if self._memory is None else self._memory.every
+        return resuming.in_order(sources, self._roles.grid, snapshot_every), incomplete
 
     def _secure(self, resumed: Resumed, sources: Sequence[Source], state: Any) -> None:
         """Save at once what came from memory, and give back memory that is no longer needed."""

@@ -74,7 +74,7 @@ class Memory:
         self._root = root
         self._folder = f"{directories[exchange.rank]}/{hex_digest(root.encode())[:16]}"
         self._storage = LocalStorage(self._folder, direct_io=False)
-        self._every = every
+        self.every = every
         self._num_replicas = num_replicas
         self._buffers = buffers
         self._emit = emitter(on_event, exchange.rank)
@@ -84,7 +84,7 @@ class Memory:
 
     def is_due(self, step: int) -> bool:
         """Whether a snapshot is to be made after a step."""
-        return self._is_open and step % self._every == 0
+        return self._is_open and step % self.every == 0
 
     def save(
         self,

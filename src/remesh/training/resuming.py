@@ -95,14 +95,35 @@ class Source:
     held_bytes: int = 0
 
 
-def in_order(sources: Sequence[Source]) -> list[Source]:
-    """What is taken first comes first.
+def in_order(
+    sources: Sequence[Source], grid: tuple[tuple[str, int], ...], snapshot_every: int | None
+) -> list[Source]:
+    """What is taken first comes first: the newest; of one step what is loaded sooner.
 
     The memory of processes lacks the random numbers of a role whose process has died; they are
-    taken from the next source of the same step.
+    taken from the next source of the same step. If the process died before the snapshot of this
+    step was complete, there is none, and the snapshot before is taken first.
+
+    Args:
+        sources: All that there are.
+        grid: Of the roles now. If it is another one, random numbers cannot go on in any case.
+        snapshot_every: Steps between two snapshots; None if there are none.
     """
     ordered = sorted(sources, key=order_of, reverse=True)
-    return [_with_random(source, ordered) for source in ordered]
+    ordered = [_with_random(source, ordered) for source in ordered]
+    for source in ordered:
+        note = source.info.note
+        lacks_random = source.kind == "live" and source.random is None
+        if not lacks_random or note is None or note.streams or note.role_grid != grid:
+            continue
+        if snapshot_every is None or note.step % snapshot_every:
+            continue
+        for other in ordered:
+            if other.kind == "snapshot" and other.info.step == note.step - snapshot_every:
+                ordered.remove(source)
+                ordered.insert(ordered.index(other) + 1, source)
+                return ordered
+    return ordered
 
 
 def _with_random(source: Source, others: Sequence[Source]) -> Source:
@@ -119,7 +140,7 @@ def _with_random(source: Source, others: Sequence[Source]) -> Source:
 
 
 def order_of(source: Source) -> tuple[int, int]:
-    """Higher for what is taken first: the newest; of one step what is loaded sooner."""
+    """Higher for what is taken first, random numbers aside."""
     return source.info.step, ("stored", "snapshot", "live").index(source.kind)
 
 
