@@ -28,6 +28,7 @@ from remesh.training import (
     ResumableSampler,
     Resumed,
     live,
+    provenance,
 )
 from remesh.training import manager as manager_module
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
@@ -473,6 +474,29 @@ def test_what_cannot_be_watched_is_not_relied_on(
         job.is_changing, job.is_called_out = True, True
         with pytest.raises(WorldChangedError):
             manager.step(2, {"table": np.zeros(1 << 20)})
+
+
+def test_the_revision_of_the_code_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def revision(directory: Path) -> str:
+        read.append(directory)
+        return "abc"
+
+    monkeypatch.setattr(provenance, "git_revision", revision)
+    job = TrainingJob(is_reentrant=True)
+    with remesh.Manager(tmp_path, job=job) as manager:
+        for step in range(1, 4):
+            manager.step(step, {"step": step})
+        manager.save(3, {"step": 3})
+        manager.wait()
+        assert manager.latest is not None
+        assert manager.latest.note is not None
+    assert manager.latest.note.provenance.revision == "abc"
+    assert job.boundary.note.provenance.revision == "abc"
+    assert len(read) == 1
 
 
 def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) -> None:

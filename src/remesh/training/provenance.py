@@ -25,15 +25,14 @@ def new_run() -> str:
     return f"{run_info().run_id or 'run'}-{secrets.token_hex(4)}"
 
 
-def provenance(config_digest: str, parent: str) -> Provenance:
-    """The provenance of what this process saves; the arguments are fields of the result."""
+def provenance(config_digest: str) -> Provenance:
+    """The provenance of what this process saves, but for the parent."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     if "torch" in sys.modules:
         versions["torch"] = str(sys.modules["torch"].__version__)
     return Provenance(
         revision=git_revision(_script_directory()),
         config_digest=config_digest,
-        parent=parent,
         host=socket.gethostname(),
         platform=platform.platform(),
         versions=versions,

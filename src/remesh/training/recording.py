@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from remesh import catalog
-from remesh.catalog import ManagerNote, TrackerRun
+from remesh.catalog import ManagerNote, Provenance, TrackerRun
 from remesh.exchange import Exchange, run_on_one
 from remesh.state import Joined
 from remesh.training import resuming, rng
@@ -69,8 +70,13 @@ class Recorder:
             role_grid=self._roles.grid,
             streams=tuple(streams),
             trackers={**self.saved_trackers, **runs_of(self.trackers)},
-            provenance=provenance(self._config_digest, self.parent),
+            provenance=msgspec.structs.replace(self._provenance, parent=self.parent),
         )
+
+    @cached_property
+    def _provenance(self) -> Provenance:
+        """Read once: notes are made at each step, and the code that runs is that of the start."""
+        return provenance(self._config_digest)
 
     def describe(
         self,
