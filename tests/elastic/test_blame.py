@@ -7,9 +7,9 @@ import pytest
 
 from remesh.elastic import events
 from remesh.elastic.job import Job, apply, charges_of
-from remesh.elastic.live import Live, events_of_time, hear, hear_beat
+from remesh.elastic.live import Live, events_of_time, hear, hear_beat, long_pause
 from remesh.elastic.metrics import render_metrics
-from remesh.elastic.protocol import Beat, Leave, RankReport, ReportTest, TestResult
+from remesh.elastic.protocol import Beat, Drain, Leave, RankReport, ReportTest, TestResult
 from remesh.elastic.rendezvous import Outcome
 from remesh.elastic.status import status_of
 from tests.elastic.test_job import COLLATERAL, POLICY, fail, join, joining, node, run
@@ -135,6 +135,37 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     state = beat(live, state, 200.0, r0=RankReport(step=102, age=98.0))
     assert state.hang_restart is not None
     assert charged(state) == {}
+
+
+def test_a_hang_ends_without_a_limit_that_somebody_gave() -> None:
+    state = run(num_nodes=2)
+    live = Live.after_start(state, 100.0)
+    for now in (101.0, 102.0, 103.0):
+        state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
+    state = beat(live, state, 3702.0, r0=RankReport(step=103, age=3599.0))
+    assert state.hanging is None
+    state = beat(live, state, 3704.0, r0=RankReport(step=103, age=3601.0))
+    assert state.hanging is not None
+
+
+def test_a_pause_between_steps_is_seen() -> None:
+    state = run(num_nodes=2)
+    live = Live.after_start(state, 100.0)
+    assert status_of(state, live, 100.0).step_age is None
+    for now in (101.0, 102.0):
+        state = beat(live, state, now, r0=RankReport(step=int(now), age=0.0))
+    assert long_pause(live, state, 160.0) == ""
+    assert long_pause(live, state, 163.0) == "no rank has finished a step for 61 s"
+    status = status_of(state, live, 163.0)
+    assert status.step_age == 61.0
+    metrics = render_metrics(status, 0, journal_failing=False).decode()
+    assert "remesh_step_age_seconds 61.0" in metrics
+    drain = Drain(node_id=0, incarnation="a", round=1, seconds=600.0, reason="SIGTERM")
+    assert long_pause(live, apply(state, drain, 163.0), 170.0) == "", "the ranks wait to be saved"
+    leave = [Leave(node_id=n, incarnation="a", round=1, outcome=Outcome.FAILED) for n in (0, 1)]
+    for event in leave:
+        state = apply(state, event, 164.0)
+    assert long_pause(live, state, 170.0) == ""
 
 
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:

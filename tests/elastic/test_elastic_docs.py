@@ -89,6 +89,7 @@ def test_metrics() -> None:
             "nodes": [],
             "goodput": 0.5,
             "step": 1,
+            "step_age": 0.5,
             "saved_step": 1,
             "ranks": [rank],
             "failures": [],

@@ -252,6 +252,24 @@ def test_what_hangs_while_the_function_is_left_is_interrupted_again(
     run(train)
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "0"), ("0", "0"), ("3", "3")])
+def test_a_value_of_the_user_for_nccl_is_kept(
+    given: str | None,
+    kept: str,
+    agent: Agent,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    assert run(lambda _job: os.environ[name]) == kept
+    said = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert bool(said) is (kept == "3")
+    assert agent.report() is None
+
+
 def test_only_the_main_thread_can_be_interrupted(agent: Agent) -> None:
     errors: list[BaseException] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from remesh.cli import cli
 from remesh.elastic import events, frames
 from remesh.elastic.client import Client
 from remesh.elastic.job import Policy
@@ -28,6 +31,7 @@ from remesh.elastic.protocol import PURPOSES, Beat, Join, name_of
 from remesh.elastic.rendezvous import Settings
 from remesh.elastic.server import MAX_SENDERS, RateLimit, ServerOptions, ServerThread
 from remesh.errors import MasterError, StorageError
+from tests.waiting import wait_until
 
 SETTINGS = {"min_nodes": 2, "max_nodes": 4, "node_unit": 1, "last_call": 0.2, "join_timeout": 60}
 
@@ -304,6 +308,25 @@ def test_a_silent_node_is_lost(tmp_path: Path) -> None:
             pass
         assert reply["restart"] == "lost"
         assert reply["reason"] == "node 1 left or died"
+
+
+def test_a_pause_between_steps_is_said_and_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with start(tmp_path, clock=clock, heartbeat_timeout=1e6) as server:
+        join_all(server.url, [0, 1])
+        for step in (1, 2):
+            clock.now += 1
+            beat(server.url, 0, 1, **{"0": {"step": step, "age": 0.0}})
+        clock.now += 100
+        with caplog.at_level(logging.WARNING):
+            wait_until(lambda: "it may hang" in caplog.text, "the warning")
+        shown = CliRunner().invoke(cli, ["status", server.url]).output
+    (said,) = [each for each in caplog.records if "it may hang" in each.getMessage()]
+    assert said.getMessage() == "no rank has finished a step for 100 s; it may hang"
+    assert "warning: no rank has finished a step for 100 s" in shown
+    assert "2, the last one 100 s ago" in shown
 
 
 class TestNodesOfAMasterThatStoodStill:

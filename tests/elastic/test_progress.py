@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from remesh.elastic.progress import (
@@ -10,8 +12,11 @@ from remesh.elastic.progress import (
     begin,
     begin_round,
     goodput,
+    hang_limit,
     hangs,
+    is_long,
     lagging_ranks,
+    pause_of,
     report,
     slow_ranks,
 )
@@ -52,12 +57,42 @@ def test_a_job_hangs_when_no_rank_moves() -> None:
     progress = trained(begin(0.0), range(1, 11), 0.0, 1.0)
     assert not hangs(progress, 39.0, 30.0)
     assert hangs(progress, 41.0, 30.0)
-    assert not hangs(progress, 1e9, None)
+    assert not hangs(progress, 1e9, math.inf)
 
 
 def test_nothing_is_said_before_the_first_report_of_a_round() -> None:
     progress = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
     assert not hangs(progress, 1000.0, 30.0)
+    assert not is_long(progress, 1e9)
+    assert pause_of(progress, 1000.0) is None
+
+
+def test_a_pause_is_long_after_ten_usual_steps_and_a_minute() -> None:
+    quick = trained(begin(0.0), range(1, 11), 0.0, 1.0)
+    assert (is_long(quick, 69.0), is_long(quick, 71.0)) == (False, True)
+    slow = trained(begin(0.0), range(1, 11), 0.0, 100.0)
+    assert (is_long(slow, 1999.0), is_long(slow, 2001.0)) == (False, True)
+    first = trained(begin(0.0), range(1, 2), 0.0, 100.0)
+    assert (is_long(first, 3699.0), is_long(first, 3701.0)) == (False, True)
+
+
+def test_the_limit_for_a_hang_follows_from_the_steps() -> None:
+    first = trained(begin(0.0), range(1, 2), 0.0, 100.0)
+    assert hang_limit(first, None, 0) == math.inf, "nothing is known of how long a step takes"
+    quick = trained(begin(0.0), range(1, 11), 0.0, 1.0)
+    assert hang_limit(quick, None, 0) == 3600.0
+    slow = trained(begin(0.0), range(1, 11), 0.0, 100.0)
+    assert hang_limit(slow, None, 0) == 10_000.0
+    evaluated = report(quick, heard(10, 10.0), heard(11, 3010.0))
+    evaluated = trained(evaluated, range(12, 200), 3010.0, 1.0)
+    assert hang_limit(evaluated, None, 0) == 9000.0, "three times the longest pause so far"
+    assert [hang_limit(quick, None, num) for num in (1, 2)] == [7200.0, 14_400.0]
+
+
+def test_a_limit_that_is_given_holds() -> None:
+    slow = trained(begin(0.0), range(1, 11), 0.0, 100.0)
+    assert hang_limit(slow, 30.0, 2) == 30.0
+    assert hang_limit(slow, 0.0, 0) == math.inf
 
 
 def test_repeated_steps_are_no_hang() -> None:

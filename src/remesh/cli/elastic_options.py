@@ -34,7 +34,11 @@ _POLICY_OPTIONS = (
         help="Seconds that a growing job waits for a checkpoint.",
     ),
     click.option(
-        "--hang-timeout", type=float, help="Seconds without a step after which a job hangs."
+        "--hang-timeout",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        help="Without a step for so long, a job hangs; 0: never. By default this follows from its "
+        "steps, and is an hour at least.",
     ),
     click.option(
         "--hang-action",

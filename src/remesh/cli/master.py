@@ -341,6 +341,16 @@ def _print_jobs(found: list[JobLine], *, as_json: bool) -> None:
     output.print_table(output.stdout_console(), columns, rows)
 
 
+def _last_step(now: Status) -> str:
+    if now.step is None:
+        return "none reported"
+    return (
+        f"{now.step}"
+        if now.step_age is None
+        else f"{now.step}, the last one {now.step_age:.0f} s ago"
+    )
+
+
 def _print_status(now: Status) -> None:
     for text in now.warnings:
         click.echo(f"warning: {output.printable(text)}")
@@ -349,7 +359,7 @@ def _print_status(now: Status) -> None:
         ("round", f"{now.round}, {output.plural(now.num_restarts, 'restart')}"),
         ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
         ("restart budget", now.restart_budget or "not known before the first node"),
-        ("step", "none reported" if now.step is None else str(now.step)),
+        ("step", _last_step(now)),
         ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
         ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
     ]

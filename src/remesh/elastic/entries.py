@@ -94,8 +94,7 @@ def run(
         return train(job)
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("remesh.elastic.run needs the main thread; call it there")
-    # NCCL's watchdog would end the process when its communicators are aborted.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    _quiet_nccl()
     entrance = _Entrance(info)
     try:
         if prepare is not None:
@@ -104,6 +103,23 @@ def run(
         return entrance.run(train)
     finally:
         entrance.close()
+
+
+def _quiet_nccl() -> None:
+    """Keep NCCL's watchdog from ending this process when its communicators are aborted.
+
+    A value of the user stays, except 1, which torch's agent sets for processes without one.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    given = os.environ.setdefault(name, "0")
+    if given == "1":
+        os.environ[name] = "0"
+    elif given != "0":
+        log.warning(
+            "%s=%s is kept: NCCL may end this process when the world changes",
+            name,
+            given,
+        )
 
 
 class _Entrance:

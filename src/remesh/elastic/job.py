@@ -80,7 +80,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         check_timeout: Seconds within which a test must be reported.
         exclude_stragglers: Do not use slow nodes if enough others are there.
         save_grace: Seconds that a growing world waits for a checkpoint.
-        hang_timeout: Seconds without a step after which the job hangs; None: never.
+        hang_timeout: Seconds without a step after which the job hangs; 0: never; None: as follows
+            from its steps (`progress.hang_limit`).
         hang_action: What happens then.
         patterns: What distinguishes the kinds of failures.
         restart_refill: Seconds after which a node gets back one of the restarts that it was

@@ -161,7 +161,12 @@ def _add_master_options(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument("--check", action="store_true", help="test the node before training")
     own.add_argument("--save-grace", type=float, default=60.0, help="seconds to wait for a save")
-    own.add_argument("--hang-timeout", type=float, help="seconds without a step")
+    own.add_argument(
+        "--hang-timeout",
+        type=float,
+        help="seconds without a step after which the job hangs; 0: never; by default this follows "
+        "from its steps, and is an hour at least",
+    )
     own.add_argument(
         "--hang-action", choices=[action.value for action in HangAction], default="restart"
     )

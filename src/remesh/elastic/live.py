@@ -28,7 +28,9 @@ from remesh.elastic.progress import (
     TrainingProgress,
     begin,
     begin_round,
+    hang_limit,
     hangs,
+    is_long,
     lagging_ranks,
     report,
 )
@@ -268,10 +270,27 @@ def _hang_events(live: Live, job: Job, now: float) -> list[Event]:
             live.progress = msgspec.structs.replace(live.progress, moved=now)
             return [StacksCollected(nodes.round)]
         return []
-    if job.hang_restart is None and hangs(live.progress, now, job.policy.hang_timeout):
-        silent = now - live.progress.moved
-        lagging = lagging_ranks(live.ranks)
-        who = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
+    limit = hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges.count)
+    if job.hang_restart is None and hangs(live.progress, now, limit):
         live.hung_at, live.stacks, live.answered = now, {}, set()
-        return [HangDetected(nodes.round, f"no rank has finished a step for {silent:.0f} s{who}")]
+        return [HangDetected(nodes.round, _pause_text(live, now))]
     return []
+
+
+def _pause_text(live: Live, now: float) -> str:
+    silent = now - live.progress.moved
+    lagging = lagging_ranks(live.ranks)
+    behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""
+    return f"no rank has finished a step for {silent:.0f} s{behind}"
+
+
+def long_pause(live: Live, job: Job, now: float) -> str:
+    """That the job makes no steps, for longer than usual and without a reason; empty otherwise."""
+    nodes = job.rendezvous
+    if nodes is None or live.round != nodes.round or nodes.broken is not None:
+        return ""
+    runs = nodes.outcome is None and bool(nodes.active) and job.check is None
+    is_stopped = job.save_request is not None or job.hanging is not None
+    if not runs or is_stopped or job.hang_restart is not None:
+        return ""
+    return _pause_text(live, now) if is_long(live.progress, now) else ""

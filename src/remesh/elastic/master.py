@@ -49,6 +49,7 @@ from remesh.elastic.live import (
     hear_failures,
     hear_stacks,
     is_over,
+    long_pause,
 )
 from remesh.elastic.protocol import (
     Accepted,
@@ -173,6 +174,7 @@ class Master:
         for text in journal.warnings:
             log.warning(text)
         self._journal_failure: _JournalFailure | None = None
+        self._is_pausing = False  # whether it was logged that no steps are made
         self.clock = SteadyClock(last) if clock is None else clock
         self._live = Live.after_start(self._job, self.clock())
         self._assignments = assignments_of(self._job)
@@ -203,8 +205,10 @@ class Master:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wrong with the master itself, for those who operate it."""
+        """What those who operate the job should know: of the master itself, and of the steps."""
         found = [*self._journal.warnings]
+        if pause := long_pause(self._live, self._job, self.clock()):
+            found.append(pause)
         if self._job.missing_rounds:
             found.append(self._job.missing_rounds)
         if self._journal_failure is not None:
@@ -335,6 +339,10 @@ class Master:
         for event in events_of_time(self._live, self._job, self.clock()):
             self.apply(event)
         self.apply(events.Tick())
+        pause = long_pause(self._live, self._job, self.clock())
+        if pause and not self._is_pausing:
+            log.warning("%s; it may hang", pause)
+        self._is_pausing = bool(pause)
 
     async def _until(self, answer: Callable[[], _T | None], seconds: float) -> _T | None:
         """Wait for an answer, computed anew whenever the job has changed in what nodes wait for."""

@@ -41,6 +41,7 @@ def _totals(status: Status, num_requests: int) -> list[Metric]:
         ("remesh_round", "Number of the current round", status.round),
         ("remesh_goodput_ratio", "Share of the time that moved the training on", status.goodput),
         ("remesh_step", "Highest step of any rank", status.step),
+        ("remesh_step_age_seconds", "Time since any rank finished a step", status.step_age),
         ("remesh_saved_step", "Step of the newest checkpoint", status.saved_step),
         ("remesh_running", "Whether the job runs", float(status.phase == "running")),
     ]

@@ -8,6 +8,7 @@ steps) is what is missing from 1. DLRover's report on effective training time me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import median
 
@@ -17,6 +18,13 @@ NUM_RECENT = 64
 """Durations of steps that are remembered for the usual one."""
 SLOW_FACTOR = 1.5
 """A rank is slow if its steps take this many times the median of all ranks."""
+WARN_FACTOR = 10.0
+WARN_SECONDS = 60.0
+"""A pause is long after so many usual steps, and after so many seconds at least."""
+HANG_FACTOR = 100.0
+HANG_PAUSES = 3.0
+HANG_SECONDS = 3600.0
+"""The same for a hang, if no limit was given; and so many times the longest pause so far."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +54,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         round_step: The highest step of the current round; None before the first report.
         round_step_at: When that was reached.
         recent: Durations of recent steps, in seconds, newest last.
+        longest: The longest time between two reports of more steps in one round, in seconds.
     """
 
     began: float
@@ -55,6 +64,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     round_step: int | None = None
     round_step_at: float = 0.0
     recent: tuple[float, ...] = ()
+    longest: float = 0.0
 
 
 def begin(now: float) -> TrainingProgress:
@@ -98,8 +108,10 @@ def report(
     elif step > progress.round_step:
         changes |= {"round_step": step, "round_step_at": now}
         if now > progress.round_step_at:
-            per_step = (now - progress.round_step_at) / (step - progress.round_step)
+            pause = now - progress.round_step_at
+            per_step = pause / (step - progress.round_step)
             changes["recent"] = (*progress.recent, per_step)[-NUM_RECENT:]
+            changes["longest"] = max(progress.longest, pause)
     return msgspec.structs.replace(progress, **changes)
 
 
@@ -119,14 +131,45 @@ def goodput(progress: TrainingProgress, now: float) -> float | None:
     return min(num_steps * median(progress.recent) / elapsed, 1.0)
 
 
-def hangs(progress: TrainingProgress, now: float, limit: float | None) -> bool:
+def pause_of(progress: TrainingProgress, now: float) -> float | None:
+    """Seconds since a rank has finished a step; None before the first one of the round."""
+    return None if progress.round_step is None else max(now - progress.moved, 0.0)
+
+
+def is_long(progress: TrainingProgress, now: float) -> bool:
+    """Whether no rank has finished a step for much longer than a step usually takes."""
+    pause = pause_of(progress, now)
+    if pause is None:
+        return False
+    usual = median(progress.recent) if progress.recent else HANG_SECONDS / WARN_FACTOR
+    return pause > max(WARN_FACTOR * usual, WARN_SECONDS)
+
+
+def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) -> float:
+    """Seconds without a step after which a job hangs; infinite if it never does.
+
+    Args:
+        progress: What is known.
+        given: The limit of the policy; 0 for none. None: it follows from the steps so far.
+        num_hangs: Restarts after hangs. Each doubles a limit that follows from the steps: a pause
+            that no earlier one was like, such as a first evaluation, ends before the job does.
+    """
+    if given is not None:
+        return given if given > 0 else math.inf
+    if not progress.recent:
+        return math.inf
+    usual = median(progress.recent)
+    limit = max(HANG_SECONDS, HANG_FACTOR * usual, HANG_PAUSES * progress.longest)
+    return limit * 2.0 ** min(num_hangs, 30)
+
+
+def hangs(progress: TrainingProgress, now: float, limit: float) -> bool:
     """Whether no rank has finished a step for longer than a limit.
 
     Only jobs that report steps can be judged: before the first report nothing is said.
     """
-    if limit is None or progress.round_step is None:
-        return False
-    return now - progress.moved > limit
+    pause = pause_of(progress, now)
+    return pause is not None and pause > limit
 
 
 def slow_ranks(ranks: Mapping[int, RankProgress]) -> Mapping[int, float]:

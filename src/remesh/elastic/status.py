@@ -138,7 +138,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         stacks: The stacks of the processes when the job hung last, by rank, as far as they fit into
             `MAX_STACKS_SIZE` characters.
         history: The events, newest first.
-        warnings: Problems of the master itself.
+        warnings: Problems of the master itself, and a pause between steps that is too long.
+        step_age: Seconds since any rank finished a step; None before the first one of the round,
+            and for a job that has ended.
     """
 
     time: float
@@ -162,6 +164,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stacks: dict[int, str]
     history: tuple[HistoryLine, ...]
     warnings: tuple[str, ...] = ()
+    step_age: float | None = None
     nodes_by_state: dict[str, int] = {}
     num_ranks: int = 0
 
@@ -228,6 +231,7 @@ def status_of(
         nodes_by_state=dict(Counter(survey.states.values()).most_common()),
         goodput=progress.goodput(live.progress, now if job.ended is None else job.ended),
         step=live.progress.last_step,
+        step_age=progress.pause_of(live.progress, now) if _trains(job, live) else None,
         saved_step=job.saved_step,
         ranks=tuple(_rank_rows(live, now, survey, shown_ranks)),
         num_ranks=len(live.ranks),
@@ -236,6 +240,12 @@ def status_of(
         history=tuple(reversed(job.history)),
         warnings=warnings,
     )
+
+
+def _trains(job: Job, live: Live) -> bool:
+    """Whether what is known of the steps is of the round that runs."""
+    nodes = job.rendezvous
+    return job.ended is None and nodes is not None and live.round == nodes.round
 
 
 def phase_of(job: Job) -> tuple[str, str]:
