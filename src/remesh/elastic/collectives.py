@@ -7,8 +7,11 @@ shut down, which another thread of the process can do: the collective raises at 
 end of the connection as well.
 
 Connections of gloo are those that its event loops watch. Such a loop is an epoll instance that
-keeps a pointer for each descriptor, where libuv and Python keep the descriptor's number. The
-connections of the store of the round go as well: a process may wait there for a rank that has died.
+keeps a pointer for each descriptor, where libuv and Python keep the descriptor's number. Other
+libraries keep pointers too (gRPC does), and their connections are left alone: gloo's pointer is to
+an object of a C++ class, which begins with the address of the class's table in torch's library.
+The connections of the store of the round go as well: a process may wait there for a rank that has
+died.
 
 NCCL's communicators are aborted, all in one NCCL group, as they might wait for each other.
 """
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 _EVENTS = re.compile(r"^tfd:\s*(\d+) .*?data:\s*([0-9a-f]+)", re.MULTILINE)
 _LARGEST_DESCRIPTOR = 1 << 32
 """What an event loop keeps above this is a pointer."""
+_LIBRARY = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*/lib(?:torch|gloo)[^/]*\.so", re.MULTILINE)
+"""Where the library with gloo is in memory, in `/proc/self/maps`."""
 
 
 def break_collectives(store_port: int) -> int:
@@ -60,8 +65,17 @@ def leave_groups() -> None:
 
 
 def _gloo_descriptors() -> set[int]:
-    """The connected sockets that event loops with pointers watch."""
-    found = set()
+    """The connected sockets that gloo's event loops watch."""
+    return {
+        descriptor
+        for descriptor, pointer in _watched().items()
+        if _is_of_gloo(pointer) and _ports_of(descriptor) is not None
+    }
+
+
+def _watched() -> dict[int, int]:
+    """The descriptors for which an event loop keeps a pointer, and the pointers."""
+    found = {}
     for name, target in _open_files():
         if target != "anon_inode:[eventpoll]":
             continue
@@ -69,8 +83,21 @@ def _gloo_descriptors() -> set[int]:
             text = Path(f"/proc/self/fdinfo/{name}").read_text()
             for descriptor, data in _EVENTS.findall(text):
                 if int(data, 16) > _LARGEST_DESCRIPTOR:
-                    found.add(int(descriptor))
-    return {descriptor for descriptor in found if _ports_of(descriptor) is not None}
+                    found[int(descriptor)] = int(data, 16)
+    return found
+
+
+def _is_of_gloo(pointer: int) -> bool:
+    """Whether a pointer is to an object of a class of the library with gloo."""
+    try:
+        # Read through the kernel: the object may be gone, or the pointer be none.
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            first = os.pread(memory.fileno(), 8, pointer)
+    except (OSError, OverflowError):
+        return False
+    table = int.from_bytes(first, sys.byteorder)
+    ranges = _LIBRARY.findall(Path("/proc/self/maps").read_text())
+    return any(int(begin, 16) <= table < int(end, 16) for begin, end in ranges)
 
 
 def _descriptors_at(port: int) -> set[int]:
