@@ -598,5 +598,11 @@ def test_tensors_in_objects_are_what_they_show_or_refused() -> None:
         found = decode(encode_object({"x": view}))
         assert isinstance(found, dict)
         assert torch.equal(found["x"], view)
-    with pytest.raises(UnsupportedValueError, match=r"x: a value of type .*\.Marked"):
-        encode_object(torch.ones(2).as_subclass(Marked), "x")
+    for more, kind in (
+        (torch.ones(2).as_subclass(Marked), "Marked"),
+        (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
+    ):
+        with pytest.raises(UnsupportedValueError, match=rf"x: a value of type .*\.{kind}"):
+            encode_object(more, "x")
+    with pytest.raises(UnsupportedValueError, match=r"x: a value of type .*\.MaskedArray"):
+        remesh.save({"x": more}, MemoryStorage())

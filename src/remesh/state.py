@@ -254,7 +254,7 @@ class Walk:
             return self._visit_sharded_object(path, node)
         if isinstance(node, ShardedTensorFactory):
             return self._visit_factory(path, node)
-        if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
+        if values.is_array(node) and node.dtype.kind in "biufc":
             self.add_array(path, node, Role.ASSUMED, alias_key=_numpy_alias_key(node))
             return lambda _loaded: node
         if self.stored is not None and path and values.is_plain(node):

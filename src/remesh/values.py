@@ -29,7 +29,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -113,11 +113,16 @@ def encode_read(value: object, where: str) -> bytes:
     return _pack(with_arrays(value), where)
 
 
+def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    """Whether a value is an array of numpy whose elements are all of it: one without a mask."""
+    return isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+
+
 def with_arrays(value: object, depth: int = 0) -> object:
     """The value with arrays in the form in which they are stored."""
     if depth > _MAX_DEPTH:
         return value  # `encode` says what is wrong with it
-    if isinstance(value, np.ndarray) and value.dtype.name in BY_NAME and value.dtype.isnative:
+    if is_array(value) and value.dtype.name in BY_NAME and value.dtype.isnative:
         return UnresolvedValue(
             "numpy.ndarray", "numpy.ndarray", [value.dtype.name, [*value.shape], value.tobytes()]
         )

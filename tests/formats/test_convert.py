@@ -247,7 +247,7 @@ def test_what_was_not_read_is_not_left_out(name: str, tmp_path: Path) -> None:
     told = CliRunner().invoke(cli, arguments)
     assert told.exit_code == 2
     remedy = told.output.strip().rpartition(": ")[2]  # the last line says how to leave it out
-    assert remedy == f"{name} -> _"
+    assert remedy == f'"{name}" -> _'
     assert CliRunner().invoke(cli, [*arguments, "--transform", remedy]).exit_code == 0
     assert [*remesh.Checkpoint(target)] == ["w"]
     assert not remesh.Checkpoint(target).values

@@ -171,7 +171,6 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         decoded(place.storage, contents.index), contents.index, identity, resolved
     )
     description = describe_stored(contents, stored, None if program is None else program.owners)
-    _refuse_unread(description)
     if format != native.FORMAT_NAME:
         _import_torch_for(description)
         _warn_of_unchecked(description, place.storage.url, format)
@@ -256,7 +255,7 @@ def _refuse_unread(description: Description) -> None:
         raise StateError(
             f"{first}: was not read, so it cannot be converted\n{unread[first].payload}\n"
             f"Not read: {listed(sorted(unread))}\n"
-            f"To leave it out, delete it in the transformation: {first} -> _"
+            f'To leave it out, delete it in the transformation: "{first}" -> _'
         )
 
 
@@ -405,7 +404,7 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
 def describe_stored(
     contents: Contents, source: StoredSource, owners: Mapping[str, str] | None = None
 ) -> Description:
-    """What a checkpoint holds, described as a state whose tensors are read from it.
+    """What a checkpoint holds, all of it, described as a state whose tensors are read from it.
 
     Args:
         contents: The checkpoint.
@@ -413,7 +412,8 @@ def describe_stored(
         owners: See `Transform`.
 
     Raises:
-        StateError: If the transformation makes something that cannot be stored.
+        StateError: If the transformation makes something that cannot be stored, or a value was not
+            read.
     """
     index, document, resolved = contents.index, contents.document, source.resolved
     others = [*document.values, *document.lists, *document.objects]
@@ -449,6 +449,7 @@ def describe_stored(
             description.merged_lists[name] = renamed[name]
         else:
             _add_plain(description, document, name, old)
+    _refuse_unread(description)
     unchecked = {*document.unchecked_names}
     if unchecked:
         made_of = {
