@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -32,6 +34,7 @@ from remesh.training import (
 )
 from remesh.training import manager as manager_module
 from remesh.training.live import Offer, has_all_roles, steps_on_offer
+from remesh.training.policies import EverySeconds
 from remesh.training_job import TrainingJob
 
 
@@ -497,6 +500,52 @@ def test_the_revision_of_the_code_is_read_once(
     assert manager.latest.note.provenance.revision == "abc"
     assert job.boundary.note.provenance.revision == "abc"
     assert len(read) == 1
+
+
+class _Clock:
+    """A clock that the test sets."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Unfinished(Future[None]):
+    """A save that does not get done."""
+
+    def progress(self) -> SimpleNamespace:
+        return SimpleNamespace(phase="writing")
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_failures_do_not_keep_a_save_from_being_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut_off: bool
+) -> None:
+    """A save every 4 s and a failure every 3 s; the first save may be cut off by one."""
+    clock, job = _Clock(), TrainingJob(is_reentrant=True)
+    monkeypatch.setattr(manager_module, "time", clock)
+    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(manager_module, "REENTRY_SECONDS", 0.0)
+    begun = []
+    for entry in range(1, 5):
+        state = {"step": 0}
+        manager = remesh.Manager(tmp_path, every=EverySeconds(4), group=Alone(), job=job)
+        manager.resume(state)
+        if is_cut_off and entry == 2:
+            monkeypatch.setattr(manager._saver, "save_async", lambda *_, **__: _Unfinished())
+        state["step"] += 1
+        clock.now += 3
+        if manager.step(state["step"], state):
+            begun.append(state["step"])
+        if not (is_cut_off and entry == 2):
+            manager.wait()
+            manager.step(state["step"] + 1, state | {"step": state["step"] + 1})
+        manager.abandon("the world changes")
+    assert begun == ([3, 4] if is_cut_off else [3, 7])
 
 
 def test_a_function_that_has_to_be_left_is_left_at_the_boundary(tmp_path: Path) -> None:

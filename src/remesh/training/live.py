@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Boundary:
         keeper: Gives the state as it was.
         rows: Random numbers, as they are saved.
         role: Coordinates of this rank's role.
+        saved_at: When the last save began that was committed, by this process's monotonic clock.
         is_clean: Whether no optimizer has begun to change it.
     """
 
@@ -85,6 +87,7 @@ class Boundary:
     keeper: Keeper
     rows: Callable[[], Mapping[str, ShardedTensor]]
     role: list[int]
+    saved_at: float
     is_clean: bool = True
 
     def make_room(self) -> bool:
@@ -107,13 +110,14 @@ class Offer(msgspec.Struct, frozen=True):
         note: Of the boundary, as JSON.
         parent: See `Boundary`.
         role: See `Boundary`.
-        world_size: Ranks of the world that it was in.
+        unsaved_seconds: See `Source`.
     """
 
     step: int | None
     note: bytes = b""
     parent: str = ""
     role: list[int] = []
+    unsaved_seconds: float = 0.0
 
 
 def steps_on_offer(offers: list[Offer]) -> dict[int, list[int]]:
@@ -141,6 +145,7 @@ class LiveMemory:
 
     Attributes:
         is_on: Whether the state can be relied on; it cannot if its changes are not seen.
+        saved_at: See `Boundary`; of the next one.
     """
 
     def __init__(self, job: TrainingJob, exchange: Exchange, buffers: Buffers | None) -> None:
@@ -148,6 +153,7 @@ class LiveMemory:
         self._exchange = exchange
         self._buffers = buffers
         self.is_on = True
+        self.saved_at = time.monotonic()
         self._optimizers: set[int] = set()  # ids of those in the state
         _OPEN.add(self)
 
@@ -184,7 +190,7 @@ class LiveMemory:
             keeper = Keeper(state, fingerprint)
             self._optimizers = keeper.optimizers
             role = [coordinate for coordinate, _ in roles.own.values()]
-            self._job.boundary = Boundary(step, note(), parent, keeper, rows, role)
+            self._job.boundary = Boundary(step, note(), parent, keeper, rows, role, self.saved_at)
         except NotWatchedError as problem:
             self.is_on, self._job.boundary = False, None
             _LOGGER.warning("the state is not taken from live memory: %s", problem)
@@ -205,8 +211,9 @@ class LiveMemory:
             if not has_state:
                 return msgspec.msgpack.encode(Offer(None))
             note = msgspec.json.encode(boundary.note)
+            unsaved = time.monotonic() - boundary.saved_at
             return msgspec.msgpack.encode(
-                Offer(boundary.step, note, boundary.parent, boundary.role)
+                Offer(boundary.step, note, boundary.parent, boundary.role, unsaved)
             )
 
         replies = run_on_all(self._exchange, offer)
@@ -260,7 +267,14 @@ class LiveMemory:
                 ) from error
 
         held = sum(bytes_by_device(list(tensors_of(source))).values())
-        return Source(info, load, kind="live", parent=first.parent, held_bytes=held)
+        return Source(
+            info,
+            load,
+            kind="live",
+            parent=first.parent,
+            held_bytes=held,
+            unsaved_seconds=max(offers[rank].unsaved_seconds for rank in ranks),
+        )
 
     def close(self) -> None:
         """Watch no optimizer any more. The boundary stays."""

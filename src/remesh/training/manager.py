@@ -169,7 +169,8 @@ class Manager:
         # Steps of this run that are there and of no use: a save there takes their place.
         self._superseded: frozenset[int] = frozenset()
         self._saves_at_end = save_at_end
-        self._last_save = time.monotonic()
+        # When the last save began, and when the last one did that was committed, or resumed from.
+        self._last_save = self._saved_at = time.monotonic()
         self._is_cold = background and bool(self._every)
         self._watch = Watch(self._every, run_info().heartbeat_file, run_info().agent_dir)
         self._watch.is_saving = lambda: self._handle is not None and not self._handle.done()
@@ -205,7 +206,7 @@ class Manager:
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that this rank knows to be committed, or None."""
         if self._handle is not None and self._handle.progress().phase == "done":
-            self._saved_step = self._saving_step
+            self._saved_step, self._saved_at = self._saving_step, self._last_save
         return self._saved_step
 
     @property
@@ -256,7 +257,7 @@ class Manager:
         fingerprint = self._fingerprint(state)
         if self._saves_at_end:  # whether `every` asks for it or not: ranks may have other policies
             self._last = LastStep(step, state, metrics, fingerprint)
-        self._recorder.mark(self._live, step, state, metrics, fingerprint)
+        self._mark(step, state, metrics, fingerprint)
         self._watch.keep_pace(step, own_seconds)
         self._watch.beat(step, self.saved_step)
         if self._is_cold:
@@ -320,7 +321,7 @@ class Manager:
         if self._handle is not None:
             self._handle = None
             self._saver.wait()
-            self._saved_step = self._saving_step
+            self._saved_step, self._saved_at = self._saving_step, self._last_save
         error, self._retention_error = self._retention_error, None
         if error is not None:
             raise error
@@ -366,7 +367,7 @@ class Manager:
             self._handle = self._saver.save_async(full, place, overwrite=overwrite, metadata=what)
         else:
             self._saver.save(full, place, overwrite=overwrite, metadata=what)
-            self._saved_step = step
+            self._saved_step, self._saved_at = step, self._last_save
             self.wait()
 
     def _fingerprint(self, state: Any) -> Fingerprint | None:
@@ -378,6 +379,23 @@ class Manager:
 
             self._fingerprints = Fingerprints()
         return self._fingerprints.take(state)
+
+    def _mark(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float] | None,
+        fingerprint: Fingerprint | None,
+    ) -> None:
+        """Note that a step is complete in the memory of this process, if live memory is used.
+
+        Raises:
+            WorldChangedError: If the training function has to be left.
+        """
+        if self._live is not None:
+            assert fingerprint is not None, "live memory needs torch"
+            self._live.saved_at = self._saved_at
+            self._recorder.mark(self._live, step, state, metrics, fingerprint)
 
     def _agree(self, holds: bool) -> bool:
         """Whether something holds on all ranks. Collective."""
@@ -494,7 +512,7 @@ class Manager:
         self._saved_state = digest_of_state(state)
         self._secure(resumed, sources, state)
         metrics = resuming.metrics_of(resumed.info)
-        self._recorder.mark(self._live, resumed.step, state, metrics, self._fingerprint(state))
+        self._mark(resumed.step, state, metrics, self._fingerprint(state))
         return resumed
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
@@ -538,7 +556,8 @@ class Manager:
         self._recorder.parent = source.parent if is_live else f"{info.path}#{info.save_id}"
         self._recorder.saved_trackers = dict(note.trackers)
         self._saved_step = None if is_live else note.step
-        self._last_save = time.monotonic()
+        # What was not saved before the function was entered again is not saved now.
+        self._last_save = self._saved_at = time.monotonic() - source.unsaved_seconds
         if self._exchange.rank == 0:
             seeded = "" if restored.same_random else "; some random numbers were seeded anew"
             _LOGGER.info("resumed from %s%s", info.path, seeded)

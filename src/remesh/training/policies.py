@@ -42,7 +42,11 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Save when `seconds` have passed since the last save began, by the clock of rank 0."""
+    """Save when `seconds` have passed since the last save began, by the clock of rank 0.
+
+    A training function that is entered again (`remesh.elastic.run`) counts on from the last save
+    that was committed.
+    """
 
     seconds: float
 

@@ -111,20 +111,17 @@ class Recorder:
 
     def mark(
         self,
-        live: LiveMemory | None,
+        live: LiveMemory,
         step: int,
         state: Any,
         metrics: Mapping[str, float] | None,
-        fingerprint: Fingerprint | None,
+        fingerprint: Fingerprint,
     ) -> None:
-        """Note that a step is complete in the memory of this process, if live memory is used.
+        """Note that a step is complete in the memory of this process.
 
         Raises:
             WorldChangedError: If the training function has to be left.
         """
-        if live is None:
-            return
-        assert fingerprint is not None, "live memory needs torch"
         streams = {name: stream.frozen() for name, stream in self.streams().items()}
         live.mark(
             step,

@@ -83,6 +83,7 @@ class Source:
             processes themselves.
         parent: Of a live state, what the next saves name as their parent.
         held_bytes: Of a live state, what the tensors of this rank take.
+        unsaved_seconds: Of a live state, the time since the last save that was committed began.
         random: Where random numbers are taken from if this lacks them: another source of the same
             step.
     """
@@ -93,6 +94,7 @@ class Source:
     parent: str = ""
     random: Source | None = None
     held_bytes: int = 0
+    unsaved_seconds: float = 0.0
 
 
 def in_order(
