@@ -283,7 +283,7 @@ def links(state: dict[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
     for rate in LINKS:
         found: dict[str, list[tuple[float, float, int]]] = {}
         for number in range(rounds):
-            for compress in (None, "auto", "zstd"):
+            for compress in (None, "zstd"):
                 storage = FarStorage(f"{rate} {number} {compress}", rate)
                 stored: list[int] = []
 

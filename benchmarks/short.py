@@ -80,7 +80,7 @@ def of_snapshots(result: Any) -> Iterator[Row]:
 
 def of_compression(result: Any) -> Iterator[Row]:
     for row in result["links"]:
-        if row["compress"] == "auto":
+        if row["compress"] == "zstd":
             link = f"{row['bytes_per_second'] / 1e6:.0f} MB/s"
             for task in ("save", "load"):
                 yield {

@@ -34,8 +34,8 @@ from remesh.formats.table import WRITERS
 from remesh.geometry import Box
 from remesh.integrity import BLOCK_SIZE
 from remesh.maintenance import orphans
-from remesh.pipeline import Compress
-from remesh.pipeline.block_codec import FIRST_BYTES, MAX_EARLY, BlockCodec, ChunkOrder
+from remesh.pipeline import Compress, one_file
+from remesh.pipeline.write import CHUNK_SIZE, MAX_EARLY, ChunkWriter
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from remesh.testing import Fail, FaultyStorage, InjectedError, Raised, run_ranks, run_ranks_outcomes
 from tests.engine.bits import bits_of
@@ -207,18 +207,27 @@ def test_windows_are_decoded_at_the_same_time(saved: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------
 
 
-@given(numbers=st.permutations(range(5, 35)))
+@given(numbers=st.permutations(range(12)))
 def test_chunks_are_stored_nearly_in_order(numbers: list[int]) -> None:
-    order = ChunkOrder(5)
-    found: list[tuple[int, Any]] = []
-    for count, number in enumerate(numbers, 1):
-        chunk: Any = f"chunk {number}"
-        found += order.take(number, chunk)
-        assert count - len(found) <= MAX_EARLY
-        if count <= MAX_EARLY:
-            assert [one for one, _ in found] == list(range(5, 5 + len(found)))
-    assert sorted(number for number, _ in found) == list(range(5, 35))
-    assert all(chunk == f"chunk {number}" for number, chunk in found)
+    storage, size = MemoryStorage(), 12 * CHUNK_SIZE - 5
+    whole = np.repeat(np.arange(12, dtype=np.uint8), CHUNK_SIZE)[:size]
+    whole[: size // 2] = np.random.default_rng(0).integers(0, 256, size // 2, np.uint8)
+    buffer = np.empty(CHUNK_SIZE, np.uint8)  # that of a thread, which is used again
+    files = replace(one_file("file", size), compress="zstd")
+    writer = ChunkWriter(storage, files, size)
+    for number in numbers:
+        chunk = whole[number * CHUNK_SIZE :][:CHUNK_SIZE]
+        buffer[: len(chunk)] = chunk
+        writer.write(number, buffer[: len(chunk)])
+    writer.finish()
+    decompressed = DecompressedFiles(storage)
+    assert decompressed.read("file") == whole.tobytes()
+    table = decompressed.table("file")
+    assert table is not None
+    begins = table.begin.tolist()
+    latest = max(place - number for place, number in enumerate(numbers))
+    if latest <= MAX_EARLY:
+        assert begins == sorted(begins)
 
 
 def test_blocks_may_lie_in_any_order(saved: Path, tmp_path: Path) -> None:
@@ -288,23 +297,6 @@ def test_compressed_files_are_kept(
         assert smaller == {True: True, False: number == 2}
 
 
-def test_a_local_place_is_not_compressed_on_its_own(tmp_path: Path) -> None:
-    state = {"w": np.zeros(3 * BLOCK_SIZE)}
-    for place in (tmp_path, MemoryStorage()):
-        remesh.save(state, place, compress="auto")
-        assert remesh.Checkpoint(place).record.version == 2
-
-
-def test_a_network_file_system_is_compressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("remesh.storage.distance.is_network_device", lambda _device: True)
-    state = {"w": np.zeros(3 * BLOCK_SIZE)}
-    remesh.save_async(state, tmp_path, compress="auto").result()
-    assert stored_bytes(tmp_path) < 10_000
-    assert remesh.Checkpoint(tmp_path).verify().ok
-
-
 def test_ranks_agree_on_it(tmp_path: Path) -> None:
     def save(exchange: Exchange) -> None:
         compress: Compress | None = "zstd" if exchange.rank else None
@@ -312,32 +304,6 @@ def test_ranks_agree_on_it(tmp_path: Path) -> None:
 
     outcomes = run_ranks_outcomes(2, save)
     assert all("disagree" in str(outcome) and "compress" in str(outcome) for outcome in outcomes)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "writing", "pays"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, False)]
-)
-def test_what_is_slower_decides(encoding: float, writing: float, pays: bool) -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += encoding
-        return now
-
-    codec = BlockCodec(True, np.zeros(1, np.int64), np.ones(1, np.int64), clock)
-    data, size = np.zeros(2 * BLOCK_SIZE, np.uint8), 0
-    while size < FIRST_BYTES:
-        assert max(map(len, codec.encode(size, data))) < BLOCK_SIZE
-        codec.written(len(data), writing)
-        size += len(data)
-    [first, second] = codec.encode(size, data)
-    assert (len(first) < BLOCK_SIZE) == (len(second) < BLOCK_SIZE) == pays
-    if not pays:
-        # A storage that becomes slower is noticed.
-        for _ in range(20):
-            codec.written(len(data), 10 * encoding)
-        assert len(codec.encode(size, data)[0]) < BLOCK_SIZE
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "sync"])

@@ -273,7 +273,7 @@ def test_a_manager_takes_over_from_one_that_was_abandoned(
         ({"save_at_end": 0}, "save_at_end= must be True or False"),
         ({"deadline": "60"}, "deadline= must be a number of seconds"),
         ({"arena_bytes": "1e9"}, "arena_bytes= must be a whole number"),
-        ({"compress": True}, "compress= must be 'zstd' or 'auto', not"),
+        ({"compress": True}, "compress= must be 'zstd', not"),
         ({"memory_every": "2"}, "memory_every= must be a whole number, 1 or more"),
     ],
 )

@@ -26,7 +26,6 @@ from remesh.background.protocol import (
     ToServer,
     WriteTask,
 )
-from remesh.checkpoint.timing import log_requests
 from remesh.errors import RankFailedError
 from remesh.events import Emit
 from remesh.formats.framing import Part
@@ -35,7 +34,6 @@ from remesh.pipeline import Collection, FileLayout
 from remesh.pipeline.arena import Arena
 from remesh.pipeline.collect import CollectingStager
 from remesh.pipeline.stage import Filled, Stager
-from remesh.storage import Requests
 
 
 class Server(Protocol):
@@ -140,8 +138,8 @@ class SaveClient:
                 self._stager.cancel()
             case Happened(point, num_bytes):
                 self._see(point, num_bytes)
-            case Ended(error, parts, requests):
-                self._end(error, parts, requests)
+            case Ended(error, parts):
+                self._end(error, parts)
 
     def _run(self) -> None:
         self._may_run.wait()
@@ -176,12 +174,7 @@ class SaveClient:
         self._stager.cancel()
         self._server.receive(Cancel(None))
 
-    def _end(
-        self,
-        error: BaseException | None,
-        parts: Sequence[Part] = (),
-        requests: Requests | None = None,
-    ) -> None:
+    def _end(self, error: BaseException | None, parts: Sequence[Part] = ()) -> None:
         """The save has ended; it fails after all if the saver or its last listener does."""
         if error is None:
             try:
@@ -189,8 +182,6 @@ class SaveClient:
                 with self._lock:
                     self._kept_bytes = sum(part.num_bytes for part in parts if part.is_kept)
                 self._emit("save.done")
-                if requests is not None:
-                    log_requests("all ranks", requests, self.handle.url)
             except BaseException as caught:  # noqa: BLE001 - raised by the handle
                 error = caught
         with self._lock:

@@ -38,7 +38,7 @@ from remesh.background.protocol import (
 from remesh.background.server import SaveServer
 from remesh.errors import ExchangeError
 from remesh.pipeline.arena import SharedChunks
-from remesh.storage import open_storage, requests_since
+from remesh.storage import open_storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -125,9 +125,7 @@ class _Process:
             self._send(number, task.rank, message)
 
         last = open_storage(task.last_place) if task.sources else None
-        storage = open_storage(task.place)
-        sent = requests_since(storage)
-        server = SaveServer(task, storage, last, self._chunks.chunk, send, sent)
+        server = SaveServer(task, open_storage(task.place), last, self._chunks.chunk, send)
         thread = threading.Thread(target=server.run, name="remesh-save")
         self._saves[number] = _Save(task, server, thread)
         thread.start()

@@ -36,7 +36,6 @@ from remesh.checkpoint.unchanged import FileSource
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.framing import Part
 from remesh.pipeline import StreamFiles
-from remesh.storage import Requests
 
 _LENGTH = struct.Struct("<Q")
 
@@ -67,7 +66,6 @@ class WriteTask(_Message, frozen=True):
         sources: Files of it that files of the stream may be; all chunks fit into the arena then.
         at_once: Whether writing begins with the first chunk, and not when all are staged.
         global_plan: On rank 0, what it knows of the save.
-        requests: Those that this rank has sent before, in another process than the server's.
     """
 
     place: str
@@ -85,7 +83,6 @@ class WriteTask(_Message, frozen=True):
     sources: Sequence[FileSource]
     at_once: bool
     global_plan: GlobalSavePlan | None
-    requests: Requests
 
 
 class ChunkFilled(_Message, frozen=True):
@@ -131,12 +128,10 @@ class Ended(_Message, frozen=True):
     Attributes:
         error: Why it failed, if it did.
         parts: If it is committed, what this rank has said of its files.
-        requests: If it is committed, on rank 0, those of all ranks.
     """
 
     error: BaseException | None
     parts: Sequence[Part] = ()
-    requests: Requests = msgspec.field(default_factory=Requests)
 
 
 class Logged(_Message, frozen=True):

@@ -55,11 +55,9 @@ from remesh.pipeline.write import CHUNK_SIZE
 from remesh.run_info import run_info
 from remesh.storage import (
     CopiedFiles,
-    Requests,
     Storage,
     is_local,
     open_storage,
-    requests_since,
 )
 
 _LOGGER = logging.getLogger("remesh")
@@ -266,7 +264,6 @@ class Saver:
         check_order("save_async", state, path)
         exchange = exchange_of(self._group)
         storage = open_storage(path)
-        sent = requests_since(storage)
         emit = timed(emitter(on_event, exchange.rank), "save", exchange.rank, storage.url)
 
         def make_room() -> None:
@@ -278,9 +275,7 @@ class Saver:
 
         def start(mine: RankSavePlan) -> None:
             self._set_budget(mine.stream.layout.num_bytes)
-            started.append(
-                self._client(exchange, path, storage, mine, options=options, emit=emit, sent=sent)
-            )
+            started.append(self._client(exchange, path, storage, mine, options=options, emit=emit))
             started[0].start(daemon=self._at_exit == "abort")
 
         try:
@@ -339,7 +334,6 @@ class Saver:
         *,
         options: SaveOptions,
         emit: Emit,
-        sent: Callable[[], Requests],
     ) -> SaveClient:
         """What does a save from here on."""
         num_bytes, last = mine.stream.layout.num_bytes, mine.history.storage
@@ -362,7 +356,6 @@ class Saver:
             mine.sources if may_copy and mine.files else [],
             self._arena.num_ready_bytes < mine.stream.layout.num_chunks * CHUNK_SIZE,
             mine.global_plan,
-            sent() if self._has_process else Requests(),
         )
         devices = device_staging(piece.memory for piece in mine.stream.layout.pieces)
         if devices is not None:
@@ -374,7 +367,7 @@ class Saver:
         def connect(send: Callable[[ToClient], None]) -> Server:
             if self._has_process:
                 return RemoteServer(self._live_process(), task, storage, send)
-            return SaveServer(task, storage, last, self._arena.chunk, send, sent)
+            return SaveServer(task, storage, last, self._arena.chunk, send)
 
         return SaveClient(
             task,

@@ -46,7 +46,7 @@ from remesh.formats.framing import Part, as_written
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.stage import Filled, StagedWriter
 from remesh.pipeline.write import ChunkWriter
-from remesh.storage import Requests, Storage
+from remesh.storage import Storage
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -63,7 +63,6 @@ class SaveServer:
         last: Where the last checkpoint is, if files may be copied from it.
         chunk: The chunk of the arena in a slot.
         send: Takes messages to the client. What it raises for an event fails the save.
-        sent: The requests of this process for the save so far.
     """
 
     def __init__(
@@ -73,10 +72,8 @@ class SaveServer:
         last: Storage | None,
         chunk: Callable[[int], Chunk],
         send: Callable[[ToClient], None],
-        sent: Callable[[], Requests],
     ) -> None:
         self._task = task
-        self._sent = sent
         self._storage = storage
         self._last = last
         self._chunk = chunk
@@ -91,7 +88,6 @@ class SaveServer:
         self._may_count = False  # whether rank 0 may commit this rank's files
         self._parts: list[Part] = []
         self._copied: set[int] = set()
-        self._requests_of_all = Requests()
         self._wake = threading.Event()
 
     @property
@@ -131,7 +127,7 @@ class SaveServer:
         except BaseException as also:  # noqa: BLE001 - giving it up has failed; raised by the handle
             error = also
         parts = () if error is not None else self._parts
-        self._send(Ended(error, parts, self._requests_of_all))
+        self._send(Ended(error, parts))
 
     def save(self) -> BaseException | None:
         """Write, and see the save through to its end; returns why it failed, if it did."""
@@ -148,7 +144,6 @@ class SaveServer:
                 self._commit()
                 tell = None
                 self._status.clear(self._task.num_ranks)
-                self._requests_of_all = self._requests() + self._status.requests_of_others()
             else:
                 tell = None
                 self._wait_for_end()
@@ -195,7 +190,7 @@ class SaveServer:
             if failure is not None:
                 raise failure
         self._may_count = True
-        self._status.put_parts(self._parts, self._requests())
+        self._status.put_parts(self._parts)
 
     def _create(self) -> ChunkWriter:
         task = self._task
@@ -235,10 +230,6 @@ class SaveServer:
                     _LOGGER.warning("rank %d could not note how far it is: %s", task.rank, error)
 
         return count
-
-    def _requests(self) -> Requests:
-        """Those of this rank so far."""
-        return self._task.requests + self._sent()
 
     def _emit(self, point: str, num_bytes: int = 0) -> None:
         self._send(Happened(point, num_bytes))

@@ -6,7 +6,7 @@ written is read again; if they stay wrong, the save fails.
 In the background there are no collectives: the ranks of a save learn of each other through the
 storage that they write to, which every rank reaches, even when the process group is gone.
 
-* `part-<rank>`: this rank's file is durable, or it is done without one; with the requests so far.
+* `part-<rank>`: this rank's file is durable, or it is done without one.
 * `failed-<rank>`: this rank has failed. `failed`, put by rank 0: the whole save has.
 * `progress-<rank>`: how far this rank is, in a save that takes long.
 
@@ -32,7 +32,7 @@ from remesh.formats.framing import Part
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
 from remesh.integrity import read_sealed, seal
-from remesh.storage import Requests, Storage, delete_files
+from remesh.storage import Storage, delete_files
 
 
 class _WrittenBytes(msgspec.Struct, frozen=True):
@@ -40,13 +40,6 @@ class _WrittenBytes(msgspec.Struct, frozen=True):
 
     written_bytes: int
     num_bytes: int
-
-
-class _Written(msgspec.Struct, frozen=True):
-    """What a rank says when it is done with its file."""
-
-    parts: list[Part]
-    requests: Requests
 
 
 class StatusFiles:
@@ -65,16 +58,16 @@ class StatusFiles:
         self._save_id = save_id
         self._rank = rank
         self._folder = data_folder(save_id)
-        self._written: dict[int, _Written] = {}
+        self._parts: dict[int, list[Part]] = {}
 
     @property
     def end_path(self) -> str:
         """The file that says that the whole save has failed."""
         return self._path("failed", 0)
 
-    def put_parts(self, parts: Sequence[Part], requests: Requests) -> None:
+    def put_parts(self, parts: Sequence[Part]) -> None:
         """Say that this rank's files are durable, or that it is done without any."""
-        self._put("part", msgspec.msgpack.encode(_Written(list(parts), requests)))
+        self._put("part", msgspec.msgpack.encode(list(parts)))
 
     def put_progress(self, written_bytes: int, num_bytes: int) -> None:
         """Say how far this rank is, in a save that takes long."""
@@ -132,19 +125,14 @@ class StatusFiles:
         for rank in ranks:
             if self._path("part", rank) in found:
                 data = read_sealed(self._storage, self._path("part", rank))
-                self._written[rank] = msgspec.msgpack.decode(data, type=_Written)
+                self._parts[rank] = msgspec.msgpack.decode(data, type=list[Part])
             else:
                 missing.append(rank)
         return missing
 
     def parts(self, num_ranks: int) -> list[list[Part]]:
         """Rank 0, when no part is missing: what each rank says of its files."""
-        return [self._written[rank].parts for rank in range(num_ranks)]
-
-    def requests_of_others(self) -> Requests:
-        """Rank 0: the requests of all other ranks until they were done with their files."""
-        told = (one.requests for rank, one in self._written.items() if rank)
-        return sum(told, Requests())
+        return [self._parts[rank] for rank in range(num_ranks)]
 
     def describe_progress(self, ranks: Sequence[int]) -> str:
         """How far some ranks are that have not finished: who is slowest."""
@@ -173,7 +161,7 @@ class StatusFiles:
         if self._shows_commit is None and num_ranks > 1:
             self._leave()
         elif self._rank == 0:
-            parts = [self._path("part", rank) for rank in self._written]
+            parts = [self._path("part", rank) for rank in self._parts]
             progress = self._storage.list(f"{self._folder}/progress-")
             delete_files(self._storage, [*parts, *progress])
 

@@ -38,7 +38,7 @@ from remesh.checkpoint.stored_memory import StoredMemory, StoredSource
 from remesh.dtypes import BY_NAME
 from remesh.errors import CorruptCheckpointError, StateError
 from remesh.events import OnEvent, ignore
-from remesh.exchange import Alone, Exchange, run_on_all, run_on_one
+from remesh.exchange import Alone, Exchange, run_on_one
 from remesh.formats import native
 from remesh.formats.contents import Contents
 from remesh.formats.decoding import decoded
@@ -51,12 +51,10 @@ from remesh.pipeline import JOURNALS, Compress, Journal
 from remesh.sharded import ArrayLike, Part, ShardedObject
 from remesh.state import Description, Role, TensorEntry
 from remesh.storage import (
-    Requests,
     SharedFiles,
     Storage,
     list_directory,
     open_storage,
-    requests_since,
 )
 from remesh.transform import Program, Resolved, Transform, arranged, as_transform
 
@@ -83,8 +81,6 @@ class ConversionReport:
         unchecked: Names in the new checkpoint of what a repair had put into the source without a
             digest that proves it, or is made of that. Only remesh's own format marks them.
         num_reused: Bytes that an earlier attempt, which was killed, had written already.
-        requests: Requests of all ranks to object stores, those of the source and of the destination
-            together; `requests.price()` is what they cost.
     """
 
     source_format: str
@@ -95,7 +91,6 @@ class ConversionReport:
     verified: VerifyReport
     unchecked: tuple[str, ...]
     num_reused: int = 0
-    requests: Requests = dataclasses.field(default_factory=Requests)
 
     __repr__ = short_repr
 
@@ -153,11 +148,9 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         raise StateError(f"convert: path must name a place, not {type(path).__name__}")
     writer, program = writer_of(format), as_transform(transform)
     place = place_of(source)
-    to_source = requests_since(place.storage)
     with explained_absence(place):
         contents = _chosen(read_contents(place), only)
     target = open_storage(path)
-    to_target = requests_since(target)
     if place.storage.url == target.url and not place.file:
         raise StateError(
             f"{place.storage.url}: source and destination are one place; convert to another"
@@ -193,7 +186,6 @@ def convert(  # noqa: PLR0913 - each option stands for itself
         verified,
         tuple(description.unchecked),
         num_reused,
-        _of_all_ranks(exchange, to_source() + to_target()),
     )
 
 
@@ -216,12 +208,6 @@ def _write(
             share, target, options, group=exchange, cache=cache, on_event=on_event, is_shown=True
         )
     return 0 if journal is None else journal.num_reused
-
-
-def _of_all_ranks(exchange: Exchange, own: Requests) -> Requests:
-    """The requests of all ranks. Collective."""
-    replies = run_on_all(exchange, lambda: msgspec.msgpack.encode(own))
-    return sum((msgspec.msgpack.decode(reply, type=Requests) for reply in replies), Requests())
 
 
 def _read_again(target: Storage, writer: Writer, exchange: Exchange) -> tuple[Index, VerifyReport]:

@@ -64,7 +64,7 @@ from remesh.planner import (
 )
 from remesh.progress import showing
 from remesh.state import Description
-from remesh.storage import Requests, Storage, connect, is_remote, latency_of, requests_since
+from remesh.storage import Storage, connect, is_remote, latency_of
 from remesh.strided import Layout
 from remesh.transform import Program, Transform, as_transform
 
@@ -145,7 +145,6 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     exchange = exchange_of(group)
     place = place_of(path)
     storage = place.storage
-    requests = requests_since(storage)
     connect(storage, exchange.world_size)
     moments = timed(emitter(on_event, exchange.rank), "load", exchange.rank, storage.url)
     rules = as_transform(transform)
@@ -167,7 +166,7 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
                     exchange, source, *todo, assign=assign, on_read=on_read, timeout=timeout
                 )
 
-        return load_into(state, stored, exchange, options, read=read, emit=emit, requests=requests)
+        return load_into(state, stored, exchange, options, read=read, emit=emit)
 
     def load_shown() -> tuple[Any, RestoreReport]:
         with showing(moments, "loading", exchange.rank, storage.url) as emit:
@@ -199,7 +198,6 @@ def load_into(
     read: Read,
     emit: Emit,
     reserved: Sequence[tuple[str, Layout]] = (),
-    requests: Callable[[], Requests] = Requests,
 ) -> tuple[Any, RestoreReport]:
     """Steps 2 to 4 of a load: from what is stored into a state. Collective.
 
@@ -211,13 +209,12 @@ def load_into(
         read: Reads what a rank wants.
         emit: Called at the points from `load.planned` on.
         reserved: See `match`.
-        requests: What this rank has requested so far.
 
     Returns:
         The state, and this rank's report, without the time that the load took.
     """
     plan, _ = plan_into(state, stored, exchange, options, read=read, reserved=reserved)
-    return fill_planned(plan, exchange, read, emit, requests)
+    return fill_planned(plan, exchange, read, emit)
 
 
 def plan_into(
@@ -318,11 +315,7 @@ def _compare(plan: RankLoadPlan, read: Read) -> bytes:
 
 
 def fill_planned(
-    plan: RankLoadPlan,
-    exchange: Exchange,
-    read: Read,
-    emit: Emit,
-    requests: Callable[[], Requests] = Requests,
+    plan: RankLoadPlan, exchange: Exchange, read: Read, emit: Emit
 ) -> tuple[Any, RestoreReport]:
     """Steps 3 and 4 of a load: fill the tensors of the state, put all else back. Collective."""
     emit("load.planned", plan.filling.num_bytes)
@@ -343,7 +336,7 @@ def fill_planned(
         for new_rows in plan.means:
             new_rows.fill()
         emit("load.read")
-        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes), requests()))
+        return msgspec.msgpack.encode((plan.filling.num_bytes, sum(sizes)))
 
     def put_back() -> bytes:
         nonlocal result
@@ -356,17 +349,15 @@ def fill_planned(
     except Exception as error:
         error.add_note("The state is partly loaded; load again before using it.")
         raise
-    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int, Requests]) for reply in replies]
+    totals = [msgspec.msgpack.decode(reply, type=tuple[int, int]) for reply in replies]
     emit("load.done")
     return result, dataclasses.replace(
         plan.report,
         bytes_read=sum(sizes),
         num_reads=len(sizes),
         reads_shared=shared,
-        group_bytes_needed=sum(needed for needed, _, _ in totals),
-        group_bytes_read=sum(num_read for _, num_read, _ in totals),
-        requests=totals[exchange.rank][2],
-        group_requests=sum((sent for *_, sent in totals), Requests()),
+        group_bytes_needed=sum(needed for needed, _ in totals),
+        group_bytes_read=sum(num_read for _, num_read in totals),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from remesh._repr import format_bytes, short_repr
-from remesh.storage import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,6 @@ class RestoreReport:
         reads_shared: Whether ranks read for each other.
         group_bytes_needed: Bytes of tensor data that all ranks wanted.
         group_bytes_read: Bytes that all ranks read from data files.
-        requests: Requests of this rank to an object store; `requests.price()` is what they cost.
-        group_requests: Those of all ranks.
     """
 
     restored: tuple[str, ...]
@@ -57,8 +54,6 @@ class RestoreReport:
     group_bytes_read: int = 0
     unchecked: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
-    requests: Requests = field(default_factory=Requests)
-    group_requests: Requests = field(default_factory=Requests)
 
     __repr__ = short_repr
 
@@ -106,7 +101,7 @@ class RestoreReport:
         return (
             f"{', '.join(counts)}; read {format_bytes(self.bytes_read)} for "
             f"{format_bytes(self.bytes_needed)} wanted in {self.seconds:.2f} s ({rate:.2f} GB/s)"
-            f"{group}{f'; {self.group_requests}' if self.group_requests else ''}"
+            f"{group}"
         )
 
 

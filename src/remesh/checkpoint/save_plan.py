@@ -70,7 +70,6 @@ from remesh.storage import (
     ask_meanwhile,
     begins_unseen,
     connect,
-    is_remote,
 )
 from remesh.tables import BoxTable, Cuts
 
@@ -108,10 +107,6 @@ class SaveOptions:
     keeps: bool = False
     resumes: bool = False
     compress: Compress | None = None
-
-    def compress_in(self, storage: Storage) -> Compress | None:
-        """How data files are compressed in a storage: one that is near is not worth the time."""
-        return None if self.compress == "auto" and not is_remote(storage) else self.compress
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -567,8 +562,8 @@ class _Rank:
             files = replace(stream.files, replaces=is_final and self.options.overwrite)
             stream = replace(stream, files=files)
         else:
-            compress = self.options.compress_in(self.storage)
-            stream = lay_out(frames_of(self.tensors.boxes), self.tensors, compress=compress)
+            frames = frames_of(self.tensors.boxes)
+            stream = lay_out(frames, self.tensors, compress=self.options.compress)
         return RankSavePlan(save_id, stream, self.tensors, self.document, self.global_plan)
 
     def with_found(self, mine: RankSavePlan) -> RankSavePlan:
@@ -593,7 +588,7 @@ class _Rank:
             tensors,
             [file.numbers for file in left],
             CHUNK_SIZE,
-            self.options.compress_in(self.storage),
+            self.options.compress,
         )
         return RankSavePlan(
             save_id,

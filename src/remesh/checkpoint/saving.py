@@ -35,7 +35,7 @@ from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.save_plan import PlanCache, RankSavePlan, SaveOptions, make_save_plan
 from remesh.checkpoint.sharing import check_seen
 from remesh.checkpoint.stored_memory import stored_copies
-from remesh.checkpoint.timing import log_requests, timed
+from remesh.checkpoint.timing import timed
 from remesh.compression import check_library
 from remesh.errors import NotSharedError, StateError
 from remesh.events import Emit, OnEvent, emitter, ignore
@@ -47,12 +47,10 @@ from remesh.pipeline import Collection, Compress, Journal, fill_stream, write_co
 from remesh.pipeline.write import ChunkWriter
 from remesh.progress import showing
 from remesh.storage import (
-    Requests,
     Storage,
     ask_meanwhile,
     begins_unseen,
     open_storage,
-    requests_since,
 )
 
 
@@ -100,10 +98,8 @@ def save(  # noqa: PLR0913 - each option stands for itself
         verify_replicas: Compare every byte of all copies that ranks hold of one tensor, also of
             those that a framework or a description says are equal. Otherwise only plain tensors
             under one name are compared completely.
-        compress: How data files of the format `remesh` are compressed, without loss: `"zstd"`, or
-            `"auto"` where the storage is an object store or a network file system and takes the
-            bytes more slowly than they are compressed. None: not at all, so that programs that read
-            safetensors files can read them.
+        compress: How data files of the format `remesh` are compressed, without loss: `"zstd"`.
+            None: not at all, so that programs that read safetensors files can read them.
         group: A torch process group or an `Exchange`; by default torch's default group if it is
             initialised, else this process alone.
         on_event: Called at the points in `remesh.events.SAVE_POINTS`.
@@ -228,7 +224,6 @@ def _save_from(
     first: Callable[[], None] | None,
 ) -> None:
     """Plan, write and commit; the arguments are those of `make_save_plan`."""
-    sent = requests_since(storage)
     ahead: list[ChunkWriter] = []
 
     def begin_ahead(mine: RankSavePlan) -> None:
@@ -250,17 +245,15 @@ def _save_from(
         for writer in ahead:
             writer.abort()
         raise
-    rank = _Rank(exchange, storage, mine, emit, sent, cache.journal, *ahead)
+    rank = _Rank(exchange, storage, mine, emit, cache.journal, *ahead)
     try:
-        requests = rank.write_and_commit()
+        rank.write_and_commit()
     except NotSharedError:
         # Rank 0 has removed what it sees; this rank's files lie elsewhere.
         remove_own(storage, mine.save_id, mine.paths)
         raise
     cache.history = mine.committed(storage, rank.parts)
     emit("save.done")
-    if exchange.rank == 0:
-        log_requests("all ranks", requests, storage.url)
 
 
 class _Written(msgspec.Struct, frozen=True, array_like=True):
@@ -268,13 +261,11 @@ class _Written(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         parts: What rank 0 has to know of its files.
-        requests: Those that it has sent.
         is_durable: Whether the files are durable.
         has_failed: Whether it has failed; it raises the failure in the next step.
     """
 
     parts: list[Part]
-    requests: Requests
     is_durable: bool
     has_failed: bool
 
@@ -292,7 +283,6 @@ class _Rank:
     storage: Storage
     mine: RankSavePlan
     emit: Emit
-    sent: Callable[[], Requests]
     journal: Journal | None
     writer: ChunkWriter | None = None
     parts: list[Part] = field(default_factory=list, init=False)
@@ -301,10 +291,9 @@ class _Rank:
     failure: BaseException | None = field(default=None, init=False)
     of_all: list[list[Part]] = field(default_factory=list, init=False)
     small: SmallFiles | None = field(default=None, init=False)
-    others: Requests = field(default_factory=Requests, init=False)
 
-    def write_and_commit(self) -> Requests:
-        """All steps. Collective; on rank 0, the requests of all ranks."""
+    def write_and_commit(self) -> None:
+        """All steps. Collective."""
         written = self.write()
         try:
             place = run_joined(self.exchange, lambda: written, self.join)
@@ -316,7 +305,6 @@ class _Rank:
         if place:
             seen = msgspec.msgpack.decode(place, type=str)
             run_joined(self.exchange, lambda: self.settle(seen), self.commit, self.give_up)
-        return self.sent() + self.others
 
     def write(self) -> bytes:
         """Write my chunks; returns what rank 0 has to know."""
@@ -328,7 +316,7 @@ class _Rank:
                 self.writer.abort()
         has_failed = self.failure is not None
         is_durable = self.wait is None and not has_failed
-        return msgspec.msgpack.encode(_Written(self.parts, self.sent(), is_durable, has_failed))
+        return msgspec.msgpack.encode(_Written(self.parts, is_durable, has_failed))
 
     def fill(self) -> None:
         """Write my chunks."""
@@ -356,8 +344,7 @@ class _Rank:
         told = [msgspec.msgpack.decode(reply, type=_Written) for reply in replies]
         self.of_all = [one.parts for one in told]
         if all(one.is_durable for one in told):
-            self.commit([msgspec.msgpack.encode(one.requests) for one in told])
-            return [b""] * len(told)
+            return self.commit(replies)
         place = ""
         if self.early and begins_unseen(self.storage):
             place = self.early[0]
@@ -381,14 +368,12 @@ class _Rank:
             look()
         if self.failure is not None:
             raise self.failure
-        return msgspec.msgpack.encode(self.sent())
+        return b""
 
     def commit(self, replies: list[bytes]) -> list[bytes]:
         """Rank 0: commit; all files are durable."""
-        told = [msgspec.msgpack.decode(reply, type=Requests) for reply in replies]
-        self.others = sum(told[1:], Requests())
         finish(self.storage, self.mine.on_rank_0, self.of_all, self.emit, small=self.small)
-        return [b""] * len(told)
+        return [b""] * len(replies)
 
     def give_up(self) -> None:
         """Rank 0: remove everything."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from remesh.events import Emit
-from remesh.storage import Requests
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -84,12 +83,6 @@ def timed(
                 _LOGGER.info("saved %s (%s)%s: %s", amount, details, more, url)
 
     return mark
-
-
-def log_requests(who: str, requests: Requests, url: str) -> None:
-    """Log the requests of a save, if the storage counts them."""
-    if requests:
-        _LOGGER.info("%s sent %s: %s", who, requests, url)
 
 
 def _amount(num_bytes: int, seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -69,8 +68,7 @@ RECIPES = ("huggingface-to-megatron", "megatron-to-huggingface")
 @click.option(
     "--compress",
     type=click.Choice(get_args(Compress)),
-    help="Compress the data files without loss, for --format remesh: always, or where DST is far "
-    "and slow.",
+    help="Compress the data files without loss, for --format remesh.",
 )
 @output.json_option
 def convert(
@@ -152,7 +150,6 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
             "num_reused": report.num_reused,
             "has_digests": report.verified.has_digests,
             "unchecked": list(report.unchecked),
-            "requests": asdict(report.requests),
         }
         output.print_json(document)
         return
@@ -167,8 +164,6 @@ def _print_report(report: ConversionReport, source: str, target: str, *, as_json
         f"{counts}{others}; read again, {checked}",
         highlight=False,
     )
-    if report.requests:
-        console.out(f"all ranks sent {report.requests}", highlight=False)
     if report.unchecked:
         names = output.printable(output.listed(report.unchecked, show_all=False))
         text = f"  repaired; no digest proves that these are what was saved: {names}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,21 +23,23 @@ from typing import Literal
 
 import numpy as np
 
-from remesh.compression import encode_table, table_size
+from remesh.compression import encode_block, encode_table, table_size
 from remesh.dtypes import DType
 from remesh.errors import CheckpointNotFoundError
 from remesh.geometry import IntArray, boxes_of_flat_range
 from remesh.integrity import BLOCK_SIZE, WrittenFile, block_digests
 from remesh.memory import Memory, QueuedMemory, contiguous_bytes
-from remesh.pipeline.block_codec import BlockCodec, ChunkOrder, StoredChunk
 from remesh.storage import Buffer, EndingWriter, LendingWriter, SharedFiles, Storage, Writer
 
-Compress = Literal["zstd", "auto"]
-"""How files are compressed: always, or where it makes writing faster."""
+Compress = Literal["zstd"]
+"""How files are compressed."""
 
 CHUNK_SIZE = 2 << 20
 """Bytes written at a time: a multiple of the digest block, large enough for full disk speed, small
 enough to be still in the processor's cache when it is digested and written."""
+
+MAX_EARLY = 8
+"""Chunks of a compressed file that wait for others, so that blocks lie in their order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,16 +148,24 @@ class StreamFiles:
     replaces: bool = False
 
     @property
-    def codec(self) -> BlockCodec | None:
-        """What compresses the files; None if they are not compressed."""
-        if self.compress is None:
-            return None
-        return BlockCodec(self.compress == "auto", self.element_start, self.element_bytes)
-
-    @property
     def has_digests(self) -> bool:
         """Whether each file begins with a chunk, so that no chunk has bytes of two files."""
         return not (self.is_shared or (self.start % CHUNK_SIZE).any())
+
+    def encode(self, start: int, data: Buffer) -> list[Buffer]:
+        """The stored form of each block of some bytes of compressed files.
+
+        Args:
+            start: Byte of the stream at which they begin, which is that of a block.
+            data: The bytes.
+        """
+        encoded = []
+        for at in range(0, len(data), BLOCK_SIZE):
+            block = data[at : at + BLOCK_SIZE]
+            middle = start + at + len(block) // 2
+            row = np.searchsorted(self.element_start, middle, "right") - 1
+            encoded.append(encode_block(block, int(self.element_bytes[row])))
+        return encoded
 
 
 def whole_files(paths: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> StreamFiles:
@@ -237,12 +246,11 @@ class ChunkWriter:
         self._files = files
         self._has_digests = files.has_digests
         self._digests = np.zeros((-(-num_bytes // BLOCK_SIZE), 2), dtype=np.uint64)
-        self._codec = files.codec
+        self._is_compressed = files.compress is not None
         self._stored_begin = np.zeros(len(self._digests), np.int64)
         self._stored_bytes = [0] * len(files.paths)
-        self._orders: list[ChunkOrder] = []
-        if self._codec is not None:
-            self._orders = [ChunkOrder(start // CHUNK_SIZE) for start in files.start.tolist()]
+        self._next: list[int] = files.start.tolist()
+        self._early: list[dict[int, tuple[int, IntArray, Buffer]]] = [{} for _ in files.paths]
         self._known: dict[int, WrittenFile] = {}
         self._left = np.bincount(files.file, files.num_bytes, len(files.paths)).astype(np.int64)
         self._lock = threading.Lock()
@@ -281,7 +289,7 @@ class ChunkWriter:
 
     def lend(self, number: int, num_bytes: int) -> Buffer | None:
         """Memory to fill a chunk in, if the file has some; then `write` gets it."""
-        if not self._is_single or self._codec is not None:
+        if not self._is_single or self._is_compressed:
             return None
         writer = self._writer_of(0)
         if not isinstance(writer, LendingWriter):
@@ -303,29 +311,36 @@ class ChunkWriter:
             writer.filled(number * CHUNK_SIZE, len(chunk))
             return
         for file, position, part in self._parts(number, chunk):
-            if self._codec is None:
-                self._writer_of(file).write(position, part)
+            if self._is_compressed:
+                self._append(file, number * CHUNK_SIZE, part)
             else:
-                self._append(self._codec, file, number * CHUNK_SIZE, part)
+                self._writer_of(file).write(position, part)
         self.accept(number, chunk)
 
-    def _append(self, codec: BlockCodec, file: int, start: int, part: Buffer) -> None:
-        """Write the stored form of what a file has from a byte of the stream on."""
-        blocks = codec.encode(start, part)
-        lengths = np.array([len(block) for block in blocks], np.int64)
-        stored = StoredChunk(len(part), lengths, np.concatenate(blocks))
-        placed = []
+    def _append(self, file: int, start: int, part: Buffer) -> None:
+        """Take the stored form of what a file has from a byte of the stream on; write what may be.
+
+        Threads finish chunks a little out of order. In that order, a reader of several chunks would
+        need twice as many reads. So a chunk that comes early is kept until those before it have
+        come, or too many are kept.
+        """
+        blocks = self._files.encode(start, part)
+        begins = np.cumsum([0, *map(len, blocks)])[:-1]
+        stored, placed = np.concatenate(blocks), []  # a copy: blocks may lie in the caller's buffer
         with self._lock:
-            for number, chunk in self._orders[file].take(start // CHUNK_SIZE, stored):
-                placed.append((number, chunk, self._stored_bytes[file]))
-                self._stored_bytes[file] += len(chunk.data)
-        for number, chunk, begin in placed:
-            first, lengths = number * CHUNK_SIZE // BLOCK_SIZE, chunk.lengths
-            self._stored_begin[first : first + len(lengths)] = begin + np.cumsum(lengths) - lengths
-            began = time.perf_counter()
-            self._writer_of(file).write(begin, chunk.data)
-            codec.written(len(chunk.data), time.perf_counter() - began)
-            self._count(file, chunk.num_bytes)
+            early = self._early[file]
+            early[start] = len(part), begins, stored
+            while early and (min(early) <= self._next[file] or len(early) > MAX_EARLY):
+                first = min(early)
+                num_bytes, begins, stored = early.pop(first)
+                placed.append((first, num_bytes, begins + self._stored_bytes[file], stored))
+                self._stored_bytes[file] += len(stored)
+                self._next[file] = max(self._next[file], first + num_bytes)
+        for first, num_bytes, begins, stored in placed:
+            row = first // BLOCK_SIZE
+            self._stored_begin[row : row + len(begins)] = begins
+            self._writer_of(file).write(int(begins[0]), stored)
+            self._count(file, num_bytes)
 
     def accept(self, number: int, chunk: Buffer) -> None:
         """Take notice of a chunk that is in the files."""
@@ -334,7 +349,7 @@ class ChunkWriter:
                 found = block_digests(part)
                 first = number * CHUNK_SIZE // BLOCK_SIZE
                 self._digests[first : first + len(found)] = found
-            if self._codec is None:
+            if not self._is_compressed:
                 self._count(file, len(part))
 
     def restore(self, number: int, chunk: Buffer) -> bool:
@@ -409,7 +424,7 @@ class ChunkWriter:
         if not self._has_digests:
             return WrittenFile(np.zeros((0, 2), dtype=np.uint64))
         blocks = self._blocks_of(file)
-        if self._codec is None:
+        if not self._is_compressed:
             return WrittenFile(self._digests[blocks])
         begin, size = self._stored_begin[blocks], self._stored_bytes[file]
         return WrittenFile(self._digests[blocks], begin, size)
@@ -421,7 +436,7 @@ class ChunkWriter:
 
     def _write_table(self, file: int) -> int | None:
         """Write what ends a compressed file; its size. None if it is not compressed."""
-        if self._codec is None:
+        if not self._is_compressed:
             return None
         begin, size = self._stored_begin[self._blocks_of(file)], self._files.sizes[file]
         table = encode_table(begin, size, BLOCK_SIZE)
@@ -449,7 +464,7 @@ class ChunkWriter:
                     assert isinstance(self._storage, SharedFiles)
                     self._open[file] = self._storage.open_shared(path, size)
                 else:
-                    if self._codec is not None:
+                    if self._is_compressed:
                         size += table_size(-(-size // BLOCK_SIZE))
                     replaces = self._files.replaces
                     self._open[file] = self._storage.create(path, size, overwrite=replaces)

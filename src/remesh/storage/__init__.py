@@ -43,8 +43,6 @@ from remesh.storage.protocol import LendingWriter as LendingWriter
 from remesh.storage.protocol import SharedFiles as SharedFiles
 from remesh.storage.protocol import UnseenFiles as UnseenFiles
 from remesh.storage.protocol import begins_unseen as begins_unseen
-from remesh.storage.request_counts import Requests
-from remesh.storage.request_counts import requests_since as requests_since
 from remesh.storage.shown import shown_url as shown_url
 from remesh.storage.sizes import Directory as Directory
 from remesh.storage.sizes import DirectoryListing as DirectoryListing
@@ -60,7 +58,6 @@ __all__ = [
     "FileSystemSpace",
     "LocalStorage",
     "MemoryStorage",
-    "Requests",
     "Storage",
     "Writer",
     "aligned_buffer",

@@ -39,14 +39,15 @@ FAILURES = (BaseError, OSError, ValueError)
 
 RETRIES: RetryConfig = {
     "max_retries": 10,
-    "retry_timeout": timedelta(seconds=60),
+    "retry_timeout": timedelta(seconds=180),
     "backoff": {
         "init_backoff": timedelta(milliseconds=200),
         "max_backoff": timedelta(seconds=8),
         "base": 2,
     },
 }
-"""A failed request is repeated, with growing pauses, for a minute at most."""
+"""A failed request is repeated, with growing pauses, for three minutes at most: also one that was
+not answered before its timeout."""
 
 CLIENT: ClientConfig = {
     # Endpoints are https:// unless the user has written something else.
@@ -75,7 +76,7 @@ class Bucket:
 
     Attributes:
         store: The obstore store with its connections.
-        latency: `CountedStore.latency` of the storage that asked last.
+        latency: Seconds of the fastest request that read, a small one mostly; 0 before the first.
         honours_conditions: Whether the store refuses a put under the condition that there is no
             such object, if there is one; None before that is known.
     """

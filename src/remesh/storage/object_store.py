@@ -17,7 +17,6 @@ How it keeps the promises of `remesh.storage`:
   incomplete uploads.
 * `copy_from` is a copy on the server, within a bucket of S3 or Google Cloud. A store may refuse it,
   as S3 does above 5 GiB.
-* A request that reads, and is much slower than others, is sent again (`remesh.storage.hedging`).
 * Once a store has acknowledged a request it is durable and visible to all, so `sync` has nothing
   to do.
 """
@@ -28,7 +27,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -38,14 +37,12 @@ from obstore.exceptions import AlreadyExistsError
 
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.storage.buckets import FAILURES, Bucket, open_bucket
-from remesh.storage.counted_store import CountedStore
 from remesh.storage.distance import Flow, ask_meanwhile, ask_together, asking, flow_for
-from remesh.storage.hedging import Hedge
+from remesh.storage.objects import Objects
 from remesh.storage.parts import StreamWriter
 from remesh.storage.paths import check_path, prefix_directory
 from remesh.storage.protocol import Buffer, FileSystemSpace, Storage
 from remesh.storage.remote_errors import RANGES_ADVICE, explain
-from remesh.storage.request_counts import Requests
 from remesh.storage.shown import shown_url
 from remesh.storage.sizes import Directory, FileFacts
 
@@ -105,11 +102,10 @@ class ObjectStorage:
     ) -> None:
         self._url = shown_url(url).rstrip("/")
         self._bucket = bucket if isinstance(bucket, Bucket) else Bucket(bucket)
-        self._store = CountedStore(self._bucket, prefix)
+        self._objects = Objects(self._url, self._bucket, prefix)
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
-        self._hedge = Hedge()
         _keep_freed_memory()
 
     def __repr__(self) -> str:
@@ -121,14 +117,9 @@ class ObjectStorage:
         return self._url
 
     @property
-    def requests(self) -> Requests:
-        """See `CountedRequests.requests`."""
-        return self._store.requests
-
-    @property
     def latency(self) -> float:
         """See `MeasuredLatency.latency`."""
-        return self._store.latency
+        return self._bucket.latency
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Storage.list`."""
@@ -138,7 +129,7 @@ class ObjectStorage:
         """Relative path → bytes of all files that begin with `prefix`; one request per 1000."""
         directory = prefix_directory(prefix)
         try:
-            found = self._store.list(directory)
+            found = self._objects.list(directory)
         except FAILURES as error:
             raise explain("list", self._name(prefix), error) from None
         return {
@@ -150,7 +141,7 @@ class ObjectStorage:
     def list_directory(self, path: str = "") -> Directory:
         """See `DirectoryListing.list_directory`; one request per 1000 entries."""
         try:
-            objects, names = self._store.list_directory(path)
+            objects, names = self._objects.list_directory(path)
         except FAILURES as error:
             raise explain("list", self._name(path), error) from None
         files = {
@@ -169,7 +160,7 @@ class ObjectStorage:
         """See `Storage.size`."""
         check_path(path)
         try:
-            return self._store.head(path)["size"]
+            return self._objects.head(path)["size"]
         except FAILURES as error:
             raise explain("read", self._name(path), error) from None
 
@@ -209,7 +200,7 @@ class ObjectStorage:
         assert 0 <= start <= stop
         check_path(path)
         if 0 < stop - start <= READ_BYTES:
-            found = self._ask(path, start, lambda: self._store.read_range(path, start, stop))
+            found = self._ask(path, start, lambda: self._objects.read_range(path, start, stop))
             return np.frombuffer(memoryview(found or b""), np.uint8)
         buffer = np.empty(stop - start, np.uint8)
         return buffer[: self.read_into(path, start, buffer)]
@@ -219,7 +210,7 @@ class ObjectStorage:
         check_path(path)
         try:
             if overwrite:
-                self._store.put(path, data)
+                self._objects.put(path, data)
             elif path in self._unfinished or not self._put_exclusively(path, data):
                 raise CheckpointExistsError(
                     f"{self._name(path)} exists already; choose another place, or overwrite it"
@@ -262,7 +253,7 @@ class ObjectStorage:
 
     def connect(self, number: int) -> None:
         """See `Connecting.connect`."""
-        opening = partial(self._store.open_connections, f"{_HIDDEN}none", number)
+        opening = partial(self._objects.open_connections, f"{_HIDDEN}none", number)
         ask_meanwhile(self, lambda: asyncio.run(opening()))
 
     @property
@@ -281,11 +272,10 @@ class ObjectStorage:
         check_path(new)
         if not isinstance(source, ObjectStorage):
             return False
-        theirs = source._store  # noqa: SLF001 - of the same class
-        if theirs.bucket is not self._bucket:
+        if source._bucket is not self._bucket:  # noqa: SLF001 - of the same class
             return False
         try:
-            self._store.copy(theirs.key(path), new)
+            self._objects.copy(source._objects.key(path), new)  # noqa: SLF001 - of the same class
         except FAILURES as error:
             problem = explain("copy", f"{source.url}/{path}", error)
             _LOGGER.debug("%s is not a copy: %s", self._name(new), problem)
@@ -299,7 +289,7 @@ class ObjectStorage:
         """See `Storage.delete`."""
         check_path(path)
         try:
-            self._store.delete([path])
+            self._objects.delete([path])
         except FileNotFoundError:
             return
         except FAILURES as error:
@@ -312,7 +302,7 @@ class ObjectStorage:
         if len(paths) > 1:
             # A store that cannot do this, or has not all of the objects, is asked for each alone.
             with suppress(*FAILURES):
-                self._store.delete(list(paths))
+                self._objects.delete(list(paths))
                 return
         ask_together(self, [partial(self.delete, path) for path in paths])
 
@@ -392,18 +382,16 @@ class ObjectStorage:
             Those that there are, read-only; and of which object, None if the range begins behind
             its end.
         """
-        answer = self._ask(path, start, lambda: self._store.read(path, start, stop))
+        answer = self._ask(path, start, lambda: self._objects.read(path, start, stop))
         if answer is None:
             return np.empty(0, np.uint8), None
         meta, found = answer
         return np.frombuffer(memoryview(found), np.uint8), meta
 
-    def _ask(
-        self, path: str, start: int, request: Callable[[], Awaitable[_Result]]
-    ) -> _Result | None:
+    def _ask(self, path: str, start: int, request: Callable[[], _Result]) -> _Result | None:
         """The answer to a request for bytes from `start` on; None if that is behind the end."""
         try:
-            return self._hedge.run(request)
+            return request()
         except FAILURES as error:
             # A range that begins behind the end is an error of no class of its own.
             problem = explain("read", self._name(path), error)
@@ -429,9 +417,9 @@ class ObjectStorage:
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/{_HIDDEN}{name}-" if folder else f"{_HIDDEN}{name}-"
         mine = claims + secrets.token_hex(8)
-        self._store.put(mine, b"")
+        self._objects.put(mine, b"")
         try:
-            found = self._store.list(folder)
+            found = self._objects.list(folder)
             others = {entry["path"] for entry in found if entry["path"].startswith(claims)} - {mine}
             if others:
                 raise CheckpointExistsError(
@@ -448,7 +436,7 @@ class ObjectStorage:
 
         def is_refused() -> bool:
             try:
-                self._store.put(probe, b"12", only_new=True)
+                self._objects.put(probe, b"12", only_new=True)
             except AlreadyExistsError:
                 return True
             return False
@@ -479,7 +467,7 @@ class ObjectStorage:
         What is saved is not refused: the objects can be copied, and read elsewhere.
         """
         try:
-            self._hedge.run(lambda: self._store.read(path, 1, 2))
+            self._objects.read(path, 1, 2)
         except FAILURES as error:
             if RANGES_ADVICE in str(explain("read", self._name(path), error)):
                 _LOGGER.warning("%s: %s", self._url, RANGES_ADVICE)
@@ -488,9 +476,9 @@ class ObjectStorage:
         """Put an object unless there is one; returns whether it is ours that is there now."""
         token = secrets.token_hex(16)
         try:
-            self._store.put(path, data, only_new=True, attributes={_TOKEN: token})
+            self._objects.put(path, data, only_new=True, attributes={_TOKEN: token})
         except AlreadyExistsError:
-            return bool(self._store.attributes(path).get(_TOKEN) == token)
+            return bool(self._objects.attributes(path).get(_TOKEN) == token)
         return True
 
     def _put(self, path: str, data: bytes | memoryview) -> bool:
@@ -510,7 +498,7 @@ class ObjectStorage:
         name = self._name(path)
         try:
             if num_bytes > flow.size:
-                self._store.upload(path, parts, part_bytes=flow.size, num_uploads=flow.number)
+                self._objects.upload(path, parts, part_bytes=flow.size, num_uploads=flow.number)
                 return
             # Taking all parts waits until the writer finishes.
             whole = [*parts, np.empty(0, np.uint8)][0]
