@@ -483,7 +483,7 @@ class ObjectStorage:
 
     def _put(self, path: str, data: bytes | memoryview) -> bool:
         """Put an object, in the place of one that is there; returns true."""
-        self._store.put(path, data)
+        self._objects.put(path, data)
         return True
 
     def _upload(
