@@ -403,8 +403,10 @@ def test_a_part_that_is_gone_is_looked_for_in_storage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
-    tmp_path: Path, is_saved: bool
+    tmp_path: Path, is_saved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+
     def leave(world: World, rank: int) -> None:
         if is_saved:
             world.manager.save(3, world.state)
@@ -414,6 +416,8 @@ def test_random_numbers_of_a_lost_role_come_from_another_source_of_the_step(
         assert resumed is not None
         assert (resumed.live, resumed.same_random) == (True, is_saved)
         assert_same(world.values(), expected)
+    seeded = "random numbers were seeded anew: numpy, python, torch" in caplog.text
+    assert seeded == (not is_saved)
 
 
 @pytest.mark.parametrize(

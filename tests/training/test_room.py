@@ -57,7 +57,8 @@ def test_a_boundary_without_room_is_given_up(
     monkeypatch.setattr(room, "free_bytes", lambda _device: free)
     job = TrainingJob(is_reentrant=True)
     state = trained()
-    keeper = Keeper(state, Fingerprints().take(state))
+    prints = Fingerprints()
+    keeper = Keeper(state, prints.take(state), prints)
     job.boundary = Boundary(1, None, "", keeper, dict, [], 0.0)  # type: ignore[arg-type]
     job.make_room()
     assert (job.boundary is not None) == is_kept

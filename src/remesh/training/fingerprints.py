@@ -71,7 +71,7 @@ class Fingerprints:
 
     def take_of(self, tensors: Sequence[torch.Tensor]) -> Fingerprint:
         """The fingerprint of tensors as they are now."""
-        tensors = _plain(tensors)
+        tensors = plain(tensors)
         places = _places_of(tensors)
         if places != self._plan.places:
             self._plan = _plan(tensors, places, self._plan.extents)
@@ -90,7 +90,7 @@ class Fingerprints:
         """
         found: list[torch.Tensor] = []
         self._walk(state, found)
-        tensors = _plain(found)
+        tensors = plain(found)
         if len(tensors) != len(then.versions):
             return "a tensor that was added or removed"
         may = np.array([id(tensor) in but for tensor in tensors], dtype=bool)
@@ -104,7 +104,7 @@ class Fingerprints:
             case torch.Tensor():
                 found.append(node)
             case torch.nn.Module():
-                for part in self._parts_of(node):
+                for part in self.modules_of(node):
                     own = part._parameters.values()  # noqa: SLF001
                     found += [tensor for tensor in own if tensor is not None]
                     buffers = part._buffers.values()  # noqa: SLF001
@@ -124,7 +124,7 @@ class Fingerprints:
             case ShardedTensor():
                 found += [part.data for part in node.parts if isinstance(part.data, torch.Tensor)]
 
-    def _parts_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+    def modules_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """A module and those below it; kept while all have the same children."""
         children, parts = self._modules.get(module, (None, []))
         now = [child for part in parts for child in part._modules.values()]  # noqa: SLF001
@@ -290,7 +290,7 @@ def _bytes_on_host(sample: torch.Tensor) -> npt.NDArray[np.uint8]:
     return taken
 
 
-def _plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors of which subclasses consist, such as the local one of a DTensor."""
     if set(map(type, tensors)) <= _PLAIN:
         return tensors

@@ -41,7 +41,7 @@ from remesh.exchange import Exchange, run_on_all
 from remesh.resharding import Resharder
 from remesh.sharded import ShardedTensor
 from remesh.training import resuming, rng
-from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints
+from remesh.training.fingerprints import SMALL, Fingerprint, Fingerprints, plain
 from remesh.training.resuming import Source
 from remesh.training.room import bytes_by_device, make_room, tensors_of
 from remesh.training_job import TrainingJob
@@ -146,6 +146,7 @@ class LiveMemory:
     Attributes:
         is_on: Whether the state can be relied on; it cannot if its changes are not seen.
         saved_at: See `Boundary`; of the next one.
+        fingerprints: Take those of the state.
     """
 
     def __init__(self, job: TrainingJob, exchange: Exchange, buffers: Buffers | None) -> None:
@@ -154,6 +155,7 @@ class LiveMemory:
         self._buffers = buffers
         self.is_on = True
         self.saved_at = time.monotonic()
+        self.fingerprints = Fingerprints()
         self._optimizers: set[int] = set()  # ids of those in the state
         _OPEN.add(self)
 
@@ -187,7 +189,7 @@ class LiveMemory:
             self._job.end_change()
             return
         try:
-            keeper = Keeper(state, fingerprint)
+            keeper = Keeper(state, fingerprint, self.fingerprints)
             self._optimizers = keeper.optimizers
             role = [coordinate for coordinate, _ in roles.own.values()]
             self._job.boundary = Boundary(step, note(), parent, keeper, rows, role, self.saved_at)
@@ -328,9 +330,10 @@ class Keeper:
         NotWatchedError: If changes of something in the state would not be seen.
     """
 
-    def __init__(self, state: Any, fingerprint: Fingerprint) -> None:
+    def __init__(self, state: Any, fingerprint: Fingerprint, fingerprints: Fingerprints) -> None:
         self.optimizers: set[int] = set()  # ids of those in the state
         self._fingerprint = fingerprint
+        self._fingerprints = fingerprints
         self._copied: dict[int, torch.Tensor] = {}  # by id, so that it stays theirs
         self._reorder: list[Callable[[], object]] = []  # put objects back into their places
         self._restore: list[Callable[[], object]] = []  # put copied values back
@@ -346,7 +349,7 @@ class Keeper:
             for put in self._reorder:
                 put()
             state = self._rebuild()
-            changed = Fingerprints().changed(state, self._fingerprint, self._copied)
+            changed = self._fingerprints.changed(state, self._fingerprint, self._copied)
             if changed:
                 raise ChangedError(f"{changed} was changed outside of an optimizer")
             for put in self._restore:
@@ -357,7 +360,7 @@ class Keeper:
         """See `room.make_room`."""
         state = self.roll_back()
         is_kept = make_room(state)
-        self._fingerprint = Fingerprints().take(state)  # tensors may have moved
+        self._fingerprint = self._fingerprints.take(state)  # tensors may have moved
         return is_kept
 
     def keep(self, node: Any, name: str) -> Callable[[], Any]:
@@ -391,7 +394,7 @@ class Keeper:
         return lambda: node
 
     def _keep_module(self, module: torch.nn.Module) -> None:
-        for part in module.modules():
+        for part in self._fingerprints.modules_of(module):
             for key, buffer in part._buffers.items():  # noqa: SLF001 - and their places
                 if buffer is not None:
                     self._keep_buffer(part._buffers, key, buffer)  # noqa: SLF001
@@ -453,7 +456,7 @@ class Keeper:
         if tensor.nbytes > MAX_COPY:
             return
         kept = tensor.detach().clone()
-        self._copied[id(tensor)] = tensor
+        self._copied.update({id(part): part for part in plain([tensor])})
 
         def put() -> None:
             if (tensor.shape, tensor.dtype) != (kept.shape, kept.dtype):

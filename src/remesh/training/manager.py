@@ -372,7 +372,9 @@ class Manager:
 
     def _fingerprint(self, state: Any) -> Fingerprint | None:
         """What the tensors of a state are now, if that is going to be looked at."""
-        if (not self._saves_at_end and self._live is None) or "torch" not in sys.modules:
+        if self._live is not None:
+            return self._live.fingerprints.take(state)
+        if not self._saves_at_end or "torch" not in sys.modules:
             return None
         if self._fingerprints is None:
             from remesh.training.fingerprints import Fingerprints
@@ -559,7 +561,8 @@ class Manager:
         # What was not saved before the function was entered again is not saved now.
         self._last_save = self._saved_at = time.monotonic() - source.unsaved_seconds
         if self._exchange.rank == 0:
-            seeded = "" if restored.same_random else "; some random numbers were seeded anew"
+            seeded = ", ".join(restored.seeded)
+            seeded = f"; random numbers were seeded anew: {seeded}" if seeded else ""
             _LOGGER.info("resumed from %s%s", info.path, seeded)
         return resuming.resumed_from(source, note, restored, passed_over)
 

@@ -148,9 +148,9 @@ def order_of(source: Source) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint that was loaded: whether all streams are the same, and this rank's report."""
+    """A checkpoint that was loaded: the streams that were seeded anew, and this rank's report."""
 
-    same_random: bool
+    seeded: tuple[str, ...]
     report: RestoreReport
 
 
@@ -326,7 +326,7 @@ def restore(
         return b""
 
     run_on_all(exchange, take)
-    return Restored(len(stored) == len(streams), reports[0])
+    return Restored(tuple(sorted(streams.keys() - stored.keys())), reports[0])
 
 
 def _load_rows(
@@ -353,7 +353,7 @@ def resumed_from(
         source.info,
         note.step,
         tuple(not_used),
-        restored.same_random,
+        not restored.seeded,
         note.trackers,
         restored.report,
         from_memory=source.kind == "snapshot",
