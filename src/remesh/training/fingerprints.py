@@ -60,11 +60,14 @@ class Fingerprints:
     """Takes fingerprints of a state, step after step. For one thread."""
 
     def __init__(self) -> None:
+        # Of each module in the state, the children of all modules, and these modules.
         self._modules: dict[torch.nn.Module, tuple[list[Any], list[torch.nn.Module]]] = {}
+        self._former = self._modules  # of the state before
         self._plan = _Plan(([], [], []), {}, (), {})
 
     def take(self, state: Any) -> Fingerprint:
         """The fingerprint of a state as it is now."""
+        self._former, self._modules = self._modules, {}
         found: list[torch.Tensor] = []
         self._walk(state, found)
         return self.take_of(found)
@@ -126,13 +129,18 @@ class Fingerprints:
 
     def modules_of(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """A module and those below it; kept while all have the same children."""
-        children, parts = self._modules.get(module, (None, []))
-        now = [child for part in parts for child in part._modules.values()]  # noqa: SLF001
-        if now != children:
+        kept = self._modules.get(module) or self._former.get(module)
+        parts = list(module.modules()) if kept is None else kept[1]
+        children = _children_of(parts)
+        if kept is not None and children != kept[0]:
             parts = list(module.modules())
-            now = [child for part in parts for child in part._modules.values()]  # noqa: SLF001
-            self._modules[module] = now, parts
+            children = _children_of(parts)
+        self._modules[module] = children, parts
         return parts
+
+
+def _children_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module | None]:
+    return [child for module in modules for child in module._modules.values()]  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, eq=False)
