@@ -129,6 +129,20 @@ def test_no_memory_is_held() -> None:
     assert "added or removed" in prints.changed({"model": model, "optimizer": optimizer}, then)
 
 
+def test_all_of_the_state_of_an_optimizer_is_looked_at() -> None:
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    lists, plain = [torch.ones(3)], torch.ones(3)
+    optimizer.state["own"] = {"lists": lists, "number": 1}
+    optimizer.state["plain"] = plain
+    prints = Fingerprints()
+    then = prints.take(optimizer)
+    plain.data.add_(1)
+    assert prints.changed(optimizer, then) == "state.state.1"
+    then = prints.take(optimizer)
+    lists[0].data.add_(1)
+    assert prints.changed(optimizer, then) == "state.state.0.lists.0"
+
+
 def test_changed_modules_are_walked_anew() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3))
     prints = Fingerprints()

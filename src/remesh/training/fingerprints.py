@@ -113,7 +113,9 @@ class Fingerprints:
                     buffers = part._buffers.values()  # noqa: SLF001
                     found += [one for one in buffers if one is not None and one.nbytes > SMALL]
             case Optimizer():
-                kept = [value for values in node.state.values() for value in values.values()]
+                kept: list[Any] = []
+                for values in node.state.values():
+                    kept += values.values() if isinstance(values, dict) else [values]
                 if set(map(type, kept)) <= _PLAIN:
                     found += kept
                 else:
